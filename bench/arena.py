@@ -33,13 +33,13 @@ ATTENDS = 40
 
 
 def settings(device: str, memory_limit: str, folder: str) -> dict[str, str]:
-    """Of the engine; no folder: anonymous memory."""
+    """Settings of the engine. An empty folder means anonymous memory."""
     named = {"device.name": device, "memory.limit": memory_limit}
     return named | ({"memory.arena_directory": folder} if folder else {})
 
 
 def attend_seconds(sequence: Any, q: np.ndarray, policy: Any) -> float:
-    """The median of some attends, the first ones left out."""
+    """The median time of several attends, without the first ones."""
     times = []
     for i in range(ATTENDS):
         begin = time.perf_counter()
@@ -49,7 +49,7 @@ def attend_seconds(sequence: Any, q: np.ndarray, policy: Any) -> float:
 
 
 def fill(device: str, memory_limit: str, folder: str, token_count: int) -> dict[str, Any]:
-    """Appends and attends, in this process."""
+    """Appends a sequence and attends to it, in this process."""
     import spillway  # noqa: PLC0415
 
     random = np.random.default_rng(1)
@@ -83,7 +83,7 @@ def fill(device: str, memory_limit: str, folder: str, token_count: int) -> dict[
 
 
 def restore(device: str, memory_limit: str, folder: str, token_count: int) -> dict[str, Any]:
-    """Goes on with what `fill` left."""
+    """Restores the sequence that `fill` appended, and attends to it."""
     import spillway  # noqa: PLC0415
 
     random = np.random.default_rng(1)
@@ -104,7 +104,7 @@ def restore(device: str, memory_limit: str, folder: str, token_count: int) -> di
 
 
 def work(*arguments: str) -> dict[str, Any]:
-    """One of the two, in a process that is killed in the end."""
+    """Runs `fill` or `restore` in another process, which kills itself at the end."""
     done = subprocess.run(
         [sys.executable, __file__, "worker", *arguments], stdout=subprocess.PIPE, check=False
     )
@@ -114,7 +114,7 @@ def work(*arguments: str) -> dict[str, Any]:
 
 
 def encode_rate(bench: Path) -> float:
-    """GB of rows a second that the CPU's encoder alone makes codes of."""
+    """How many GB of rows per second the CPU's encoder alone encodes."""
     done = subprocess.run([bench], stdout=subprocess.PIPE, check=True)
     return float(json.loads(done.stdout)["gb_s"])
 
@@ -126,7 +126,7 @@ app = typer.Typer(add_completion=False)
 def worker(
     what: str, device: str, memory_limit: str, token_count: int, folder: str = typer.Argument("")
 ) -> None:
-    """Prints what one process measured, and dies."""
+    """Runs `fill` or `restore`, prints its result, and kills this process."""
     act = fill if what == "fill" else restore
     print(json.dumps(act(device, memory_limit, folder, token_count)), flush=True)
     os.kill(os.getpid(), 9)
@@ -149,7 +149,7 @@ def run(
     kinds = ["anonymous", *folder]
     results: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
     for number in range(rounds):
-        # Not always in the same order.
+        # Each round starts with another kind.
         for kind in kinds[number % len(kinds) :] + kinds[: number % len(kinds)]:
             common = (device, memory_limit, str(tokens))
             if kind == "anonymous":

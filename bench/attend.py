@@ -21,12 +21,12 @@ import torch
 from spillway import RotationHash
 from worker import Worker
 
-# Share of heads that may miss epsilon before the timings mean nothing: delta
-# of the default policy.
+# Epsilon and delta of the default policy. If a larger share of outputs than delta has an error
+# above epsilon, the timings mean nothing.
 EPSILON = 0.1
 DELTA = 0.1
 DENSE_TOLERANCE = 1e-4
-# Of peers; torch sums 131,072 tokens in f32 to 2e-4.
+# Relative errors allowed for SDPA. In f32, torch sums 131,072 tokens with an error of 2e-4.
 PEER_TOLERANCES = {torch.bfloat16: 0.1, torch.float32: 1e-3}
 PEER_LENGTHS = (8192, 32768, 131072)
 PEERS = {
@@ -38,7 +38,7 @@ PEERS = {
 
 
 class Tensors:
-    """K/V and queries of the data directory as torch has them."""
+    """K/V and queries of the data directory as torch tensors."""
 
     def __init__(self, directory: Path) -> None:
         self.meta = json.loads((directory / "meta.json").read_text())
@@ -79,10 +79,10 @@ def relative_errors(out: np.ndarray, exact: np.ndarray) -> np.ndarray:
 
 
 class Sdpa:
-    """torch's attention of one query over the first n rows, contiguous.
+    """torch's attention of one query over the first n rows, which are contiguous.
 
-    Grouped, the query heads of a KV head go in as its queries, which is the
-    same attention and spares torch reading K and V once per query head.
+    With `grouped`, the query heads of a KV head are passed as several queries of one head. This is
+    the same attention, but torch does not read K and V again for each query head.
     """
 
     def __init__(self, tensors: Tensors, n: int, dtype: torch.dtype, grouped: bool) -> None:
@@ -92,7 +92,7 @@ class Sdpa:
 
     @torch.inference_mode()
     def __call__(self, q: torch.Tensor) -> tuple[float, torch.Tensor]:
-        """Microseconds and the output; the conversion of q is not counted."""
+        """Returns microseconds and the output. The time does not include the conversion of q."""
         shape = (1, self.k.shape[1], -1, q.shape[1]) if self.grouped else (1, len(q), 1, q.shape[1])
         q = q.to(self.dtype).reshape(shape)
         start = time.perf_counter()
@@ -103,7 +103,7 @@ class Sdpa:
 
 
 def check(worker: Worker, tensors: Tensors, length: int, scratch: Path) -> dict[str, float]:
-    """Errors of `all` and of the default policy; raises where they are too large."""
+    """Errors of `all` and of the default policy. Raises RuntimeError if they are too large."""
     dense, sparse = [], []
     for i in range(tensors.meta["queries_per_length"]):
         query, n = tensors.query_index(length, i), tensors.visible(length, i)
@@ -118,7 +118,7 @@ def check(worker: Worker, tensors: Tensors, length: int, scratch: Path) -> dict[
     }
     if not found["all_error_max"] < DENSE_TOLERANCE:
         raise RuntimeError(f"`all` at {length} tokens is off by {found['all_error_max']:.2g}")
-    # Three standard deviations above delta for the outputs compared.
+    # Delta plus three standard deviations, for this number of outputs.
     limit = DELTA + 3 * math.sqrt(DELTA * (1 - DELTA) / np.size(sparse))
     if not found["default_violation_fraction"] <= limit:
         raise RuntimeError(
@@ -155,7 +155,7 @@ def measure_length(
     touched = []
     certified = []
     count = tensors.meta["queries_per_length"]
-    for repetition in range(-1, repetitions):  # the first warms up
+    for repetition in range(-1, repetitions):  # the first is a warm-up
         i = repetition % count
         query, n = tensors.query_index(length, i), tensors.visible(length, i)
         took = {"read_us": worker.read(n)}
@@ -164,7 +164,7 @@ def measure_length(
         took["default_us"] = answer["us"]
         for name, peer in peers.items():
             worker.call("flush")
-            # Over all `length` rows, a few more than the visible ones.
+            # SDPA attends to all `length` rows, a few more than the visible ones.
             took[f"{name}_us"] = peer(tensors.queries[query])[0]
         if repetition < 0:
             continue
@@ -184,7 +184,8 @@ def measure_length(
     row["all_gb_per_s"] = size / row["all_us"] / 1e3
     row["all_share_of_read_rate"] = row["read_us"] / row["all_us"]
     row["all_over_default"] = row["all_us"] / row["default_us"]
-    # Codes of every key (bits of each dimension and a factor) and the rows touched.
+    # The policy must read the codes of all keys (bits per dimension, and a factor of 2 bytes) and
+    # the touched rows.
     code_bytes = tensors.meta["head_dim"] * RotationHash().bits_per_dim // 8 + 2
     needed = code_bytes * length + row_bytes * row["touched_rows_mean"]
     row["default_read_us"] = row["read_us"] * needed / (row_bytes * length)
@@ -194,7 +195,7 @@ def measure_length(
 
 
 def against_fastest(row: dict[str, Any]) -> dict[str, Any]:
-    """The form of SDPA that one would pick, and its time over the default policy's."""
+    """The fastest form of SDPA, and its time divided by that of the default policy."""
     fastest = min(PEERS, key=lambda name: row[f"{name}_us"])
     return {
         "fastest_sdpa": fastest,
@@ -203,7 +204,7 @@ def against_fastest(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def fit_log(rows: list[dict[str, Any]], name: str) -> dict[str, float]:
-    """Least squares of a + b log2 n."""
+    """Least-squares fit of a + b log2(n) to the field `name`, where n is the token count."""
     x = np.log2([row["token_count"] for row in rows])
     y = np.array([row[name] for row in rows], dtype=float)
     b, a = np.polyfit(x, y, 1)

@@ -16,7 +16,7 @@ SEEDS = (0, 1, 2)
 
 
 def run(scratch: Path, out: Path) -> dict[str, Any]:
-    """Runs the demonstration with each seed; keeps the first one's picture and output."""
+    """Runs the demo with each seed. Keeps the picture and the output of the first."""
     runs = []
     for seed in SEEDS:
         folder = scratch / f"demo-{seed}"
@@ -29,7 +29,7 @@ def run(scratch: Path, out: Path) -> dict[str, Any]:
             stdout=subprocess.PIPE,
             text=True,
         )
-        if done.returncode not in (0, 1):  # 1: a requirement was not met, and is reported
+        if done.returncode not in (0, 1):  # 1: a requirement was not met; the summary says which
             raise RuntimeError(f"the demonstration ended with {done.returncode}")
         summary = json.loads((folder / "summary.json").read_text())
         runs.append(summary)

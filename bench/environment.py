@@ -37,7 +37,7 @@ def _git(*args: str) -> str:
 
 
 def _commit() -> str:
-    # Results themselves may be newer than the commit; the code may not.
+    # The results in docs may have changed since the commit, but the code may not.
     changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!docs")
     return (_git("rev-parse", "--short=12", "HEAD") or "unknown") + ("+changes" if changed else "")
 

@@ -15,13 +15,13 @@ from spillway_lab import serving
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# The data's rows are appended to each: what the daemon holds beside them is a
-# matter of its size, not of a short sequence's.
+# The data's rows are appended to each layer, so that the rows are large compared with memory that
+# does not grow with them.
 LAYER_COUNT = 8
 
 
 def server_pid(target: str) -> int:
-    """The process behind a unix socket."""
+    """The ID of the process that listens on a unix socket."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(target.removeprefix("unix:"))
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
@@ -36,7 +36,7 @@ def resident_bytes(pid: int) -> int:
 
 
 def run(data: Path) -> dict[str, Any]:
-    """Appends the data's rows to a fresh daemon, attends once, and reads its statistics."""
+    """Appends the data's rows to a new daemon, attends once, and reads its statistics."""
     meta = json.loads((data / "meta.json").read_text())
     heads, tokens, dim = meta["kv_head_count"], meta["token_count"], meta["head_dim"]
     k, v = (
@@ -81,8 +81,8 @@ def run(data: Path) -> dict[str, Any]:
         "other_bytes": full.other_bytes,
         "resident_bytes_before": empty_rss,
         "resident_bytes": full_rss,
-        # Beyond rows and index, of what the rows hold: as charged to the limit
-        # and as the system counts the process.
+        # Memory in addition to rows and index, divided by the bytes of rows: as charged to the
+        # daemon's limit, and as the system counts for the process.
         "overhead_of_budget": (full.used_bytes - row_bytes - full.index_bytes) / row_bytes,
         "overhead_of_resident": (full_rss - row_bytes - full.index_bytes) / row_bytes,
         "resident_growth_overhead": (full_rss - empty_rss - row_bytes - full.index_bytes)

@@ -42,7 +42,7 @@ def _caption(figure: Any, result: dict[str, Any]) -> None:
 def _line(
     axes: Any, x: list[int], y: list[float], name: str, colour: str, style: str
 ) -> tuple[float, float, str, str]:
-    """A curve, and the label for its end."""
+    """Draws a curve, and returns the label for its end."""
     axes.plot(x, y, style, marker="o", markersize=4, color=colour)
     return float(x[-1]), y[-1], name, colour
 
@@ -174,7 +174,7 @@ def _save(figure: Any, result: dict[str, Any], path: Path) -> None:
 
 
 def draw(folder: Path) -> None:
-    """Draws what the folder has results of."""
+    """Draws plots of the results in the folder."""
     drawers = {"attend": (draw_attend, draw_growth), "score": (draw_score,), "rpc": (draw_rpc,)}
     for name, functions in drawers.items():
         path = folder / f"{name}.json"

@@ -49,7 +49,7 @@ def _targets(results: dict[str, dict[str, Any]]) -> list[tuple[str, ...]]:
         rows.append((what, text, goal, _verdict(value, limit, at_least=at_least)))
 
     if attend := results.get("attend"):
-        # A share of what one loop reads says nothing: see _plain_read.
+        # Older results compare with only one loop, which is not a lower bound; see _plain_read.
         long = [row for row in attend["rows"] if row["token_count"] >= 8192]
         for row in long if "plain_read" in attend else ():
             share = row["all_share_of_read_rate"]
@@ -108,7 +108,7 @@ def _codes(row: dict[str, Any]) -> str:
 
 
 def _plain_read(result: dict[str, Any]) -> str:
-    """What the times are compared with."""
+    """Describes the plain read that the times are compared with."""
     how = result.get(
         "plain_read", "one loop, which is slower than the memory, so it is no lower bound"
     )
@@ -378,7 +378,7 @@ SECTIONS = {
 }
 
 
-# Measured by other programs, and the pages of their results.
+# What other programs measure, and the pages with their results.
 OTHERS = {
     "the CUDA device, compared with torch": "gpu/README.md",
     "prompts and decoding beyond GPU memory": "prompts/README.md",
@@ -394,7 +394,7 @@ OTHERS = {
 
 
 def write(folder: Path) -> None:
-    """Writes README.md from the result files that are there."""
+    """Writes README.md from the result files in the folder."""
     results = {
         name: json.loads((folder / f"{name}.json").read_text())
         for name in SECTIONS

@@ -67,7 +67,7 @@ Shapes = dict[str, list[dict[str, float]]]  # spectra by what they are of
 
 @dataclass(frozen=True)
 class Pair:
-    """Two KV heads of a layer that make one of the wider data."""
+    """Two KV heads of one layer, which make one KV head of the wider data."""
 
     layer: int
     heads: tuple[int, int]
@@ -87,13 +87,13 @@ def pairs(layer_count: int) -> list[Pair]:
 
 @dataclass
 class Source:
-    """What is used of the model, before the rotary embedding; P pairs of KV heads."""
+    """Queries, keys and values of the model, before the rotary embedding; P pairs of KV heads."""
 
     pairs: list[Pair]
-    q: torch.Tensor  # [P, ENDING, query heads of the layer, 64], of the last tokens
+    q: torch.Tensor  # [P, ENDING, query heads of the layer, 64], for the last ENDING tokens
     k: torch.Tensor  # [P, 2, N, 64]
-    v: torch.Tensor  # the same
-    group: int  # query heads of a KV head
+    v: torch.Tensor  # [P, 2, N, 64]
+    group: int  # query heads per KV head
     theta: float
     original_length: int
     model: str
@@ -126,7 +126,7 @@ class Source:
 
 @torch.inference_mode()
 def read_source() -> Source:
-    """Lets the model read the document; needs the model's package and transformers."""
+    """Runs the model on the document. Needs the model's package and transformers."""
     sys.path.append(str(ROOT / "scripts"))
     from demonstration import model as demonstration_model
 
@@ -134,7 +134,7 @@ def read_source() -> Source:
     config = model.config
     chosen = pairs(config.num_hidden_layers)
     ids = tokenizer(DOCUMENT.read_text(), return_tensors="pt").input_ids
-    # Not beyond what the model was trained for.
+    # At most the context length for which the model was trained.
     count = min(ids.shape[1], config.max_position_embeddings) // ENDING * ENDING
     rope = getattr(config, "rope_parameters", None) or {}
     outputs: dict[str, dict[int, torch.Tensor]] = {"q_proj": {}, "k_proj": {}, "v_proj": {}}
@@ -175,7 +175,7 @@ def plain_frequencies(theta: float) -> torch.Tensor:
 
 
 def yarn_frequencies(theta: float, original: int, target: int) -> torch.Tensor:
-    """YaRN's per-dimension interpolation, with its paper's alpha 1 and beta 32."""
+    """YaRN's interpolation per dimension, with alpha 1 and beta 32 as in the paper."""
     plain = plain_frequencies(theta)
     turns = original * plain / (2 * math.pi)
     keep = ((turns - 1) / (32 - 1)).clamp(0, 1)
@@ -200,7 +200,7 @@ def softmax_statistics(logits: torch.Tensor) -> tuple[float, float]:
 
 
 def spectrum(x: torch.Tensor) -> dict[str, float]:
-    """Of vectors [T, d]: how many directions carry the variance, and the mean's share."""
+    """Statistics of vectors [T, d]: how the variance spreads over directions, the mean's share."""
     x = x.double()
     mean = x.mean(0)
     values = torch.linalg.eigvalsh(torch.cov((x - mean).T)).clamp_min(0)
@@ -229,7 +229,7 @@ def resample(
 def token_order(
     count: int, total: int, lengths: Sequence[int], random: torch.Generator
 ) -> torch.Tensor:
-    """Source token of each new position."""
+    """The source token for each new position."""
     device = random.device
     blocks = (total + BLOCK - 1) // BLOCK
     starts = torch.randint(SINK, count - BLOCK + 1, (blocks,), generator=random, device=device)
@@ -241,7 +241,7 @@ def token_order(
 
 
 def source_statistics(source: Source, pair_index: int, g: int) -> list[tuple[float, float]]:
-    """Statistics of the two source heads over the queries used."""
+    """softmax_statistics of the two source heads, for the queries that are used."""
     frequencies = plain_frequencies(source.theta).to(source.k.device)
     n = source.token_count
     positions = torch.arange(n, device=source.k.device)
@@ -258,7 +258,7 @@ def source_statistics(source: Source, pair_index: int, g: int) -> list[tuple[flo
 
 
 def calibrate(logits: list[torch.Tensor], target: float) -> float:
-    """The factor on logits that makes the mean mass of the largest the target."""
+    """The factor on the logits with which the mean mass of the TOP largest weights is `target`."""
     low, high = 0.05, 20.0
     for _ in range(40):
         middle = math.sqrt(low * high)
@@ -286,7 +286,7 @@ def means(shapes: Shapes) -> dict[str, dict[str, float]]:
 
 
 def default_lengths(total: int) -> list[int]:
-    """Doublings from the shortest length on."""
+    """The shortest length, doubled again and again up to `total`."""
     lengths = [LENGTHS[0]]
     while 2 * lengths[-1] <= total:
         lengths.append(2 * lengths[-1])
@@ -305,8 +305,8 @@ def generate(
 ) -> None:
     """Writes k.bf16 and v.bf16 [8][total][128], queries.f32 [length][4][32][128], meta.json.
 
-    source: read from the model where it is left out. lengths: ascending, the
-    last is at most total; doublings where they are left out.
+    source: None means that the model is run. lengths: ascending, the last is at most total; empty
+    means default_lengths.
     """
     device = torch.device(device)
     random = torch.Generator(device).manual_seed(seed)
@@ -314,14 +314,14 @@ def generate(
     lengths = list(lengths) or default_lengths(total)
     if lengths != sorted(set(lengths)) or lengths[0] < SINK + ENDING or lengths[-1] > total:
         raise ValueError(f"lengths {lengths} do not ascend within [{SINK + ENDING}, {total}]")
-    # Queries stand before the length that calibrates them too.
+    # The queries also come before the length at which they are calibrated.
     calibration = min(CALIBRATION_LENGTH, total)
     marks = sorted({calibration, *lengths})
     target = max(LENGTHS[-1], lengths[-1])
     frequencies = yarn_frequencies(source.theta, source.original_length, target).to(device)
     order = token_order(source.token_count, total, marks, random)
     position = torch.arange(total, device=device)
-    # The sink keeps its exact rows: its key is no sample of the others.
+    # The sink keeps its exact rows, because its keys are not distributed like the others.
     jittered = position >= SINK
     k = torch.empty(total, 2 * HALF, dtype=torch.bfloat16, device=device)
     v = torch.empty_like(k)
@@ -395,12 +395,12 @@ def generate(
         "vectors": means(shapes),
         "vectors_at": {str(n): means(found) for n, found in shapes_at.items()},
     }
-    # Last, so that an interrupted run leaves nothing that looks complete.
+    # Written last, so that an interrupted run does not look complete.
     meta_file.write_text(json.dumps(meta, indent=2) + "\n")
 
 
 def ensure(total: int = LENGTHS[-1]) -> Path:
-    """The folder of the data, made if this version of it is not there."""
+    """The folder with the data. Generates them if this version does not exist."""
     version = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
     directory = ROOT / "build" / "bench" / f"data-{total}-{version}"
     if not (directory / "meta.json").exists():

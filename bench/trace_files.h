@@ -12,14 +12,14 @@ namespace spillway::bench {
 
 // A folder that bench/trace_data.py wrote.
 struct TraceFiles {
-  // INVALID_ARGUMENT where K and V do not have the sizes that meta.json says.
+  // INVALID_ARGUMENT if K or V does not have the size that follows from meta.json.
   static absl::StatusOr<TraceFiles> Open(const std::string& folder);
 
   nlohmann::ordered_json meta;
-  ModelSpec spec;  // of one layer
+  ModelSpec spec;  // with one layer
   int64_t token_count;
   MappedFile k;        // [H_kv][tokens][d]
-  MappedFile v;        // the same
+  MappedFile v;        // [H_kv][tokens][d]
   MappedFile queries;  // [lengths][queries per length][H_q][d] fp32
 };
 

@@ -12,7 +12,7 @@ import numpy as np
 
 
 class Worker:
-    """One attend_worker; use it as a context manager."""
+    """One process of attend_worker. Use it as a context manager."""
 
     def __init__(self, binary: Path, data: Path) -> None:
         self._process = subprocess.Popen(
@@ -50,12 +50,12 @@ class Worker:
         return self._read()
 
     def attend(self, selector: str, query: int, visible: int) -> dict[str, Any]:
-        """One attend from cold caches; `us` is device time."""
+        """One attend from cold caches. `us` in the result is device time."""
         self.call("flush")
         return self.call("attend", selector=selector, query=query, visible=visible)
 
     def output(self, selector: str, query: int, visible: int, file: Path) -> np.ndarray:
-        """[H_q * d] float32 of one attend."""
+        """The output of one attend, [H_q * d] float32."""
         self.call("attend", selector=selector, query=query, visible=visible, out=str(file))
         return np.fromfile(file, np.float32)
 

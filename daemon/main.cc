@@ -19,8 +19,8 @@
 
 namespace {
 
-// A standard descriptor that is closed would be the next file's or socket's, and
-// the log would go there.
+// If a standard descriptor is closed, the next file or socket that is opened gets its number, and
+// would receive the log.
 void OpenStandardDescriptors() {
   int fd = 0;
   while (fd <= STDERR_FILENO) {
@@ -35,26 +35,27 @@ void OpenStandardDescriptors() {
 int main(int argc, char** argv) {
   OpenStandardDescriptors();
 #ifdef SPILLWAY_MIMALLOC
-  // Messages of megabytes come and go; what they leave goes back to the system
-  // after this many milliseconds, not after 25.
+  // Messages of megabytes are allocated and freed often. Return freed memory to the system after 1
+  // ms, not after 25 ms.
   mi_option_set_default(mi_option_decommit_delay, 1);
 #endif
-  // Debian's Abseil looks for cycles at every lock, gRPC's own too.
+  // Debian's Abseil checks for deadlocks at every lock, also at gRPC's own locks.
   absl::SetMutexDeadlockDetectionMode(absl::OnDeadlockCycle::kIgnore);
 
-  // Before any thread starts, so that all of them leave these to sigwait.
+  // Blocked before any thread starts, so that all threads leave these signals to sigwait.
   sigset_t signals;
   sigemptyset(&signals);
   sigaddset(&signals, SIGTERM);
   sigaddset(&signals, SIGINT);
   sigaddset(&signals, SIGUSR2);
-  // Has settings read again, or where there is no file of them ends the daemon in good order, for
-  // a terminal closed; one that was told to ignore it (nohup) goes on.
+  // SIGHUP makes the daemon read its settings again, or without a settings file ends it in an
+  // orderly way, as for a closed terminal. A daemon that was started to ignore it (nohup) ignores
+  // it.
   struct sigaction hangup = {};
   sigaction(SIGHUP, nullptr, &hangup);
   if (hangup.sa_handler != SIG_IGN) sigaddset(&signals, SIGHUP);
   pthread_sigmask(SIG_BLOCK, &signals, nullptr);
-  // Who reads the log may end before the daemon does.
+  // The reader of the log may end before the daemon does.
   std::signal(SIGPIPE, SIG_IGN);
 
   const absl::StatusOr<spillway::Topology> topology = spillway::DetectTopology();

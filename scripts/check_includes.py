@@ -1,8 +1,7 @@
-"""Checks which folders include which: an arrow that this table lacks is an error.
+"""Checks which folders include which: an include that the tables do not allow is an error.
 
-A file may include its own folder, the folders that the table names for it and
-all that they stand for, and of other libraries' headers those that the table
-does not forbid.
+A file may include headers of its own folder, of the folders that MAY_INCLUDE names for its folder
+(with their subfolders), and of other libraries, unless FORBIDDEN matches them.
 """
 
 from __future__ import annotations
@@ -17,9 +16,10 @@ ROOT = Path(__file__).resolve().parents[1]
 HOST = ("host/base", "host/core", "host/model", "host/codes", "host/policy", "host/memory")
 HOST += ("host/device",)
 CLIENT_HEADERS = ("spillway.h", "google/rpc")
-# What a method of the GPU is told of the device.
+# The parts of the device that methods on the GPU use.
 METHOD_HEADERS = ("gpu/device/carver.h", "gpu/device/model_methods.h", "gpu/device/packer.h")
-# Folders, and single headers where a folder may be known only by what creates it.
+# By folder: the folders that it may include, or single headers if it may use only a part of a
+# folder, such as the function that creates an object.
 MAY_INCLUDE: dict[str, tuple[str, ...]] = {
     "host/base": (),
     "host/core": ("host/base",),
@@ -29,7 +29,7 @@ MAY_INCLUDE: dict[str, tuple[str, ...]] = {
     "host/memory": ("host/base", "host/model"),
     "host/device": HOST,
     "host/cpu": HOST,
-    # The host and the GPU's core know a method only by its folder's registry.
+    # The host and the core of the GPU include only the registry of the methods.
     "host/methods": (*HOST, "host/cpu"),
     "host/ipc": (),
     "gpu/cuda": ("host/base", "host/memory"),
@@ -83,9 +83,9 @@ MAY_INCLUDE: dict[str, tuple[str, ...]] = {
         "google/rpc",
     ),
     "clients/cpp": ("host/base", "host/core/half.h", "spillway", "cli", "google/rpc"),
-    # What a program of somebody else's would include.
+    # Only what a user's program would include.
     "clients/cpp/examples": ("host/base/status_macros.h", "spillway", "spillway.h"),
-    # Of an installed libspillway.
+    # Headers of an installed libspillway.
     "docs/examples": ("spillway.h", "spillway/v1"),
     "bench/cpu": (*HOST, "host/cpu", "bench", "tests/reference"),
     "bench/gpu": (*HOST, "host/cpu", "gpu", "bench"),
@@ -131,7 +131,7 @@ INCLUDE = re.compile(r'^\s*#include ["<]([^">]+)[">]', re.MULTILINE)
 
 
 def folder_of(path: str, table: dict[str, object]) -> str | None:
-    """The longest folder of the table that holds the file."""
+    """The longest folder in the table that contains the file."""
     return max((f for f in table if path.startswith(f + "/")), key=len, default=None)
 
 

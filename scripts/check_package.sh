@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Tries the packages in build/package, or in the folder that is named:
-# unpacks the archive, serves from it in a root that holds glibc and nothing
-# else, and installs the Debian package in a throw-away copy of this system.
-# Needs root for all of that; others get as far as user namespaces let them,
-# and what was left out is said.
+# Tests the packages in build/package, or in the folder that is given:
+# unpacks the archive, runs its daemon in a root that contains only glibc, and
+# installs the Debian package in a throw-away copy of this system. This needs
+# root. Without root it does what user namespaces allow, and prints what it
+# left out.
 set -euo pipefail
 
 say() { echo "check_package: $*"; }
@@ -22,7 +22,7 @@ if [[ "${1-}" != --inside ]]; then
 
   work=$(mktemp -d)
   clean() {
-    # Mounts were made in a namespace that is gone by now.
+    # All mounts were in a namespace that has ended by now.
     if grep -qF " $work" /proc/self/mountinfo; then
       say "something is still mounted below $work, which is left as it is" >&2
     else
@@ -31,7 +31,7 @@ if [[ "${1-}" != --inside ]]; then
   }
   trap clean EXIT
 
-  # Mounts and processes of the check end with it.
+  # Mounts and processes of the check end with this namespace.
   namespace=(unshare --mount --mount-proc --pid --fork --kill-child)
   ((EUID == 0)) || namespace+=(--map-root-user)
   if ! "${namespace[@]}" true 2>/dev/null; then
@@ -50,7 +50,8 @@ example=$(dirname "$(realpath "$0")")/../docs/examples/embedded
 glibc='(ld-linux-x86-64|lib(c|m|dl|rt|pthread|resolv|util|anl|mvec))\.so'
 runtime='lib(stdc\+\+|gcc_s)\.so'
 
-# Which versions of a library FILES ask for, the highest: 2.34 for GLIBC.
+# highest PREFIX FILES...: the highest version of a library that the files need,
+# such as 2.34 for GLIBC.
 highest() {
   local prefix=$1
   shift
@@ -58,8 +59,8 @@ highest() {
     sort -Vu | tail -1
 }
 
-# The example names every setting and the daemon takes it as it is; what is
-# commented out says the default.
+# check_config CONFIG PRINTED DEFAULTS: the example file must name every setting
+# and must not change defaults, and its commented-out lines must be the defaults.
 check_config() {
   local config=$1 printed=$2 defaults=$3 keys=(grep -oE '^(# )?[a-z_]+ = ')
   diff <("${keys[@]}" "$config" | sed 's/^# //') <("${keys[@]}" "$defaults") ||
@@ -71,8 +72,8 @@ check_config() {
 }
 
 # serve ROOT SOCKET DAEMON TOOL CONFIG ALLOWED [WRAPPER...]: starts the daemon
-# in ROOT, asks it, has it attend, stops it. It may map libraries that ALLOWED
-# matches and no others.
+# in ROOT, asks for its status, lets it attend, and stops it. The daemon may map
+# only libraries that match ALLOWED.
 serve() {
   local root=$1 socket=$2 daemon=$3 tool=$4 config=$5 allowed=$6
   shift 6
@@ -99,7 +100,7 @@ serve() {
   "${within[@]}" "$tool" attend-bench --tokens 1024 --target "unix:$socket" >/dev/null ||
     fail "the daemon does not attend"
 
-  # In a chroot, paths in maps are from outside.
+  # For a process in a chroot, this file has the paths outside of the chroot.
   mapped=$(awk '$6 ~ /\.so/ {print $6}' "/proc/$pid/maps" | sort -u)
   [[ -n "$mapped" ]] || fail "no libraries in /proc/$pid/maps"
   if grep -vE "$allowed" <<<"$mapped"; then
@@ -115,7 +116,7 @@ serve() {
   [[ ! -e "$root/$socket" ]] || fail "$daemon leaves its socket"
 }
 
-# loads NAME [WRAPPER...]: whether libspillway can be loaded by that name.
+# loads NAME [WRAPPER...]: fails unless libspillway can be loaded by this name.
 loads() {
   "${@:2}" python3 -c 'import ctypes, sys; sys.exit(ctypes.CDLL(sys.argv[1]).spillway_interface() != 1)' \
     "$1" || fail "$1 does not load"
@@ -143,19 +144,19 @@ programs=("$root$home"/bin/*)
 mapfile -t libraries < <(find "$root$home/lib" -maxdepth 1 -type f)
 for file in "${programs[@]}"; do
   path=$(readelf --dynamic "$file" | grep -E '\((RPATH|RUNPATH)\)' || true)
-  # The folder's own first and last, and none but the system's between.
+  # First the archive's lib, last its lib/fallback, and only system folders between.
   grep -qE '\(RPATH\).*\[\$ORIGIN/\.\./lib(:(/usr)?/lib[^:]*)*:\$ORIGIN/\.\./lib/fallback\]$' \
     <<<"$path" || fail "$file looks for libraries by $path"
 done
 path=$(readelf --dynamic "$root$home/lib/libspillway.so.1" | grep -E '\((RPATH|RUNPATH)\)' || true)
 grep -qE '\(RPATH\).*\[\$ORIGIN(:(/usr)?/lib[^:]*)*:\$ORIGIN/fallback\]$' <<<"$path" ||
   fail "libspillway looks for libraries by $path"
-# A runpath would end the programs' rpath for what the library needs.
+# If a library has a runpath, the loader ignores the programs' rpath for its dependencies.
 for file in "${libraries[@]}" "$root$home"/lib/fallback/*; do
   [[ "$file" != */libspillway.so.1 ]] || continue
   ! readelf --dynamic "$file" | grep -E '\((RPATH|RUNPATH)\)' || fail "$file has a path of its own"
 done
-# libcuda is the driver's; a link to it would keep the daemon off other machines.
+# libcuda comes with the driver: a daemon that links to it does not start on machines without one.
 ! readelf --dynamic "${programs[@]}" "${libraries[@]}" | grep -E 'NEEDED.*lib(cuda|cudart|nvidia)' ||
   fail "the archive needs the library above"
 say "needs glibc $(highest GLIBC "${programs[@]}" "${libraries[@]}") and libstdc++" \
@@ -191,7 +192,7 @@ if ((isolated)); then
     "$home/etc/spillwayd.toml" "^$root($home/lib/[^/]*$|.*/($glibc|$runtime))"
   say "archive: serves with the system's C++ runtime"
 else
-  # Beside this system's libraries; which it uses is seen all the same.
+  # This system's libraries are in reach, but serve still checks which ones the daemon maps.
   serve / "$work/socket/spillwayd.sock" "$root$home/bin/spillwayd" "$root$home/bin/spillway" \
     "$root$home/etc/spillwayd.toml" "^$root$home/lib/|/($glibc|$runtime)|/(libcuda|libnvidia-)"
   say "archive: serves with libraries of its own"
@@ -244,7 +245,7 @@ config=$work/extracted/etc/spillway/spillwayd.toml
 "$work/extracted/usr/bin/spillwayd" --config "$config" --print-config >"$work/printed"
 check_config "$config" "$work/printed" "$work/defaults"
 
-# This system's root with a layer above it that takes what dpkg writes.
+# This system's root, with an overlay for everything that dpkg writes.
 layered=0
 if ((isolated && user == 0)); then
   mkdir -p "$work"/{layer,merged}
@@ -263,7 +264,7 @@ if ((layered)); then
   mount -t tmpfs tmpfs "$root/run"
   cp "$package" "$root/run/spillway.deb"
   inside() { chroot "$root" "$@"; }
-  # A build machine that has the package installed starts from nothing too.
+  # If this machine has the package installed, remove it first from the copy.
   inside dpkg --purge spillway >/dev/null 2>&1 || true
   inside dpkg --install /run/spillway.deb >"$work/output" 2>&1 || {
     cat "$work/output" >&2
@@ -275,7 +276,7 @@ if ((layered)); then
     cat "$work/output" >&2
     fail "dpkg does not install spillway-dev"
   }
-  # The commands of the example's page, both ways.
+  # The commands in the example's README: the build with CMake and the one with pkg-config.
   cp -r "$example" "$root/run/embedded"
   sed -n '/^```sh$/,/^```$/{/^```/!p}' "$example/README.md" >"$root/run/commands"
   inside bash -euc 'cd /run/embedded; . /run/commands' >"$work/output" 2>&1 || {
@@ -285,7 +286,7 @@ if ((layered)); then
   (($(grep -c '^attended to' "$work/output") == 2)) || fail "the example does not run"
   inside dpkg --remove spillway-dev >/dev/null 2>&1 || fail "dpkg does not remove spillway-dev"
   say "Debian package: spillway-dev builds the example by CMake and by pkg-config"
-  # As the unit has it: a user, and a folder that its group may enter.
+  # As with the systemd unit: a user of its own, and a folder that its group may enter.
   inside install -d -o spillway -g spillway -m 0750 /run/spillway
   serve "$root" /run/spillway/spillwayd.sock /usr/bin/spillwayd /usr/bin/spillway \
     /etc/spillway/spillwayd.toml "" /usr/bin/setpriv --reuid=spillway --regid=spillway --clear-groups

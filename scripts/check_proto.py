@@ -1,10 +1,10 @@
-"""Compares the API with its frozen descriptor set: no change goes unnoticed.
+"""Compares the API with its frozen descriptor set, so that no change is made unnoticed.
 
-The frozen set is proto/spillway_v1.txtpb, in protobuf's text form so that a
-review shows what a change does. Without arguments the check prints what differs
-and fails if anything does. --update freezes the API as it is, once the section
-"Unreleased" of CHANGELOG.md names every message, field, enum, value, service
-and call that was added, changed or removed: `DecodeRequest.append`.
+The frozen set is proto/spillway_v1.txtpb, in protobuf's text format, so that reviewers see what a
+change does. Without arguments, the check prints the differences, and fails if there are any.
+--update freezes the current API. Before this, the section "Unreleased" of CHANGELOG.md must name
+every message, field, enum, value, service and call that was added, changed or removed, such as
+`DecodeRequest.append`.
 """
 
 import argparse
@@ -24,8 +24,7 @@ PROTO = ROOT / "proto"
 FROZEN = PROTO / "spillway_v1.txtpb"
 CHANGELOG = ROOT / "CHANGELOG.md"
 
-# Maps the path of an element ("spillway.v1.Policy field 3") to what a client's
-# binary or source depends on.
+# Maps the path of an element to its properties on which the binary or source of a client depends.
 Elements = dict[str, tuple[object, ...]]
 
 
@@ -92,8 +91,8 @@ class Change(NamedTuple):
     """A difference between two APIs.
 
     Attributes:
-        text: For people.
-        names: What the changelog has to name.
+        text: Describes the change for people.
+        names: The names that the changelog must have.
     """
 
     text: str
@@ -101,7 +100,7 @@ class Change(NamedTuple):
 
 
 def short_name(element: str, shape: tuple[object, ...]) -> str:
-    """`DecodeRequest.append` of "field spillway.v1.DecodeRequest = 4" with its shape."""
+    """`DecodeRequest.append` for the element "field spillway.v1.DecodeRequest = 4"."""
     kind, name = element.split(" = ")[0].split(" ")
     name = re.sub(r"^spillway\.v\d+\.", "", name)
     if kind == "field":
@@ -112,7 +111,7 @@ def short_name(element: str, shape: tuple[object, ...]) -> str:
 
 
 def within(element: str) -> str:
-    """The message, enum or service that holds a field, value or call; "" of the others."""
+    """The message, enum or service that has a field, value or call; "" for other elements."""
     holders = {"field": "message", "value": "enum", "rpc": "service"}
     kind, name = element.split(" = ")[0].split(" ")
     return f"{holders[kind]} {name.split('/')[0]}" if kind in holders else ""
@@ -121,7 +120,7 @@ def within(element: str) -> str:
 def changes(frozen: Elements, current: Elements) -> list[Change]:
     """What was removed, changed and added, in this order.
 
-    What comes or goes with its message, enum or service is named by that.
+    If a whole message, enum or service was added or removed, its members need no names.
     """
     found = []
     for element, shape in frozen.items():
@@ -141,7 +140,7 @@ def changes(frozen: Elements, current: Elements) -> list[Change]:
 
 
 def unnamed(found: list[Change], changelog: str) -> list[str]:
-    """Names that the section "Unreleased" of a changelog lacks, sorted."""
+    """The names that are missing in the section "Unreleased" of a changelog, sorted."""
     section = re.search(r"^## \[?Unreleased\]?\n(.*?)(?=^## |\Z)", changelog, re.M | re.S)
     said = set(re.findall(r"`([^`]+)`", section[1])) if section else set()
     return sorted({name for change in found for name in change.names} - said)

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Builds the image of cmake/packaging/Containerfile and tries it (tests/container), with the package
-# of build/release in it, and with "full" with one that it compiles itself. All images lie below
-# build/container; their base is made of Debian's archive, so no registry of images is asked.
-# For root. Installs podman and mmdebstrap where they are missing.
+# Builds the image of cmake/packaging/Containerfile with the package of build/release, and tests it
+# (tests/container). With "full" also tests an image that compiles the package itself. All images
+# are in build/container. Their base is made from Debian's archive, so no image registry is needed.
+# Needs root. Installs podman and mmdebstrap if they are missing.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -35,7 +35,7 @@ if [[ $package == made ]]; then
   cpack -G DEB --config build/release/CPackConfig.cmake -B "$PWD/build/package" >build/container/cpack.log
   rm -rf build/package/_CPack_Packages
 fi
-# What Debian's slim images leave out is left out here.
+# Leaves out what Debian's slim images leave out.
 base=build/container/base.tar
 if [[ ! -f $base ]]; then
   echo "container-test: making an empty Debian"
@@ -44,7 +44,7 @@ if [[ ! -f $base ]]; then
     bookworm "$base.tmp.tar"
   mv "$base.tmp.tar" "$base"
 fi
-# Podman may leave its storage mounted, which `make clean` could not remove then.
+# Podman may leave its storage mounted, and then `make clean` cannot remove it.
 unmount() {
   if mountpoint --quiet build/container/store/overlay; then
     umount build/container/store/overlay

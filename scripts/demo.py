@@ -1,11 +1,10 @@
 """Decodes a real document with a real model, through transformers and through Spillway.
 
-Reads the document with transformers' own attention and then with Spillway's,
-answers the question with both, and measures how good and how sparse Spillway's
-attention was. The engine runs in this process, or with --daemon in spillwayd,
-which --restart kills between the prompt and the answer, or with --cluster in two
-daemons on two nodes of Ray, which share the KV heads, and one of which is killed in
-the middle of the answer.
+Reads the document with transformers' own attention and then with Spillway's, answers the question
+with both, and measures how accurate and how sparse Spillway's attention was. The engine runs in
+this process. With --daemon it runs in spillwayd; --restart kills spillwayd between the prompt and
+a second answer. With --cluster it runs in two daemons on two Ray nodes, which share the KV heads;
+one of them is killed in the middle of a second answer.
 Writes summary.json and report.png to build/demo.
 """
 
@@ -32,21 +31,21 @@ from spillway.transformers import SpillwayCache
 from transformers import DynamicCache
 
 ROOT = Path(__file__).resolve().parents[1]
-# Tokens of the document whose successor both sides predict.
+# The number of tokens of the document after which both sides predict the next token.
 FORCED_TOKEN_COUNT = 256
-# What one does then.
+# Printed at the end.
 NEXT = """
 Next:
   make demo FILE=book.txt QUESTION='Who ...?'  your own document and question
   make demo DAEMON=1 RESTART=1                 a daemon, killed midway
   make wheels                                  to install: docs/quickstart.md"""
-# Attends of each layer that are recomputed exactly.
+# How many attends of each layer are recomputed exactly.
 RECOMPUTED_COUNT = 48
 
 
 @dataclasses.dataclass
 class Side:
-    """What one way of attending gave.
+    """The results with one kind of attention.
 
     Attributes:
         answer: Text of the answer.
@@ -73,9 +72,9 @@ def run_side(
 ) -> Side:
     """Reads the prompt, answers, and decodes the document's last tokens again.
 
-    Where there is trouble, the same answer must come a second time.
+    With `trouble`, it answers a second time, and the answers must be the same.
     """
-    # The last token is the first that is decoded.
+    # The prompt's last token is left out, because it is the first that is decoded.
     seconds = decoding.prefill(language_model, cache, prompt.tokens[:-1], console)
     made = decoding.answer(language_model, cache, tokenizer, prompt.tokens, console)
     if trouble is not None:
@@ -100,7 +99,7 @@ def run_side(
 
 
 def forced_start(prompt: document.Prompt) -> int:
-    """Position of the first forced token: the last one predicts the document's last."""
+    """Position of the first forced token. The last forced one predicts the document's last."""
     return prompt.document_end - 1 - FORCED_TOKEN_COUNT
 
 
@@ -111,7 +110,7 @@ def observe(
     seed: int,
     console: Console,
 ) -> Observer:
-    """Repeats the forced steps, untimed, and recomputes a share of their attends."""
+    """Repeats the forced steps without timing, and recomputes a part of their attends exactly."""
     layer_count = language_model.config.num_hidden_layers
     observer = Observer(seed, layer_count, FORCED_TOKEN_COUNT, RECOMPUTED_COUNT)
     cache.on_attend = observer
@@ -138,7 +137,7 @@ def summarize(
     device: str,
     info: spillway.SequenceInfo,
 ) -> dict[str, Any]:
-    """Gathers what summary.json says."""
+    """Collects the fields of summary.json."""
 
     def found(text: str) -> bool | None:
         return None if prompt.code_word is None else prompt.code_word in text
@@ -169,11 +168,11 @@ def summarize(
         "rows_touched_fraction": float(fractions.mean()),
         "epsilon": observer.epsilon,
         "delta": observer.delta,
-        # Of those that know an error; uncertified_count says how many do not.
+        # Over the certificates that have an error; uncertified_count says how many have none.
         "certified_error_mean": float(finite.mean()),
         "observed_error_mean": float(observed.mean()),
         "observed_violation_fraction": float(beyond.mean()),
-        # Of the outputs that have a certificate to exceed.
+        # Only over outputs whose certificate has an error that can be exceeded.
         "certificate_exceeded_fraction": report.exceeded_fraction(ratios),
         "certificate_exceeded_worst": worst_head(ratios > 1, known),
         "certificate_count": int(known.sum()),
@@ -204,7 +203,7 @@ def summarize(
 
 
 def processor_name() -> str:
-    """The processor's name as Linux tells it."""
+    """The processor's name, as Linux reports it."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()
@@ -215,7 +214,7 @@ def processor_name() -> str:
 def engine(
     device: str, daemon: bool, restart: bool, cluster: bool, output: Path, console: Console
 ) -> Iterator[tuple[Any, engines.Trouble | None]]:
-    """A client of what attends, and what happens to it."""
+    """Yields a client of the engine, daemon or cluster, and what happens to it, if anything."""
     if cluster:
         with engines.cluster(ROOT, device, output / "cluster", console) as made:
             yield made

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# A reduced evaluation: eval-small.sh OUTPUT [MODEL [TEXT]], by default of the
-# demonstration's model on Debian's policy manual.
+# A small evaluation: eval-small.sh OUTPUT [MODEL [TEXT]]. The defaults are the
+# demo's model and Debian's policy manual.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -24,6 +24,6 @@ if [[ -z $text ]]; then
 fi
 
 mkdir -p "$output"
-# The model is on this machine: nothing is asked of the hub.
+# The model is on this machine, so the hub is not needed.
 HF_HUB_OFFLINE=1 "$python" -m spillway_lab.cli eval all "$model" "$text" --output "$output" \
   --preset small --queries 16

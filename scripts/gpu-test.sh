@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# Builds the suites that need a GPU and runs them where there is one:
-#   scripts/gpu-test.sh                    here
-#   scripts/gpu-test.sh --via 'ssh host'   on a machine that a command reaches
-# The command takes a line for a shell as its last argument, as ssh does; what
-# runs travels over its standard input, results come back over its output. The
-# machine needs the driver, bash, tar and python3; with torch, transformers and
-# matplotlib the Python tests and the demonstration run too. Results are in
-# build/gpu-results. Exit status: 0 all passed, 1 something failed, 2 no GPU.
+# Builds the tests and benchmarks that need a GPU, and runs them:
+#   scripts/gpu-test.sh                    on this machine
+#   scripts/gpu-test.sh --via 'ssh host'   on a machine that a command connects to
+# Like ssh, the command gets a line for a shell as its last argument. Programs
+# are sent over its standard input, and results come back over its standard
+# output. The machine needs the driver, bash, tar and python3. If it also has
+# torch, transformers and matplotlib, the Python tests and the demo run too.
+# Results are in build/gpu-results. Exit status: 0 all passed, 1 something
+# failed, 2 no GPU.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -37,11 +38,12 @@ while (($# > 0)); do
   esac
 done
 
-# there LINE: runs a line for sh, here or on the other machine. Whichever shell
-# is the login's there, sh reads the line, which has no single quotes.
+# there LINE: runs a line of sh on this or the other machine. sh reads the line,
+# whatever the login shell on the other machine is. The line must not contain
+# single quotes.
 there() {
   if [[ -n "$via" ]]; then
-    # The command may have quotes of its own.
+    # bash parses the command, which may contain quotes.
     bash -c "$via \"\$@\"" via "sh -c '$1'"
   else
     sh -c "$1"
@@ -50,7 +52,7 @@ there() {
 place=here
 [[ -z "$via" ]] || place="on the machine of '$via'"
 
-# First what costs nothing: a build takes minutes.
+# Check this first, because a build takes minutes.
 status=0
 gpus=$(there 'nvidia-smi -L 2>/dev/null || true' </dev/null) || status=$?
 if ((status != 0)); then
@@ -71,7 +73,7 @@ if ! grep -q '^gpu_tests:' <<<"$targets"; then
   say "build/release is without CUDA: CMake found no nvcc (set CUDACXX and configure anew)"
   exit 1
 fi
-# Where there is Eigen.
+# This target exists only if Eigen is installed.
 mapfile -t optional < <(grep -o '^decode_example\b' <<<"$targets")
 cmake --build --preset release --parallel "${JOBS:-$(nproc)}" \
   --target conformance_tests statistics_tests gpu_tests attend_bench encode_bench \
@@ -88,7 +90,7 @@ mkdir -p "$results"
 if [[ -z "$via" ]]; then
   "$bundle/run_all.sh" "$results" || status=$?
 else
-  # The log goes to standard error, for standard output carries the results.
+  # The log goes to standard error, because standard output carries the results.
   remote='
     set -e
     folder=$(mktemp -d)

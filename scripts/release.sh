@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Makes what a release consists of in build/release-VERSION: wheels, Debian packages and the
-# archive, each tried, with their SHA-256 sums and the notes of the changelog. Publishes nothing and
-# changes nothing else; what a person does next is printed.
+# Makes all files of a release in build/release-VERSION: wheels, Debian packages and the archive,
+# each tested, with their SHA-256 sums and the release notes from the changelog. Publishes nothing
+# and changes nothing else. Prints the next steps, which a person does.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -10,7 +10,7 @@ fail() {
   exit 1
 }
 
-# section HEADING: what CHANGELOG.md has below the heading that begins so, up to the next one.
+# section HEADING: the text in CHANGELOG.md from the heading that begins so up to the next heading.
 section() {
   awk -v heading="## $1" '
     /^## / { inside = index($0, heading) == 1 && substr($0, length(heading) + 1) !~ /^[^ ]/; next }

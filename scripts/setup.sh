@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Installs every system package that building and testing need, from Debian's
-# own archive, and with "tidy" what `make tidy` needs beside. Works for root and
-# for a user with sudo; when everything is there already it asks dpkg only and
-# changes nothing.
+# archive, and with "tidy" also those that `make tidy` needs. Works for root and
+# for a user with sudo. If all packages are installed already, it only queries
+# dpkg and changes nothing.
 set -euo pipefail
 
 packages=(

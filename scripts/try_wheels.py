@@ -19,9 +19,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-# What a new interpreter of the environment runs. It compares with exact attention in float64,
-# looks at the files that the library brought into the process, and runs the first program of the
-# package's page.
+# A program for a new interpreter of the environment. It compares outputs with exact attention in
+# float64, lists the files that the library mapped into the process, and runs the first program on
+# the package's page.
 ATTEND = r"""
 import json, os, re, sys, time
 begin = time.monotonic()
@@ -71,19 +71,20 @@ print(json.dumps({
     "libraries": sorted(brought),
 }))
 """
-# Of every system: glibc, the C++ runtime and zlib; the driver where there is a GPU.
+# Libraries that every system has: glibc, the C++ runtime and zlib, and with a GPU the driver's.
 SYSTEM = ("ld-linux", "libc.", "libm.", "libdl.", "librt.", "libpthread.", "libresolv.", "libz.")
 SYSTEM += ("libstdc++.", "libgcc_s.", "libcuda.", "libcudadebugger.", "libnvidia-")
 
 
 class Trial:
-    """One environment and what was found in it."""
+    """A new virtual environment in which the wheels are tried."""
 
     def __init__(self, folder: Path, scratch: Path, borrowed: Path | None) -> None:
         self._folder = folder
         self._bin = scratch / "environment/bin"
         self._scratch = scratch
-        # The caller's settings, such as PYTHONPATH or SPILLWAY_LIBRARY, are not a stranger's.
+        # Other variables of the caller, such as PYTHONPATH or SPILLWAY_LIBRARY, are not passed on,
+        # because a new user does not have them.
         kept = ("HOME", "LANG", "PATH", "PIP_CONSTRAINT", "TMPDIR")
         self._environment = {name: os.environ[name] for name in kept if name in os.environ}
         pips = sorted(folder.glob("pip-*.whl"))
@@ -102,10 +103,10 @@ class Trial:
         self._link = site / "borrowed.pth"
 
     def run(self, command: list[str | Path]) -> str:
-        """Runs it in an empty folder.
+        """Runs the command in the scratch folder and returns its output.
 
         Raises:
-            RuntimeError: It fails; with what it printed.
+            RuntimeError: The command fails. The message has what it printed.
         """
         done = subprocess.run(
             command, cwd=self._scratch, env=self._environment, capture_output=True, text=True
@@ -116,34 +117,35 @@ class Trial:
         return done.stdout
 
     def install(self, *packages: str) -> float:
-        """Installs them, Spillway's from their files, and returns the seconds that it took."""
+        """Installs packages, Spillway's from their wheels; returns the seconds that it took."""
         begin = time.monotonic()
-        # Somebody else's package of the name may be in an index.
+        # Name the files, because an index may have another package with the same name.
         files = {path.name.split("-")[0]: path for path in self._folder.glob("spillway*.whl")}
         named = [files.get(name.replace("-", "_"), name) for name in packages]
         command = [*self._pip, "install", "--quiet", *self._source]
         if self.borrowed is None:
             self.run([*command, *named])
         else:
-            # Spillway may be among what is borrowed, and is not to be taken for installed.
+            # The borrowed packages may include Spillway. Hide them, so that pip does not take it
+            # for installed.
             self._link.unlink(missing_ok=True)
             self.run([*command, "--no-deps", *(n for n in named if n in files.values())])
             self._link.write_text(f"{self.borrowed}\n")
         return round(time.monotonic() - begin, 1)
 
     def python(self, program: str) -> str:
-        """Runs a program; the folder and the environment's variables are not on its path."""
+        """Runs a Python program in isolated mode: it ignores the folder and PYTHON variables."""
         return self.run([self._bin / "python", "-I", "-c", program])
 
     def program(self, name: str, *arguments: str) -> str:
-        """Runs one that the wheels brought."""
+        """Runs a program that the wheels installed."""
         return self.run([self._bin / name, *arguments])
 
     def attend(self) -> dict[str, Any]:
-        """Attends, and says what does not hold of it.
+        """Runs ATTEND, checks its results and returns them.
 
         Raises:
-            RuntimeError: It fails, or the outputs or the files are not what they should be.
+            RuntimeError: ATTEND fails, or the outputs or the mapped files are wrong.
         """
         found: dict[str, Any] = json.loads(self.python(ATTEND).splitlines()[-1])
         home = f"{self._scratch}/environment/"
@@ -168,7 +170,7 @@ class Trial:
 
 
 def machine() -> dict[str, Any]:
-    """What the wheels are tried on."""
+    """Describes the machine on which the wheels are tried."""
     release = platform.freedesktop_os_release()
     return {
         "system": release.get("PRETTY_NAME", release.get("NAME", "")),
@@ -180,7 +182,7 @@ def machine() -> dict[str, Any]:
 
 
 def attempt(trial: Trial, everything: bool) -> dict[str, Any]:
-    """Goes from an empty environment to the programs of all packages."""
+    """Installs the packages in an empty environment, attends, and runs their programs."""
     found: dict[str, Any] = {}
     begin = time.monotonic()
     found["install_seconds"] = trial.install("spillway")
@@ -194,7 +196,7 @@ def attempt(trial: Trial, everything: bool) -> dict[str, Any]:
             "import spillway_lab.evaluation.command, spillway_lab.training.command"
         )
     else:
-        # For --help alone no more is needed.
+        # This is enough for --help.
         trial.install("--no-deps", *names)
         if trial.borrowed is None:
             trial.install("typer")

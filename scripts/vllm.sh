@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What runs in vLLM's CPU build: vllm.sh demo [OPTION...] serves the demonstration's
+# Runs programs with vLLM's CPU build: vllm.sh demo [OPTION...] serves the demo's
 # model, vllm.sh test [PYTEST-ARGUMENT...] tests the plugin.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -7,7 +7,7 @@ cd "$(dirname "$0")/.."
 readonly what=${1:?demo or test}
 shift
 scripts/vllm-venv.sh
-# The model comes out of a package of the other environment.
+# The model comes from a package in the other environment.
 PYTHONPATH=scripts .venv/bin/python -c \
   'from pathlib import Path; from demonstration import model; model.load(Path("build/models"))'
 case $what in
@@ -20,7 +20,7 @@ case $what in
       ((EUID == 0)) || sudo=(sudo)
       "${sudo[@]}" apt-get install --yes --no-install-recommends debian-policy >/dev/null
     fi
-    # Engines come and go: each in a process of its own.
+    # Tests start and end engines, so each engine runs in its own process.
     exec .venv-vllm/bin/python -m pytest tests/vllm "$@"
     ;;
   *)

@@ -88,7 +88,7 @@ def serving(model: Path, log: Path) -> Iterator[str]:
 
 
 def counters(address: str) -> dict[str, float]:
-    """Spillway's counters."""
+    """Spillway's counters, by name."""
     found = {}
     for line in get(f"{address}/metrics").splitlines():
         match = re.match(r"vllm:spillway_(\w+?)_total(?:\{.*\})? (\S+)$", line)

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Tries the wheels of scripts/wheels.sh as somebody without a checkout has them:
-#   wheels-test.sh                  all packages with all that they need, in an empty environment here,
-#                                   and as root the client in an empty Debian 12 too
-#   wheels-test.sh bundle [3.12]    makes build/wheels-3.12: the wheels and what they need of an index
-#                                   for that Python, with try_wheels.py, for a machine without either:
-#                                   python3 build/wheels-3.12/try_wheels.py build/wheels-3.12
-# WHEELS names another folder of wheels than build/wheels.
+# Tests the wheels of scripts/wheels.sh as a user without a checkout gets them:
+#   wheels-test.sh                  all packages with their dependencies, in an empty environment; as
+#                                   root also the client in an empty Debian 12
+#   wheels-test.sh bundle [3.12]    makes build/wheels-3.12: the wheels, their dependencies for that
+#                                   Python, and try_wheels.py, for a machine without a checkout or an
+#                                   index: python3 build/wheels-3.12/try_wheels.py build/wheels-3.12
+# The variable WHEELS names a folder of wheels; the default is build/wheels.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -19,7 +19,7 @@ bundle() { # PYTHON_VERSION
   rm -rf "$folder"
   mkdir -p "$folder"
   cp "$wheels"/*.whl scripts/try_wheels.py "$folder"
-  # The client's own needs, and of the other packages what --help needs; pip beside them.
+  # The client's dependencies, what the --help of the other packages needs, and pip.
   local platforms=("$(sed 's/.*-none-\(.*\)\.whl$/\1/' <<<"$client")" manylinux_2_28_x86_64
     manylinux_2_17_x86_64 manylinux2014_x86_64)
   "$python" -m pip download --quiet --dest "$folder" --only-binary=:all: --implementation cp \
@@ -40,7 +40,7 @@ case "${1-}" in
 esac
 
 mkdir -p "$work"
-# The build of torch that the environment of the checkout has.
+# Pins torch to the build in the checkout's environment.
 sed -n 's/^readonly torch=//p' scripts/venv.sh >"$work/constraint"
 PIP_CONSTRAINT=$PWD/$work/constraint "$python" scripts/try_wheels.py "$wheels" --everything \
   --output "$work/here.json"
@@ -63,7 +63,7 @@ root=$(mktemp -d)
 trap 'rm -rf --one-file-system "$root"' EXIT
 tar -C "$root" -xf "$work/base.tar"
 cp -r build/wheels-3.11 "$root/wheels"
-# Mounts and processes end with the namespaces.
+# The mounts and processes end with these namespaces.
 unshare --mount --pid --fork --kill-child bash -euc '
   mount -t proc proc "$0/proc"
   mount --rbind /dev "$0/dev"

@@ -56,12 +56,12 @@ def prepared() -> None:
     """Kills and drains of a cluster."""
     binary = serving.find_binary(environment.ROOT)
     serving.prefer_library(binary)
-    # Nodes have it from here.
+    # Node actors take the path of the daemon from this variable.
     os.environ["SPILLWAYD"] = str(binary)
 
 
 class Rows:
-    """What is appended and asked, by its position alone: of all sequences the same."""
+    """The rows and queries of every position. They are the same for all sequences."""
 
     def __init__(self, token_count: int) -> None:
         generator = np.random.default_rng(7)
@@ -89,7 +89,7 @@ class Rows:
         return np.stack(outs)
 
     def lost(self, sequence: Any, token_count: int) -> int:
-        """Rows of those that were acknowledged that are not there, or are others."""
+        """How many of the acknowledged rows are missing or differ from what was appended."""
         missing = 0
         for layer in range(LAYERS):
             k, v = sequence.fetch(layer, 0, token_count)
@@ -101,7 +101,7 @@ class Rows:
 
 @contextlib.contextmanager
 def ray_nodes(count: int) -> Iterator[None]:
-    """Nodes of one core each; the head has none."""
+    """Runs a Ray cluster with this many nodes of one core each, and a head without cores."""
     cluster = Cluster(
         initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}
     )
@@ -117,7 +117,7 @@ def ray_nodes(count: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def daemons(count: int, memory_limit: str) -> Iterator[None]:
-    """One on each node."""
+    """Runs one daemon on each of `count` nodes."""
     try:
         deploy.up(
             Settings(
@@ -133,7 +133,7 @@ def daemons(count: int, memory_limit: str) -> Iterator[None]:
 
 
 def undisturbed(rows: Rows, first: int, end: int) -> list[np.ndarray]:
-    """What an engine in this process answers."""
+    """The outputs of an engine in this process that nothing disturbs."""
     with spillway.connect("embedded:", settings={"device.name": "cpu"}) as client:
         client.create_model("m", **SHAPES)
         sequence = client.create_sequence("models/m")
@@ -147,12 +147,12 @@ def percentile(values: list[float], share: float) -> float:
 
 @dataclass
 class Decoding:
-    """One sequence's steps."""
+    """The decode steps of one sequence."""
 
     sequence: Any
     first: int
     seconds: list[float] = field(default_factory=list)
-    # When each of them began.
+    # When each step began.
     begun: list[float] = field(default_factory=list)
     wrong: int = 0
     repeated: int = 0
@@ -166,7 +166,7 @@ def decode(
     stop: threading.Event,
     pause: float,
 ) -> None:
-    """Steps until told to stop; what fails because something was killed is said again."""
+    """Decodes until `stop` is set. Repeats a step that fails because something was killed."""
     for number, answer in enumerate(expected):
         if stop.is_set():
             return
@@ -192,7 +192,7 @@ def written(output: str, result: dict[str, Any]) -> None:
 
 
 def _victims(kind: str, daemon: str) -> int:
-    """Process to kill."""
+    """The ID of the process to kill; 0 if the daemon does not run at the moment."""
     if kind == "directory":
         pid: int = ray.get(ray.get_actor(DIRECTORY, deploy.NAMESPACE).pid.remote())
         return pid
@@ -206,7 +206,7 @@ def kills(
     seed: Annotated[int, typer.Option(help="Of what is killed and when.")] = 0,
     output: Output = "",
 ) -> None:
-    """Kills what there is of a cluster, in the middle of decoding."""
+    """Kills the directory, node actors and daemons at random while sequences decode."""
     first, steps = 2000, 6000
     rows = Rows(first + steps)
     expected = undisturbed(rows, first, first + steps)
@@ -236,7 +236,7 @@ def kills(
         while sum(killed.values()) < count and any(thread.is_alive() for thread in threads):
             time.sleep(chosen.uniform(0.2, 1.0))
             kind = chosen.choice(["directory", "node actor", "daemon"])
-            # 0 of a daemon that is not there again yet.
+            # 0: the daemon was killed and does not run again yet.
             pid = _victims(kind, chosen.choice(["daemon-0", "daemon-1"]))
             if pid:
                 os.kill(pid, signal.SIGKILL)
@@ -285,7 +285,7 @@ def drain(
         client.create_model("m", **SHAPES)
         made: list[Decoding] = []
         directory = DirectoryHandle(deploy.NAMESPACE)
-        # All of them on the other one.
+        # Create all sequences on the other daemon.
         directory.ask("set_state", "daemon-1", "draining")
         for first in lengths:
             made.append(Decoding(client.create_sequence("models/m"), first))

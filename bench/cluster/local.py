@@ -13,7 +13,7 @@ from spillway_cluster.records import DaemonRecord, MemoryStore
 
 
 def cluster_of(targets: Sequence[str], part_count: int = 1) -> ClusterClient:
-    """A client of these daemons, whose sequences lie in as many parts."""
+    """A client of these daemons that splits its sequences into `part_count` parts."""
     directory = Directory(MemoryStore())
     for slot, target in enumerate(targets):
         directory.register(

@@ -53,7 +53,7 @@ def random(seed: int, *shape: int) -> spillway.BFloat16:
 
 
 def rows_of(count: int) -> tuple[spillway.BFloat16, ...]:
-    """q, k and v of a step of so many sequences."""
+    """q, k and v of a step of `count` sequences."""
     return (
         random(1, count, 1, HEADS, DIM),
         random(2, count, KV_HEADS, 1, DIM),
@@ -70,7 +70,7 @@ def microseconds(seconds: list[float]) -> dict[str, float]:
 
 
 def timed_steps(client: Any, token_count: int, policy: Any = None) -> dict[str, Any]:
-    """Attends of one sequence, layer by layer, less the slowest device's own time."""
+    """Times the attends of one sequence, minus the device time of the slowest part."""
     model = client.create_model(**SHAPES)
     sequence = client.create_sequence(model)
     if policy is not None:
@@ -98,7 +98,7 @@ def timed_steps(client: Any, token_count: int, policy: Any = None) -> dict[str, 
 
 
 def steps(seconds: float = 0.005) -> dict[str, Any]:
-    """The client's own cost of a step over S daemons."""
+    """Measures the client's own cost of a step over several daemons."""
     rows = []
     for parts in (0, 1, 2, 4, 8):
         with (
@@ -111,7 +111,7 @@ def steps(seconds: float = 0.005) -> dict[str, Any]:
 
 
 def rate(client: ClusterClient, seconds: float, *, together: bool) -> float:
-    """Attends a second of 8 sequences: a thread each, or a step of all."""
+    """Attends per second of 8 sequences, with one thread per sequence or in one joint step."""
     model = client.create_model(**SHAPES)
     sequences = [client.create_sequence(model) for _ in range(8)]
     counts = [0] * len(sequences)
@@ -147,7 +147,7 @@ def rate(client: ClusterClient, seconds: float, *, together: bool) -> float:
 
 
 def sequences() -> dict[str, Any]:
-    """Attends a second of 8 whole sequences on one daemon and on four."""
+    """Measures attends per second of 8 whole sequences, on one daemon and on four."""
     rows = []
     for set_seconds in (0.002, 0.005, 0.01):
         for together in (False, True):
@@ -172,7 +172,7 @@ def sequences() -> dict[str, Any]:
 
 @contextmanager
 def daemons_of(count: int, kind: str) -> Iterator[list[str]]:
-    """Real daemons on the CPU, a worker thread each."""
+    """Runs real daemons on the CPU, with one worker thread each. Yields their targets."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         targets = []
@@ -196,7 +196,7 @@ def daemons_of(count: int, kind: str) -> Iterator[list[str]]:
 
 
 def daemons() -> dict[str, Any]:
-    """A step over S real daemons, less the slowest one's device time."""
+    """Measures steps over several real daemons, minus the device time of the slowest."""
     policy = spillway.Policy(heavy=spillway.TopK(fraction=0.02), tail="none")
     rows = []
     for kind in ("unix", "tcp"):
@@ -207,7 +207,7 @@ def daemons() -> dict[str, Any]:
 
 
 def hops() -> dict[str, Any]:
-    """Round trips of a call that does nothing, of a daemon on this machine."""
+    """Measures the round trip of an empty call to a daemon on this machine."""
     rows = []
     for kind in ("unix", "tcp"):
         with daemons_of(1, kind) as (target,), spillway.connect(target) as client:
@@ -222,7 +222,7 @@ def hops() -> dict[str, Any]:
 
 
 def directory() -> dict[str, Any]:
-    """What one directory, an actor of Ray, serves."""
+    """Measures how many calls one directory, an actor on Ray, answers per second."""
     from scale_directory import directory as measured  # noqa: PLC0415  (a bundle has no Ray)
 
     return measured()
@@ -242,7 +242,7 @@ def measure(
     names: Annotated[list[str] | None, typer.Argument(help=", ".join(PARTS))] = None,
     output: Annotated[Path, typer.Option(help="Result file; other parts in it stay.")] = RESULT,
 ) -> None:
-    """Measures, and notes what came out."""
+    """Runs the named measurements, or all, and writes their results."""
     for name in names or list(PARTS):
         made = {**environment.describe(), **PARTS[name]()}
         results = json.loads(output.read_text()) if output.exists() else {}

@@ -23,14 +23,14 @@ def per_second(call: Callable[[int], Any], seconds: float = 2.0) -> float:
 
 @ray.remote(num_cpus=0)
 class Caller:
-    """Asks a directory as fast as it answers."""
+    """Calls a directory as fast as it answers."""
 
     def rate(self, actor: Any, method: str, arguments: tuple[Any, ...], seconds: float) -> float:
         return per_second(lambda _: ray.get(actor.call.remote(method, arguments, {})), seconds)
 
 
 def directory() -> dict[str, Any]:
-    """What one directory, an actor of Ray, serves, with 100 daemons in it."""
+    """Measures how many calls one directory, an actor on Ray, answers, with 100 daemons in it."""
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
         actor = DirectoryActor.remote("scale", "measured")  # type: ignore[attr-defined]
@@ -67,7 +67,7 @@ def directory() -> dict[str, Any]:
             )
             for method, arguments in (("find", ("sequences/1",)), ("daemons", ()))
         }
-        # Many calls on their way, as of many nodes at once.
+        # Many calls in flight, as from many nodes at the same time.
         begin, count = time.perf_counter(), 3000
         ray.get([actor.call.remote("report", (f"daemon-{i % 100}",), told) for i in range(count)])
         piped = count / (time.perf_counter() - begin)

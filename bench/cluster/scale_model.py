@@ -46,7 +46,7 @@ def client_of(result: dict[str, Any]) -> Client:
 
 
 def attend_us(tokens: int, parts: int, measured: dict[int, float] = GPU_US) -> float:
-    """One layer's attend on one of the parts; time that grows with the tokens is divided."""
+    """Time of one layer's attend on one part. Only the share that grows with tokens is divided."""
     (few, less), (many, more) = measured.items()
     growth = (more - less) / (many - few)
     return less - growth * few + growth * tokens / parts
@@ -66,7 +66,7 @@ def size(tokens: float) -> str:
 
 
 def tables(result: dict[str, Any]) -> Iterator[str]:
-    """Markdown."""
+    """The tables, as Markdown."""
     client = client_of(result)
     yield (
         f"Beyond the device: {client.one:.0f} us with one daemon, including {client.used:.0f} us "

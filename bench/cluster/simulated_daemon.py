@@ -39,7 +39,7 @@ _F32 = dtype_number("float32")
 
 
 class Device:
-    """Has one attend at a time, in the order in which they come."""
+    """Serves one attend at a time, in the order in which they arrive."""
 
     def __init__(self, seconds: float, loop: asyncio.AbstractEventLoop) -> None:
         self._seconds, self._loop = seconds, loop
@@ -54,7 +54,7 @@ class Device:
         end = 0.0
         while True:
             came, done = self._jobs.get()
-            # One that waited begins when the last one ended, however late this thread woke.
+            # An attend that waited begins when the last one ended, even if this thread woke late.
             end = max(came, end) + self._seconds
             left = end - time.perf_counter()
             if left > 0:
@@ -63,7 +63,7 @@ class Device:
 
 
 class Services:
-    """All that a client asks of a daemon to decode."""
+    """All calls that a client needs to decode."""
 
     def __init__(self, device: Device, seconds: float) -> None:
         self._device = device
@@ -71,10 +71,10 @@ class Services:
         self._boot_id = secrets.token_hex(16)
         self._models: dict[str, model_service_pb2.Model] = {}
         self._sequences: dict[str, sequence_service_pb2.Sequence] = {}
-        # By model, queries and type of the output: all that is in an answer.
+        # Results by model, query count and output type, which determine the whole result.
         self._answers: dict[tuple[str, int, int], attention_service_pb2.AttendResult] = {}
 
-    # Of the daemon.
+    # The daemon.
 
     async def GetServerInfo(self, request: Any, context: Any) -> Any:
         info = admin_service_pb2.GetServerInfoResponse(
@@ -221,7 +221,7 @@ class Services:
 
 
 async def serve(target: str, seconds: float) -> None:
-    """Serves until it is cancelled; says so on its standard output."""
+    """Serves until cancelled. Prints a line when it is ready."""
     server = grpc.aio.server()
     services: Any = Services(Device(seconds, asyncio.get_running_loop()), seconds)
     admin_service_pb2_grpc.add_AdminServiceServicer_to_server(_Whole(services), server)
@@ -235,7 +235,7 @@ async def serve(target: str, seconds: float) -> None:
 
 
 class _Whole:
-    """A servicer of any service: what is not simulated is not implemented."""
+    """A servicer for any service. Calls that are not simulated answer UNIMPLEMENTED."""
 
     def __init__(self, services: Any) -> None:
         self._services = services
@@ -250,7 +250,7 @@ async def _unimplemented(request: Any, context: Any) -> Any:
 
 @contextmanager
 def simulated_daemons(folder: Path, count: int, seconds: float) -> Iterator[list[str]]:
-    """Starts as many, a process each, and yields their targets."""
+    """Starts `count` simulated daemons, one process each, and yields their targets."""
     with ExitStack() as stack:
         targets = [f"unix:{folder}/simulated-{number}.sock" for number in range(count)]
         started = []

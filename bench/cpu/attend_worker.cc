@@ -1,13 +1,13 @@
-// Holds K/V of one layer on a CPU device and measures what it is told to, so
-// that a driver can interleave it with its peers. Reads one JSON object a line
-// from standard input and answers each with one line:
-//   {"op": "read", "token_count": n}    plain parallel read of those rows, from
+// Holds the K/V of one layer on a CPU device and runs one measurement per request, so that a driver
+// can alternate between this program and its competitors. Reads one JSON object per line from
+// standard input and answers each with one line:
+//   {"op": "read", "token_count": n}    plain parallel read of the rows of the first n tokens, from
 //                                       cold caches
 //   {"op": "attend", "selector": "all" | "default", "query": i, "visible": n,
-//    "out": path or absent}             one attend; out receives [H_q][d] fp32
+//    "out": path or absent}             one attend; writes the output [H_q][d] fp32 to the file
 //   {"op": "flush"}                     empty the caches
-//   {"op": "memory"}                    bytes of rows, codes and the budget
-// An error is answered as {"error": text}. Ends at the end of input.
+//   {"op": "memory"}                    bytes of rows, of codes, and used of the budget
+// The answer to a request that fails is {"error": text}. The program ends at the end of its input.
 #include <exception>
 #include <fstream>
 #include <iostream>
@@ -100,7 +100,7 @@ int main(int argc, char** argv) {
     const absl::Status status = spillway::bench::Serve(argv[1]);
     if (status.ok()) return 0;
     std::cerr << "attend_worker: " << status << '\n';
-  } catch (const std::exception& e) {  // the JSON library's
+  } catch (const std::exception& e) {  // thrown by the JSON library
     std::cerr << "attend_worker: " << e.what() << '\n';
   }
   return 1;

@@ -1,7 +1,7 @@
-// The CPU's encoder of closed pages on all cores: bytes of rows [K | V] a second
-// of 4 layers' worth of 8 KV heads of 128, float16, norms included. The floor of
-// making codes anew after a restart (bench/arena.py). Each run's codes are
-// compared with the first run's. Prints one JSON object.
+// Measures how many bytes of rows [K | V] the CPU encodes per second, with all cores and including
+// the norms: pages of one KV head each, head_dim 128, float16. Encoding the codes again after a
+// restart cannot be faster than this (bench/arena.py). The codes of each run are compared with
+// those of the first run. Prints one JSON object.
 #include <tbb/parallel_for.h>
 
 #include <CLI/CLI.hpp>
@@ -43,7 +43,7 @@ int Run(int64_t page_count, int repetitions) {
   params.rotation = rotation.data();
   params.rotation_transposed = transposed.data();
 
-  // Halves of either sign between 1/1024 and 2.
+  // Random float16 numbers of both signs, with absolute values in [1/1024, 2).
   std::vector<uint16_t> rows(static_cast<size_t>(page_count * kPageBytes / 2));
   std::mt19937 random(1);
   for (uint16_t& element : rows) {

@@ -14,12 +14,11 @@
 
 namespace spillway::bench {
 
-// One layer of one sequence on a CPU device, driven without a daemon. Not
-// thread-safe.
+// One layer of one sequence on a CPU device, without a daemon. Not thread-safe.
 class Fixture {
  public:
-  // thread_count 0: one per core. memory_bytes bounds rows, codes and
-  // workspaces.
+  // thread_count 0: one thread per core. memory_bytes: the limit on rows, codes and workspaces
+  // together.
   static absl::StatusOr<std::unique_ptr<Fixture>> Create(ModelSpec spec, int thread_count,
                                                          int64_t memory_bytes);
 
@@ -32,11 +31,11 @@ class Fixture {
     AttendResult result;
     double device_time_us = 0;
   };
-  // One query [H_q][d] fp32 that sees the first `visible` tokens.
+  // One query [H_q][d] fp32 over the first `visible` tokens.
   absl::StatusOr<Attended> Attend(const Policy& policy, const float* q, int64_t visible);
 
-  // PlainReadSeconds of the rows of the first token_count tokens of every KV
-  // head, with the device's number of threads.
+  // PlainReadSeconds for the rows of the first token_count tokens of every KV head, with as many
+  // threads as the device has.
   double ReadRows(int64_t token_count, CacheFlush& flush);
 
   Device& device() { return *device_; }
@@ -45,7 +44,7 @@ class Fixture {
   LayerRows& rows() { return *rows_; }
   MemoryBudget& budget() { return budget_; }
   Arena& arena() { return *arena_; }
-  // As many threads as the device's, for work that is measured beside it.
+  // As many threads as the device has, for work that is compared with the device's.
   tbb::task_arena& threads() { return threads_; }
 
  private:

@@ -12,7 +12,8 @@ namespace {
 
 constexpr int kLineBytes = 64;
 
-// So many parts of the spans at a time, and lines of each fetched ahead.
+// One loop reads stream_count parts of the spans at the same time and prefetches each part
+// ahead_line_count cache lines ahead.
 struct Loop {
   int stream_count;
   int ahead_line_count;
@@ -47,7 +48,7 @@ uint64_t Read(std::span<const std::byte* const> spans, int64_t bytes, int ahead_
         }
       }
     };
-    // A constant where it can be, so that the loop over streams is unrolled.
+    // Pass a constant where possible, so that the compiler unrolls the loop over streams.
     if (count == kStreams) {
       read(kStreams);
     } else {
@@ -75,8 +76,8 @@ uint64_t Read(const Loop& loop, std::span<const std::byte* const> spans, int64_t
 
 double PlainReadSeconds(tbb::task_arena& threads, std::span<const std::byte* const> spans,
                         int64_t bytes, CacheFlush& flush) {
-  static std::atomic<uint64_t> sum{0};  // so that no read is left out
-  // Several slices a thread, so that a slow one does not wait for the others.
+  static std::atomic<uint64_t> sum{0};  // uses the values, so that the compiler keeps every read
+  // Several slices per thread, so that the threads do not all wait for a slow one at the end.
   const size_t slice =
       std::max<size_t>(16, spans.size() / (8 * static_cast<size_t>(threads.max_concurrency())));
   double least = std::numeric_limits<double>::infinity();

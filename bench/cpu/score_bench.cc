@@ -1,11 +1,11 @@
-// Scoring, threshold and compaction of one KV head's codes against reading
-// those codes alone.
+// Compares the time of a score pass (scores, threshold, compaction) over the codes of one KV head
+// with the time of only reading these codes.
 //
-// The keys are the first KV head's of the data directory, repeated up to the
-// count asked for; the query group is its first. Caches are flushed before each
-// measurement: between two attends of a model they hold other things. Every
-// result is compared with a plain reference before it is timed. Writes one JSON
-// object to standard output.
+// The keys are those of the first KV head in the data directory, repeated until there are as many
+// as requested. The query heads are the first group of the first query. Caches are flushed before
+// each measurement, because between two attends of a model they hold other data. Every result is
+// compared with a plain reference before times are reported. Writes one JSON object to standard
+// output.
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <chrono>
@@ -61,7 +61,7 @@ float FromBF16(uint16_t bits) {
   return value;
 }
 
-// One KV head's codes on a device, and a query group.
+// The codes of one KV head on a device, and one query for its group of query heads.
 class Scored {
  public:
   absl::Status Create(const Options& options, Selector selector, int bits_per_dim) {
@@ -106,7 +106,7 @@ class Scored {
     return absl::OkStatus();
   }
 
-  // What is measured: scores, histogram, threshold, compaction.
+  // The measured work: scores, histogram, threshold, compaction. Returns the heavy set.
   absl::StatusOr<std::vector<uint32_t>> Pass() {
     const GroupQueries queries(context_, 0, 0, 1);
     const ScoredKeys keys{&context_, &queries, 0, 0, begin(), end()};
@@ -129,13 +129,13 @@ class Scored {
   int64_t end() const { return attend_.visible[0] - attend_.policy.window_token_count; }
   int heavy_count() const { return static_cast<int>(attend_.policy.heavy_count); }
   double softmax_scale() const { return model().spec().softmax_scale; }
-  // P q of a query head.
+  // The query of a head after the rotation.
   std::vector<float> RotatedQuery(int head) const {
     std::vector<float> rotated(kHeadDim);
     Rotate(model().encode_params(0), q_.data() + head * kHeadDim, rotated.data());
     return rotated;
   }
-  // A key's code at one dimension, and its factor.
+  // The code of a key at one dimension.
   int Code(int64_t token, int dim) const {
     const CodeLayout& layout = model().layout();
     const auto* words = InPage<uint32_t>(token / kPageTokenCount, 0);
@@ -157,7 +157,7 @@ class Scored {
         InPage<uint16_t>(token / kPageTokenCount, model().layout().factor_offset_bytes());
     return FromBF16(factors[token % kPageTokenCount]);
   }
-  // What a page's centre adds to a query head's logits.
+  // The part of a query head's logits that comes from the page's centre.
   double CentreLogit(int head, int64_t page) const {
     const auto* centre = InPage<uint16_t>(page, model().layout().centre_offset_bytes());
     double dot = 0;
@@ -172,7 +172,7 @@ class Scored {
   int value_floor() const { return context_.index->Statistics(0)->value_floor; }
 
  private:
-  // What lies so many bytes into a page of the index.
+  // Address of the byte at `offset` in a page of the index.
   template <typename T>
   const T* InPage(int64_t page, int64_t offset) const {
     return reinterpret_cast<const T*>(context_.index->codes[0].Page(page) + offset);
@@ -186,8 +186,8 @@ class Scored {
   AttendContext context_;
 };
 
-// Matching bits of every candidate, by counting; the most recent of equals
-// first.
+// Counts the matching bits of every candidate one by one, and compares the heavy set with the
+// tokens that have the most. Among equal counts, newer tokens come first.
 absl::Status CheckHamming(const Scored& scored, const std::vector<uint32_t>& heavy) {
   std::vector<int> set(kHeadDim);
   for (int g = 0; g < kQueryHeads; ++g) {
@@ -213,9 +213,9 @@ absl::Status CheckHamming(const Scored& scored, const std::vector<uint32_t>& hea
   return absl::OkStatus();
 }
 
-// Group scores in double precision from the same codes, centres and norms and
-// the 4-bit query: no token outside the heavy set may have a bin above one
-// inside, wherever fp32 may have put them.
+// Computes group scores in double precision from the same codes, centres, norms and 4-bit query.
+// No token outside the heavy set may have a higher bin than a token inside, after a tolerance for
+// rounding in fp32.
 absl::Status CheckAsymmetric(const Scored& scored, const std::vector<uint32_t>& heavy) {
   const int bits = scored.model().spec().hash.bits_per_dim;
   const double step = QuantiserStep(bits);
@@ -280,7 +280,7 @@ absl::StatusOr<Json> MeasurePass(Scored& scored, const Options& options, bool ha
 
   const CodeLayout& layout = scored.model().layout();
   const std::vector<const std::byte*> spans = scored.Spans();
-  // `hamming` has no use for the factors.
+  // `hamming` does not read the factors.
   const int64_t span_bytes = hamming ? layout.factor_offset_bytes() : layout.page_bytes();
   Json rows = Json::array();
   const int all_threads = scored.fixture().device().info().thread_count;

@@ -1,11 +1,10 @@
-// Attends of one layer on a GPU: where their time goes.
+// Measures attends of one layer on a GPU, and how much time each of their stages takes.
 //
-// Over random rows, where policies have fixed budgets, or, with --data, over
-// rows and queries like a real model's, with the default policy. Outputs are
-// compared with weighted attention in fp64 over the rows that Select names
-// before an attend is timed; those over data also with dense attention, which
-// gives the error that certificates estimate. The GPU's caches are flushed
-// before each attend. Writes one JSON object a line.
+// Without --data, rows are random, and policies have fixed budgets. With --data, rows and queries
+// are like those of a real model, and the default policy is used. Before attends are timed, outputs
+// are compared with weighted attention in fp64 over the rows that the attend selects. With --data,
+// they are also compared with dense attention: this gives the true errors, which the certificates
+// estimate. The GPU's caches are flushed before each timed attend. Writes one JSON object per line.
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cmath>
@@ -44,7 +43,7 @@ struct Options {
 struct NamedPolicy {
   std::string name;
   Policy policy;
-  double spread = 1;  // of random queries
+  double spread = 1;  // of random queries; see RandomData::Query
 };
 
 bool IsWanted(const NamedPolicy& what, const Options& options) {
@@ -59,7 +58,7 @@ double Mean(const std::vector<double>& x) {
   return sum / static_cast<double>(x.size());
 }
 
-// Of the indices below count, those for which `holds`.
+// The share of the indices [0, count) for which `holds` is true.
 double Share(size_t count, const std::function<bool(size_t)>& holds) {
   size_t found = 0;
   for (size_t i = 0; i < count; ++i) found += holds(i) ? 1 : 0;
@@ -125,7 +124,7 @@ absl::Status MeasureRandom(GpuFixture& fixture, const RandomData& data, const Op
   return absl::OkStatus();
 }
 
-// A fixed budget, no tail.
+// A heavy set of fixed size, without a tail.
 Policy TopPolicy() {
   Policy top;
   top.tail = Tail::kNone;
@@ -134,7 +133,7 @@ Policy TopPolicy() {
   return top;
 }
 
-// A decode step, which appends a token and attends, compared with the attend alone.
+// Compares a decode step, which appends a token and attends, with the attend alone.
 absl::Status MeasureStep(GpuFixture& fixture, const RandomData& data, const Options& options) {
   NamedPolicy what{"decode step, asymmetric top 64", TopPolicy(), 1};
   if (!IsWanted(what, options)) return absl::OkStatus();
@@ -167,12 +166,13 @@ absl::Status MeasureStep(GpuFixture& fixture, const RandomData& data, const Opti
   return absl::OkStatus();
 }
 
-// Upper ends of ranges of the order of sampling, as shares of all tokens: the
-// resident sample, and what larger ones would be.
+// Sampling takes tokens in a fixed pseudo-random order. These are upper ends of ranges of this
+// order, as shares of all tokens. The first range is the resident sample; the others show how many
+// rows a larger resident sample would cover.
 constexpr double kPlaces[] = {0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 1};
 
-// Rows that are drawn with places in each range, on average, of all KV heads:
-// those of a stratum lie evenly over its first r_h / n_h.
+// The expected number of sampled rows in each range of kPlaces, over all KV heads. A stratum h with
+// r_h sampled rows of n_h takes them evenly from the first r_h / n_h of the order.
 std::vector<double> DrawnByPlace(std::span<const Selection> selections) {
   std::vector<double> drawn(std::size(kPlaces));
   for (const Selection& s : selections) {
@@ -190,8 +190,8 @@ std::vector<double> DrawnByPlace(std::span<const Selection> selections) {
   return drawn;
 }
 
-// One query of the data; every repetition draws its sample with a seed of its
-// own. exact: dense attention of that query.
+// Measures one query of the data. For the errors, every repetition samples with another seed.
+// exact: dense attention of this query.
 absl::Status MeasureTrace(GpuFixture& fixture, const Options& options, const NamedPolicy& what,
                           const TraceData& data, size_t at, int query,
                           const std::vector<double>& exact) {
@@ -204,8 +204,8 @@ absl::Status MeasureTrace(GpuFixture& fixture, const Options& options, const Nam
   const double epsilon = what.policy.epsilon;
   double checked_error = 0;
   std::vector<double> drawn;
-  std::vector<double> observed, certified;                          // of all outputs
-  std::vector<double> observed_sums(heads), certified_sums(heads);  // of a head's
+  std::vector<double> observed, certified;                          // errors of all outputs
+  std::vector<double> observed_sums(heads), certified_sums(heads);  // mean errors per query head
   for (int i = 0; i < options.repetitions; ++i) {
     const auto checked = Check(fixture, what.name, request(i));
     if (!checked.ok()) return checked.status();
@@ -220,8 +220,9 @@ absl::Status MeasureTrace(GpuFixture& fixture, const Options& options, const Nam
       certified_sums[h] += certified.back() / options.repetitions;
     }
   }
-  // Samples of other seeds tell of errors. What is timed has the policy's own, of
-  // which a part is resident, and sees a token less each time: another sample.
+  // The errors above used several seeds. Timed attends use only the policy's own, with which the
+  // resident sample was drawn. Each sees one token less than the one before, so that samples
+  // differ.
   const auto timing = Time(fixture, options.repetitions, [&](int i) {
     AttendRequest r = request(0);
     r.visible -= i;
@@ -276,7 +277,7 @@ std::vector<NamedPolicy> RandomPolicies() {
   hamming.selector = Selector::kHamming;
   Policy limited;
   limited.row_count_max = 2500;
-  Policy pilot;  // an error bound that the pilot meets
+  Policy pilot;  // epsilon is so large that the pilot suffices
   pilot.epsilon = 0.999;
   pilot.inflation = 1;
   return {{"asymmetric top 64", TopPolicy()},
@@ -298,7 +299,7 @@ absl::Status RunRandom(const Options& options) {
   Normalize(spec);
   std::vector<int64_t> lengths = options.lengths;
   if (lengths.empty()) lengths = {131072, 524288, 1048576};
-  // And what the steps append.
+  // Includes room for the tokens that the decode steps append.
   auto fixture = GpuFixture::Create(spec, lengths.back() + 4 * options.repetitions);
   if (!fixture.ok()) return fixture.status();
   const RandomData data(spec);
@@ -312,8 +313,8 @@ absl::Status RunRandom(const Options& options) {
   return absl::OkStatus();
 }
 
-// Steps as decoding takes them: each sees all tokens, and the next one has
-// another query of the data. exact: dense attention of each query.
+// Measures attends as in decoding: each sees all tokens, and consecutive attends have different
+// queries of the data. exact: dense attention of each query.
 absl::Status MeasureSteps(GpuFixture& fixture, const Options& options, const NamedPolicy& what,
                           const TraceData& data, size_t at,
                           std::span<const std::vector<double>> exact) {
@@ -331,7 +332,7 @@ absl::Status MeasureSteps(GpuFixture& fixture, const Options& options, const Nam
         RelativeErrors(fixture.spec(), attended->result.out, exact[i % queries]);
     observed.insert(observed.end(), errors.begin(), errors.end());
   }
-  // A token less each time that a query comes again: another sample.
+  // Each time that a query is repeated it sees one token less, so that samples differ.
   const auto timing = Time(fixture, options.repetitions * queries, [&](int i) {
     AttendRequest step = request(i);
     step.visible -= i / queries;
@@ -375,7 +376,8 @@ absl::Status RunTrace(const Options& options) {
   std::vector<NamedPolicy> policies(3, {"default policy", DefaultPolicy(spec)});
   policies[1].name = "default policy, epsilon 0.05";
   policies[1].policy.epsilon = 0.05;
-  // The resident sample is of another seed: of samples, 1 % are there by chance.
+  // With another seed than that of the resident sample, only about 1 % of the sampled rows are
+  // resident, by chance.
   policies[2].name = "default policy, sampled outside the resident sample";
   policies[2].policy.seed = 1;
   const NamedPolicy step{"step", DefaultPolicy(spec)};
@@ -384,7 +386,7 @@ absl::Status RunTrace(const Options& options) {
   for (size_t at = 0; at < lengths.size(); ++at) {
     if (!options.lengths.empty() && !holds(options.lengths, lengths[at])) continue;
     RETURN_IF_ERROR(AppendTo(**fixture, *data, "trace", lengths[at]));
-    // Dense attention takes long: it is not computed for nothing.
+    // Dense attention takes long. Do not compute it if no policy needs it.
     const int query_count = std::ranges::any_of(policies, wanted) ? data->queries_per_length() : 0;
     for (int query = 0; query < query_count; ++query) {
       const std::vector<double> exact = DenseAttention(
@@ -420,7 +422,7 @@ int Main(int argc, char** argv) {
     const absl::Status status = options.data.empty() ? RunRandom(options) : RunTrace(options);
     if (status.ok()) return 0;
     std::cerr << "attend_bench: " << status << '\n';
-  } catch (const std::exception& e) {  // the JSON library's
+  } catch (const std::exception& e) {  // thrown by the JSON library
     std::cerr << "attend_bench: " << e.what() << '\n';
   }
   return 1;

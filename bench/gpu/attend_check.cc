@@ -14,7 +14,7 @@ namespace {
 
 constexpr int64_t kSegmentRows = 4096;
 
-// A query head's softmax over some rows. Without a row, the maximum is -inf.
+// The softmax sums of a query head over some rows. Without rows, the maximum is -inf.
 struct SoftmaxSum {
   double max = -std::numeric_limits<double>::infinity();
   double sum = 0;
@@ -43,13 +43,13 @@ struct SoftmaxSum {
   }
 };
 
-// A row that is attended to, the i-th of a KV head.
+// A row that is attended, and the log of its weight.
 struct Row {
   int64_t token = 0;
   double log_weight = 0;
 };
 
-// count(kv_head) rows of each KV head, row(kv_head, i) the i-th.
+// Attention over count(kv_head) rows of each KV head; row(kv_head, i) returns the i-th.
 template <typename Count, typename RowAt>
 std::vector<double> Attention(const ModelSpec& spec, const LayerRows& rows,
                               std::span<const float> q, const Count& count, const RowAt& row) {

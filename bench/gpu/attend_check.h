@@ -8,15 +8,15 @@
 #include "host/memory/layer_rows.h"
 #include "host/model/model_spec.h"
 
-// What attends are compared with: attention of one query [H_q][d] in fp64, on
-// all cores. Results are [H_q][d].
+// References for attends: attention of one query [H_q][d] in fp64, computed on all cores. Results
+// are [H_q][d].
 namespace spillway::bench {
 
-// Over the first n rows of each KV head.
+// Attention over the first n rows of each KV head.
 std::vector<double> DenseAttention(const ModelSpec& spec, const LayerRows& rows,
                                    std::span<const float> q, int64_t n);
 
-// Over the selected rows of each KV head, log weights added to their logits.
+// Attention over the selected rows of each KV head. The log weight of a row is added to its logit.
 std::vector<double> SelectedAttention(const ModelSpec& spec, const LayerRows& rows,
                                       std::span<const float> q,
                                       std::span<const Selection> selections);

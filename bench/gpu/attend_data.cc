@@ -11,8 +11,8 @@
 namespace spillway::bench {
 namespace {
 
-// A nearly normal number from a counter, cheaply: the sum of the bytes of a
-// mixed word.
+// A nearly normal number from a counter. For speed, it is the sum of the bytes of a hash of the
+// counter.
 float Normal(uint64_t counter) {
   const uint64_t x = SplitMix64(counter);
   int sum = 0;
@@ -30,7 +30,7 @@ void Resize(const ModelSpec& spec, int64_t count, RowChunk& chunk) {
 
 void RandomData::Read(int64_t start, int64_t count, RowChunk& chunk) const {
   const int d = spec_.head_dim;
-  const int64_t bytes = spec_.row_bytes() / 2;  // of a key, and of a value
+  const int64_t bytes = spec_.row_bytes() / 2;  // of a key; a value has as many
   Resize(spec_, count, chunk);
   tbb::parallel_for(int64_t{0}, count * spec_.kv_head_count, [&](int64_t r) {
     const uint64_t base = static_cast<uint64_t>((start * 64 + r) * 2 * d);

@@ -18,24 +18,24 @@ struct RowChunk {
   std::vector<std::byte> v;
 };
 
-// Nearly normal rows and queries of any length. Gaussian keys say nothing of
-// how many rows an error bound needs.
+// Nearly normal rows and queries, for any number of tokens. Not for measuring how many rows an
+// error bound needs: Gaussian keys do not show how many real keys need.
 class RandomData {
  public:
   explicit RandomData(const ModelSpec& spec) : spec_(spec) {}
   void Read(int64_t start, int64_t count, RowChunk& chunk) const;
-  // Logits have about this standard deviation: 1 is a flat softmax, at 5 few
-  // keys take most of it.
+  // spread: the approximate standard deviation of the logits. 1 gives a flat softmax; with 5, a few
+  // keys have most of the mass.
   std::vector<float> Query(uint64_t seed, double spread) const;
 
  private:
   const ModelSpec spec_;
 };
 
-// Rows and queries of TraceFiles. Move-only.
+// Rows and queries from TraceFiles. Move-only.
 class TraceData {
  public:
-  // INVALID_ARGUMENT where the files do not have the sizes that meta.json says.
+  // INVALID_ARGUMENT if the files do not have the sizes in meta.json.
   static absl::StatusOr<TraceData> Open(const std::string& folder);
 
   const nlohmann::ordered_json& meta() const { return files_.meta; }
@@ -44,7 +44,7 @@ class TraceData {
   int queries_per_length() const { return queries_per_length_; }
 
   void Read(int64_t start, int64_t count, RowChunk& chunk) const;
-  // Query i of the length lengths()[at], [H_q][d], and what it sees.
+  // Query i at length lengths()[at], [H_q][d], and how many tokens this query sees.
   std::vector<float> Query(size_t at, int i) const;
   int64_t visible(size_t at, int i) const { return lengths_[at] - i * query_stride_; }
 

@@ -14,7 +14,7 @@ namespace {
 
 using Mode = GpuFixture::Mode;
 
-// Of an output against the rows that it names.
+// The largest relative error of an output against weighted attention over the selected rows.
 constexpr double kTolerance = 1e-4;
 
 template <typename T>

@@ -10,33 +10,33 @@
 
 namespace spillway::bench {
 
-// An attend whose output was compared with the rows that it names.
+// An attend whose output was compared with weighted attention over the rows that it selected.
 struct Checked {
   GpuFixture::Attended attended;
   std::vector<Selection> selections;  // [H_kv]
-  double error = 0;                   // the largest relative one
+  double error = 0;                   // the largest relative error of a query head
 };
 
-// INTERNAL where the output is wrong. name: of the measurement, for messages.
+// INTERNAL if the output is wrong. name: the measurement, for error messages.
 absl::StatusOr<Checked> Check(GpuFixture& fixture, const std::string& name,
                               const AttendRequest& request);
 
-// Medians over repetitions, caches flushed before each.
+// Medians over repetitions. Caches are flushed before each.
 struct Timing {
-  double us = 0;                  // of whole attends, timed without stages
-  double us_mean = 0;             // likewise, their mean
-  std::vector<StageTime> stages;  // in their order; measuring slows an attend
-  int64_t row_count = 0;          // touched, of all KV heads
-  int64_t moved_count = 0;        // of those, rows that came over the link
-  std::vector<int64_t> touched;   // [H_kv], rows
-  std::vector<int64_t> heavy;     // [H_kv]
-  std::vector<int64_t> sampled;   // [H_kv]
+  double us = 0;                  // a whole attend, timed without its stages
+  double us_mean = 0;             // the same, as a mean
+  std::vector<StageTime> stages;  // in order; timing the stages makes attends slower
+  int64_t row_count = 0;          // touched rows of all KV heads
+  int64_t moved_count = 0;        // how many of them came over the link
+  std::vector<int64_t> touched;   // [H_kv], touched rows
+  std::vector<int64_t> heavy;     // [H_kv], heavy tokens
+  std::vector<int64_t> sampled;   // [H_kv], sampled tokens
 
-  // The sum of the stages whose names count.
+  // The total time of the stages for whose names `counts` is true.
   double StageUs(const std::function<bool(const std::string&)>& counts) const;
 };
 
-// Attends to request_at(i) for each i < repetitions, then again with stages.
+// Runs request_at(i) for each i < repetitions, and then all of them again with times of stages.
 absl::StatusOr<Timing> Time(GpuFixture& fixture, int repetitions,
                             const std::function<AttendRequest(int)>& request_at);
 

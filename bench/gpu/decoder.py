@@ -45,7 +45,7 @@ WAYS = ("job", "eager", "graph", "halves", "resident")
 
 
 class Trace:
-    """K, V and a query of a length; each layer has the KV heads in another order."""
+    """K, V and a query at one length. Each layer has the KV heads in another order."""
 
     def __init__(self, folder: Path, tokens: int) -> None:
         meta = json.loads((folder / "meta.json").read_text())
@@ -72,7 +72,7 @@ def report(**fields: object) -> None:
 
 
 def timed(run: Callable[[], object]) -> float:
-    """Microseconds on the GPU of what is enqueued."""
+    """Microseconds on the GPU of the work that `run` enqueues."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     run()
@@ -82,7 +82,7 @@ def timed(run: Callable[[], object]) -> float:
 
 
 class Way:
-    """A sequence that decodes, all layers a step."""
+    """One way to decode, with its own sequences. Each step runs all layers."""
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class Way:
     ) -> None:
         self.client = client
         self.sequences = [client.create_sequence(model, policy=policy) for _ in range(count)]
-        self.new: list[tuple[torch.Tensor, ...]] = []  # of each layer: q, k and v of all steps
+        self.new: list[tuple[torch.Tensor, ...]] = []  # per layer: q, and k and v of all steps
         start = trace.tokens - STEPS * (ROUNDS + 2)
         for layer in range(LAYERS):
             q, k, v = trace.layer(layer)
@@ -117,7 +117,7 @@ class Way:
 
 
 class Job(Way):
-    # Over the link, of all sequences in the last layer.
+    # Rows that came over the link in the last layer, for all sequences.
     moved_row_count = 0
 
     def step(self) -> tuple[list[torch.Tensor], float]:
@@ -155,7 +155,7 @@ class Eager(Way):
             outs.extend(self.decoder.attend(layer, *inputs[layer])[0] for layer in range(LAYERS))
             self.attend_us.append((time.perf_counter() - begin) * 1e6 / LAYERS)
 
-        # The host is ahead, as it is in a model.
+        # Keep the GPU busy, so that the host is ahead of it, as in a model.
         torch.cuda._sleep(1_000_000)
         taken = timed(attend)
         self.step_count += 1
@@ -229,7 +229,7 @@ class Halves(Way):
 
 
 class Sdpa:
-    """torch's attention over all rows in GPU memory, the same ones for every sequence."""
+    """torch's attention over all rows in GPU memory. All sequences have the same rows."""
 
     def __init__(self, trace: Trace, count: int) -> None:
         self.count = count
@@ -260,7 +260,7 @@ class Sdpa:
 
 
 def exact(trace: Trace, layer: int, tokens: int) -> torch.Tensor:
-    """Attention [H_q, d] of the layer's query over the first tokens, float32."""
+    """Attention [H_q, d] of the layer's query over the first `tokens` tokens, float32."""
     q, k, v = (x.cuda() for x in trace.layer(layer))
     outs = []
     for h in range(KV_HEADS):
@@ -306,7 +306,7 @@ def measure(
     row_bytes = LAYERS * count * KV_HEADS * trace.tokens * 4 * DIM
     assert "resident" not in ways or gpu.resident_used_bytes > 0.9 * row_bytes, gpu
     start = trace.tokens - STEPS * (ROUNDS + 2)
-    for step in range(2 * STEPS):  # checked, and warmed up
+    for step in range(2 * STEPS):  # warm-up, in which outputs are checked
         outs = {name: way.step()[0] for name, way in ways.items()}
         for layer in range(LAYERS):
             wanted = outs["job"][layer].cuda()

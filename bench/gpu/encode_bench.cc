@@ -1,7 +1,7 @@
-// The GPU's encoder of closed pages: their keys' bytes a second, norms included,
-// with rows in GPU memory and in pinned host memory; how long the pages that a
-// decode step closes take, and a sequence's first ones. A sample of the pages is
-// compared with the CPU's first. Prints one JSON object a line.
+// Measures how the GPU encodes full pages: how many bytes of keys per second, including the norms,
+// with rows in GPU memory and in pinned host memory; the time for the pages that a decode step
+// fills; and the time for the first pages of a sequence. Before this, random pages are compared
+// with those that the CPU encodes. Prints one JSON object per line.
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
@@ -30,7 +30,7 @@ namespace {
 constexpr int kHeadDim = 128;
 constexpr int kBitsPerDim = HashSpec().bits_per_dim;
 constexpr int kHeads = 8;
-constexpr int64_t kLongTokens = 65536;  // of a head, beyond the first pages
+constexpr int64_t kLongTokens = 65536;  // per head, after the first pages
 constexpr int64_t kTokens = kCentreTokenCount + kLongTokens;
 constexpr int64_t kPages = kTokens / kPageTokenCount;
 constexpr int64_t kFirstPages = kCentreTokenCount / kPageTokenCount;
@@ -40,7 +40,7 @@ constexpr int kCheckedPages = 40;
 constexpr int kWarmUps = 3;
 constexpr int kRuns = 20;
 
-// Fills memory that kernels see.
+// Allocates memory that kernels can read, and copies the data to it.
 template <typename Memory>
 absl::StatusOr<Memory> Upload(const void* data, int64_t bytes, MemoryBudget& budget) {
   ASSIGN_OR_RETURN(Memory memory, Memory::Create(bytes, &budget, "the benchmark"));
@@ -64,7 +64,7 @@ ModelSpec Spec() {
   return spec;
 }
 
-// What the GPU's page says, laid out as the CPU's would be.
+// Converts a page of codes from the GPU's layout to the CPU's.
 std::vector<std::byte> AsOnCpu(const CodeTiling& tiling, const CodeLayout& layout,
                                const std::byte* gpu_page) {
   std::vector<std::byte> page(layout.page_bytes());
@@ -88,7 +88,7 @@ std::vector<std::byte> AsOnCpu(const CodeTiling& tiling, const CodeLayout& layou
   return page;
 }
 
-// Compares random pages with the CPU's.
+// Compares random pages with those that the CPU encodes.
 absl::Status CheckPages(const std::vector<uint16_t>& rows, const std::vector<std::byte>& codes,
                         const CodeTiling& tiling, const EncodeParams& params) {
   const ModelSpec spec = Spec();
@@ -119,7 +119,7 @@ absl::Status CheckPages(const std::vector<uint16_t>& rows, const std::vector<std
   return absl::OkStatus();
 }
 
-// The median time of what `enqueue` puts on a stream.
+// The median time of the work that `enqueue` puts on the stream.
 template <typename Enqueue>
 absl::StatusOr<double> MedianUs(const Stream& stream, Enqueue enqueue) {
   ASSIGN_OR_RETURN(const Event start, Event::Create(/*timing=*/true));
@@ -151,7 +151,7 @@ absl::Status Run() {
   MemoryBudget budget(std::numeric_limits<int64_t>::max());
   std::mt19937 random(1);
   std::normal_distribution<float> normal;
-  // Random bf16 numbers, cut and not rounded.
+  // Random bf16 numbers, truncated instead of rounded.
   std::vector<uint16_t> rows(kHeads * kTokens * (kRowBytes / 2));
   for (uint16_t& element : rows) {
     const float x = normal(random);
@@ -216,7 +216,7 @@ absl::Status Run() {
     const char* const where = pinned ? "pinned" : "gpu";
     ASSIGN_OR_RETURN(const DeviceBuffer row_pages, Upload(row_page_list[pinned], budget));
     work.row_pages = reinterpret_cast<const std::byte* const*>(row_pages.data());
-    // The copies above ran on another stream.
+    // The copies above ran on another stream, so wait for them.
     SPILLWAY_CUDA_RETURN_IF_ERROR(cudaDeviceSynchronize());
     const auto encode_first = [&] {
       return LaunchEncodeFirstPages(work, weights, heads, scratch.data(), scratch_bytes,

@@ -15,7 +15,7 @@ namespace {
 
 constexpr int64_t kGiB = int64_t{1} << 30;
 constexpr int64_t kArenaChunkBytes = kGiB / 4;
-constexpr int64_t kFlushBytes = kGiB / 4;  // several times what the L2 cache holds
+constexpr int64_t kFlushBytes = kGiB / 4;  // several times the size of the L2 cache
 
 class Stopwatch {
  public:

@@ -13,21 +13,20 @@
 
 namespace spillway::bench {
 
-// What one attend is asked: q [H_q][d] fp32 that sees the first `visible` rows.
+// Parameters of one attend: q [H_q][d] fp32, over the first `visible` tokens.
 struct AttendRequest {
   Policy policy;
   std::vector<float> q;
   int64_t visible = 0;
-  // One token's K and V, each [H_kv][d], that the same job appends before.
+  // K and V of one token, each [H_kv][d], which the same job appends first; null: no append.
   const std::byte* k = nullptr;
   const std::byte* v = nullptr;
 };
 
-// One layer of one sequence on a CUDA device, driven without a daemon. Not
-// thread-safe.
+// One layer of one sequence on a CUDA device, without a daemon. Not thread-safe.
 class GpuFixture {
  public:
-  // Room for token_max tokens. spec is normalized.
+  // Has room for token_max tokens. REQUIRES: spec is normalized.
   static absl::StatusOr<std::unique_ptr<GpuFixture>> Create(const ModelSpec& spec,
                                                             int64_t token_max);
   ~GpuFixture();
@@ -35,7 +34,7 @@ class GpuFixture {
   struct Appended {
     double seconds = 0;
     double device_seconds = 0;
-    double pin_seconds = 0;  // of them, taken by pinning memory
+    double pin_seconds = 0;  // the part of `seconds` that was spent on pinning memory
   };
   // Appends `count` tokens of K and V, each [H_kv][count][d] in the model's
   // dtype.
@@ -44,12 +43,12 @@ class GpuFixture {
   struct Attended {
     AttendResult result;
     double device_time_us = 0;
-    std::vector<StageTime> stages;  // with kTrace
+    std::vector<StageTime> stages;  // only with kTrace
   };
   enum class Mode : uint8_t { kPlain, kTrace, kSelect };
   absl::StatusOr<Attended> Attend(const AttendRequest& request, Mode mode);
 
-  // So that what is measured next starts with cold caches of the GPU.
+  // After this, the next measurement starts with cold caches of the GPU.
   absl::Status FlushCaches();
 
   const ModelSpec& spec() const { return spec_; }

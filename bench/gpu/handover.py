@@ -23,12 +23,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "build/release/bench/gpu/handover/spillway-handover-bench"
 CONTROL = "nvidia-cuda-mps-control"
-# The program bounds its own waits; this is for what it cannot bound.
+# The program limits its own waits. This limits everything else.
 TIMEOUT_SECONDS = 900
 
 
 def control(command: str, environment: dict[str, str]) -> str:
-    """Tells the control daemon something; its answer."""
+    """Sends a command to the control daemon and returns its answer."""
     done = subprocess.run(
         [CONTROL],
         input=command + "\n",
@@ -43,14 +43,14 @@ def control(command: str, environment: dict[str, str]) -> str:
 
 @contextmanager
 def control_daemon() -> Iterator[dict[str, str]]:
-    """Runs a control daemon of its own; the environment in which CUDA finds it."""
+    """Runs a new control daemon. Yields the environment in which CUDA finds it."""
     with tempfile.TemporaryDirectory(prefix="mps-") as folder:
         environment = dict(os.environ)
         environment["CUDA_MPS_PIPE_DIRECTORY"] = f"{folder}/pipe"
         environment["CUDA_MPS_LOG_DIRECTORY"] = f"{folder}/log"
         for name in ("pipe", "log"):
             (Path(folder) / name).mkdir()
-        # What it leaves running keeps its output open: no pipes.
+        # No pipes, because the daemon that stays in the background keeps them open.
         subprocess.run(
             [CONTROL, "-d"],
             env=environment,
@@ -75,7 +75,7 @@ def control_daemon() -> Iterator[dict[str, str]]:
 
 
 def measure(program: Path, flags: list[str], environment: dict[str, str]) -> dict[str, Any]:
-    """A record of the program."""
+    """Runs the program and returns its record."""
     done = subprocess.run(
         [program, "--json", *flags],
         env=environment,
@@ -89,7 +89,7 @@ def measure(program: Path, flags: list[str], environment: dict[str, str]) -> dic
 
 
 def check_mps(record: dict[str, Any], wanted: bool) -> None:
-    """Raises RuntimeError unless both processes are attached as they should be."""
+    """Raises RuntimeError unless both processes use MPS or, if not `wanted`, both do not."""
     for party in ("runner", "peer"):
         if record[f"{party}_has_mps"] != wanted:
             raise RuntimeError(
@@ -99,7 +99,7 @@ def check_mps(record: dict[str, Any], wanted: bool) -> None:
 
 
 def table(records: list[dict[str, Any]]) -> str:
-    """Median and 90th percentile of every record, microseconds, a column each."""
+    """Median and 90th percentile in microseconds, with one column per record."""
     head = ["us a round, median (p90)"]
     for record in records:
         mps = "with MPS" if record["runner_has_mps"] else "without MPS"
@@ -119,7 +119,7 @@ def table(records: list[dict[str, Any]]) -> str:
 
 
 def main() -> int:
-    """Runs the program each way."""
+    """Runs the program without MPS and, if possible, with MPS."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

@@ -53,7 +53,7 @@ SHAPES: dict[str, dict[str, int]] = {
         "head_dim": 128,
         "num_hidden_layers": 4,
     },
-    # To try the program out.
+    # For trying out the program.
     "tiny": {
         "hidden_size": 256,
         "intermediate_size": 512,
@@ -64,30 +64,31 @@ SHAPES: dict[str, dict[str, int]] = {
     },
 }
 VOCABULARY = 1024
-# Deviation of the model's own queries, keys and values: 8B weights of 0.02.
+# Standard deviation of the queries, keys and values that the model computes itself: the weights of
+# the 8B shape have a standard deviation of 0.02.
 DEVIATION = 1.28
 SPREADS = {"flat": 1, "peaked": 5}
 ALL = Policy(selector="all")
-# Name, policy, and whether its budget is fixed.
+# By name: the policy, and whether its budget is fixed.
 POLICIES: dict[str, tuple[Policy, bool]] = {
     "heavy 2 %, no tail": (Policy(heavy=TopK(fraction=0.02), tail="none"), True),
     "at most 2,500 rows": (Policy(row_count_max=2500), True),
     "default": (Policy(), False),
 }
-# Relative differences that rounding to bf16 explains: of attention in the
-# first layer, whose input is the same; of logits, behind all layers.
+# Relative differences that rounding to bf16 explains: for attention in the first layer, whose input
+# is the same, and for the logits after all layers.
 ATTENTION_TOLERANCE = 0.01
 LOGITS_TOLERANCE = 0.05
-# Steps of each cache and policy before those that are timed.
+# Steps of each cache and policy before the timed ones.
 WARM_UP_COUNT = 10
 
 
 class Step(NamedTuple):
-    """What one step computed.
+    """The results of one step.
 
     Attributes:
         logits: [vocabulary], float32.
-        attention: Output of each layer's attention [H_q * d], float32.
+        attention: For each layer, the output of attention [H_q * d], float32.
     """
 
     logits: torch.Tensor
@@ -111,7 +112,7 @@ def difference(ours: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 class Bench:
-    """The model, and the K/V that each cache is filled with."""
+    """The model, and the K/V that fill each cache."""
 
     def __init__(self, shape: str, tokens: int, device: torch.device) -> None:
         self.tokens = tokens
@@ -138,7 +139,8 @@ class Bench:
     def rows(self, layer: int, spread: float) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V [1, H_kv, tokens - 1, d] of one layer, the same in each call.
 
-        They deviate as the model's own projections do; keys `spread` times so.
+        They have the standard deviation of the model's own projections; keys have `spread` times
+        as much.
         """
         config = self.model.config
         generator = torch.Generator(self.device).manual_seed(3 + layer)
@@ -148,7 +150,7 @@ class Bench:
         return made[0] * spread, made[1]
 
     def fill(self, cache: Any, spread: float, put: Callable[..., object]) -> float:
-        """Lets the model read the first token, and puts the others' K/V; returns seconds."""
+        """Runs the model on the first token, and puts the K/V of the others; returns seconds."""
         begin = time.perf_counter()
         self.forward(cache, 0)
         for layer in range(self.layer_count):
@@ -164,7 +166,7 @@ class Bench:
         return logits
 
     def first_step(self, cache: Any) -> Step:
-        """Decodes the first token after the context and keeps what was computed."""
+        """Decodes the first token after the context. Returns logits and attention outputs."""
         seen: list[torch.Tensor] = []
         with ExitStack() as hooks:
             for layer in self.model.model.layers:
@@ -176,7 +178,7 @@ class Bench:
         return Step(logits.float(), seen)
 
     def times(self, cache: Any, count: int, warm_up: int = WARM_UP_COUNT) -> list[float]:
-        """Milliseconds of each of `count` steps, after others."""
+        """Milliseconds of each of `count` steps, after `warm_up` other steps."""
         made = []
         for index in range(warm_up + count):
             self.synchronize()
@@ -190,7 +192,7 @@ class Bench:
             torch.cuda.synchronize(self.device)
 
     def compared(self, step: Step, wanted: Step) -> dict[str, Any]:
-        """How far a step is from the resident cache's."""
+        """How far a step's results are from those of the resident cache."""
         attention = [
             difference(*pair) for pair in zip(step.attention, wanted.attention, strict=True)
         ]
@@ -202,7 +204,7 @@ class Bench:
         }
 
     def checked(self, step: Step, wanted: Step) -> dict[str, Any]:
-        """The same, and whether rounding explains it."""
+        """The same as `compared`, and whether rounding explains the differences."""
         compared = self.compared(step, wanted)
         near = (
             compared["attention_relative_difference"][0] <= ATTENTION_TOLERANCE
@@ -211,7 +213,7 @@ class Bench:
         return {**compared, "equal_but_for_rounding": near}
 
     def timed(self, times: list[float]) -> dict[str, Any]:
-        """The fields of a measurement."""
+        """The record's fields for these times."""
         step = statistics.median(times)
         return {
             "step_ms": step,
@@ -224,7 +226,7 @@ class Bench:
 
 
 def transformers_cache(bench: Bench, keys: str, offloading: bool) -> Any:
-    """transformers' own cache, filled."""
+    """transformers' own cache, filled with the context."""
     bench.model.set_attn_implementation("sdpa")
     cache = DynamicCache(config=bench.model.config, offloading=offloading)
     bench.fill(cache, SPREADS[keys], lambda layer, k, v: cache.update(k, v, layer))
@@ -232,7 +234,7 @@ def transformers_cache(bench: Bench, keys: str, offloading: bool) -> Any:
 
 
 def rehearse(bench: Bench, keys: str, steps: int) -> None:
-    """Runs what the resident cache is timed by, so that it does not pay for having been first."""
+    """Runs the steps of the resident cache once, so that its timed run is not the first."""
     say("rehearsing")
     cache = transformers_cache(bench, keys, False)
     bench.first_step(cache)
@@ -242,7 +244,7 @@ def rehearse(bench: Bench, keys: str, steps: int) -> None:
 def measure_transformers(
     bench: Bench, keys: str, offloading: bool, steps: int, wanted: Step | None
 ) -> Step:
-    """transformers' own cache; returns its first step."""
+    """Measures transformers' own cache; returns its first step."""
     name = "transformers, offloaded" if offloading else "transformers, resident"
     say(f"{name}, {keys} keys")
     cache = transformers_cache(bench, keys, offloading)
@@ -254,7 +256,10 @@ def measure_transformers(
 
 
 def measure_link(bench: Bench) -> None:
-    """All rows from pinned memory, as one copy a layer: the least of any cache on the host."""
+    """Copies all rows from pinned memory, one copy per layer.
+
+    This is the least time that a cache in host memory needs if it reads all rows.
+    """
     layer_bytes = bench.row_bytes // bench.layer_count
     host = torch.empty(layer_bytes, dtype=torch.uint8, pin_memory=True)
     device = torch.empty(layer_bytes, dtype=torch.uint8, device=bench.device)
@@ -276,7 +281,7 @@ def measure_link(bench: Bench) -> None:
 
 @contextmanager
 def running_daemon(device: str, memory_bytes: int) -> Iterator[str]:
-    """Starts spillwayd on a socket of its own and yields the target."""
+    """Starts spillwayd on a new socket and yields the target."""
     binary = serving.find_binary(ROOT)
     flags = ("--device", device, "--memory-limit", str(memory_bytes))
     with tempfile.TemporaryDirectory(prefix="spillway-bench-") as folder:
@@ -287,10 +292,10 @@ def running_daemon(device: str, memory_bytes: int) -> Iterator[str]:
 
 @contextmanager
 def stopwatches(bench: Bench) -> Iterator[dict[str, float]]:
-    """Sums the wall time of what an attend consists of, in seconds.
+    """Sums the wall time of the parts of an attend, in seconds.
 
-    The GPU is waited for before each attend, so that what it still had to
-    compute counts as the model's.
+    Waits for the GPU before each attend, so that the time of work that it still had to do counts as
+    the model's.
     """
     sums: dict[str, float] = {}
 
@@ -324,7 +329,7 @@ def stopwatches(bench: Bench) -> Iterator[dict[str, float]]:
 
 
 def parts_of_a_step(bench: Bench, cache: SpillwayCache, steps: int) -> dict[str, float]:
-    """Where a step's time goes, per layer, means in microseconds."""
+    """The parts of a step's time: means per layer, in microseconds."""
     cache.statistics.reset()
     with stopwatches(bench) as sums:
         times = bench.times(cache, steps, warm_up=0)
@@ -336,7 +341,8 @@ def parts_of_a_step(bench: Bench, cache: SpillwayCache, steps: int) -> dict[str,
         "step / layers": 1000 * statistics.mean(times) / bench.layer_count,
         "attend": attend,
         **named,
-        # Attends on the model's stream are not timed, and named parts are a daemon's.
+        # Attends on the model's stream have no device time. The parts above exist only with a
+        # daemon.
         **({"the daemon's device": device / (steps * bench.layer_count)} if device else {}),
         "other Python within attend": attend - sum(named.values()),
         "the model": 1000 * statistics.mean(times) / bench.layer_count - attend,
@@ -346,7 +352,7 @@ def parts_of_a_step(bench: Bench, cache: SpillwayCache, steps: int) -> dict[str,
 def measure_policy(
     bench: Bench, cache: SpillwayCache, way: str, name: str, keys: str, steps: int, wanted: Step
 ) -> None:
-    """One policy of the engine's."""
+    """Measures SpillwayCache with one policy."""
     say(f"spillway, {way}, {keys} keys: {name}")
     policy, fixed = POLICIES[name]
     cache.request_policy = policy
@@ -363,7 +369,7 @@ def measure_policy(
         tokens=bench.tokens,
         **bench.timed(times),
         rows_fraction=cache.statistics.rows_touched_fraction,
-        # Without a tail nothing is known.
+        # Without a tail, the error is not known.
         certified_error_mean=cache.statistics.certified_error_mean or None,
         device_us_per_layer=[layer.device_time_us / steps for layer in layers],
         **compared,
@@ -382,7 +388,7 @@ def measure_policy(
 def filled(
     bench: Bench, way: str, client: spillway.Client, keys: str
 ) -> Iterator[tuple[SpillwayCache, float]]:
-    """A SpillwayCache that holds the context, and the seconds that this took."""
+    """Yields a SpillwayCache that holds the context, and the seconds that filling it took."""
     say(f"spillway, {way}, {keys} keys: appending")
     bench.model.set_attn_implementation("spillway")
     with SpillwayCache(bench.model.config, client) as cache:
@@ -397,7 +403,7 @@ def filled(
 def measure_spillway(
     bench: Bench, way: str, client: spillway.Client, keys: str, steps: int, wanted: Step
 ) -> None:
-    """SpillwayCache, with each policy whose outputs mean something over such keys."""
+    """Measures SpillwayCache with each policy whose outputs are meaningful with these keys."""
     with filled(bench, way, client, keys) as (cache, seconds):
         info = cache.sequences[0].refresh()
         cache.request_policy = ALL
@@ -423,10 +429,10 @@ def measure_spillway(
 def measure_turns(
     bench: Bench, clients: dict[str, spillway.Client], keys: str, steps: int, rounds: int
 ) -> None:
-    """The default policy and transformers' resident cache, which take turns.
+    """Measures the default policy and transformers' resident cache in turns.
 
-    A machine's pace changes from minute to minute, and here it changes for all alike. In
-    each turn a cache is filled anew and is alone.
+    The speed of a machine changes from minute to minute; with turns, this affects all alike. Each
+    turn fills a new cache, and there is no other cache at that time.
     """
     resident = "transformers, resident"
     times: dict[str, list[float]] = {}
@@ -460,7 +466,7 @@ def measure_turns(
 
 
 def round_trip_us(client: spillway.Client) -> float:
-    """An empty call and its answer, median."""
+    """The median round trip of an empty call."""
     times = []
     for _ in range(300):
         begin = time.perf_counter()
@@ -516,7 +522,7 @@ def main() -> None:
             measure_link(bench)
         rehearse(bench, options.keys[0], options.steps)
         for keys in options.keys:
-            # Over flat keys the default policy reads nearly every row.
+            # With flat keys, the default policy reads nearly every row.
             if keys != "flat":
                 measure_turns(bench, ways, keys, options.steps, options.rounds)
         if options.only_turns:
@@ -524,7 +530,7 @@ def main() -> None:
         for index, keys in enumerate(options.keys):
             wanted = measure_transformers(bench, keys, False, options.steps, None)
             if on_gpu and index == 0:
-                # What it copies does not depend on the keys.
+                # Measured only once, because what this cache copies does not depend on the keys.
                 measure_transformers(bench, keys, True, options.offloaded_steps, wanted)
             for way, one in ways.items():
                 measure_spillway(bench, way, one, keys, options.steps, wanted)

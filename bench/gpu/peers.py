@@ -48,7 +48,7 @@ def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 def check(out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> float:
-    """The relative error of the first KV head's group against fp32."""
+    """The relative error of the first KV head's query heads, against attention in fp32."""
     group = HEADS // KV_HEADS
     logits = q[0, :group].float() @ k[0, 0].float().T * HEAD_DIM**-0.5
     wanted = torch.softmax(logits, -1) @ v[0, 0].float()
@@ -96,7 +96,7 @@ def measure(n: int, repetitions: int, flush: torch.Tensor) -> None:
 
 
 def stream(n: int, repetitions: int) -> None:
-    """All rows of a layer over PCIe, from pinned memory, as one copy."""
+    """Copies all rows of a layer over PCIe, from pinned memory, in one copy."""
     size = 2 * KV_HEADS * n * HEAD_DIM * 2
     host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
     device = torch.empty(size, dtype=torch.uint8, device="cuda")

@@ -81,7 +81,7 @@ def main() -> None:
             with torch.no_grad():
                 model(ids, past_key_values=cache, logits_to_keep=1)
             if isinstance(cache, SpillwayCache):
-                # Appends may continue after the forward pass: this waits for them.
+                # Appends may continue after the forward pass. Reading `sequences` waits for them.
                 assert cache.sequences
             wait()
             seconds.append(time.perf_counter() - begin)

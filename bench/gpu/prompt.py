@@ -40,14 +40,14 @@ QUERY_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 SCALE = HEAD_DIM**-0.5
 DTYPE = torch.bfloat16
 ROW_BYTES = 2 * KV_HEADS * HEAD_DIM * DTYPE.itemsize
-# Outputs are means of Gaussian values; what rounding to bf16 explains of their norm.
+# Relative difference in norm that rounding to bf16 explains; outputs are means of Gaussian values.
 TOLERANCE = 0.02
-# Queries that are compared with double precision.
+# How many queries are compared with double precision.
 CHECKED = 3
 
 
 class Bench:
-    """What the measurements share."""
+    """State that the measurements share."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.device = torch.device(options.device)
@@ -75,7 +75,7 @@ class Bench:
             torch.cuda.synchronize(self.device)
 
     def seconds(self, run: Callable[[], object], repetitions: int | None = None) -> float:
-        """The median of several, after one more."""
+        """The median time of several runs, after a warm-up."""
         times = []
         for _ in range(1 + (repetitions or self.repetitions)):
             self.synchronize()
@@ -86,7 +86,7 @@ class Bench:
         return statistics.median(times[1:])
 
     def compared(self, mine: torch.Tensor, wanted: torch.Tensor) -> float:
-        """The relative difference in norm, noted where rounding does not explain it."""
+        """The relative difference in norm. Sets `failed` if rounding does not explain it."""
         difference = float((mine.double() - wanted.double()).norm() / wanted.double().norm())
         # Written so that NaN fails.
         if not difference <= TOLERANCE:
@@ -96,7 +96,10 @@ class Bench:
 
 
 def resident(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int) -> torch.Tensor:
-    """The last T of L tokens over all of [H_kv, L, d], by the kernels that chunks use."""
+    """Attention of the last T of L tokens over all L, with k and v [H_kv, L, d].
+
+    Uses the same kernels as `spillway.prefill` uses for chunks.
+    """
     out, lse = attention_with_lse(q, k[:, start:], v[:, start:], causal=True, scale=SCALE)
     if start == 0:
         return out
@@ -110,7 +113,7 @@ def resident(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int) -> t
 
 
 def one_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """The same by one FlashAttention call, whose mask ends at the last query and key."""
+    """The same in one FlashAttention call. Its causal mask aligns the last query and last key."""
     out, *_ = torch.ops.aten._flash_attention_forward(
         q[None],
         k.transpose(0, 1)[None],
@@ -130,7 +133,7 @@ def one_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 def exact(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, query: int
 ) -> torch.Tensor:
-    """One query's output [H_q, d] in double precision, head by head."""
+    """The output [H_q, d] of one query in double precision, computed head by head."""
     group = QUERY_HEADS // KV_HEADS
     seen = start + query + 1
     made = []
@@ -155,7 +158,7 @@ def filled(
 def measure_last_chunk(
     bench: Bench, client: spillway.Client, model: spillway.Model, earlier: int
 ) -> None:
-    """The last chunk over so many earlier tokens."""
+    """Measures the last chunk of a prompt, after `earlier` tokens."""
     name = f"last chunk over {earlier // 1024}K"
     k, v = (bench.made(KV_HEADS, earlier + bench.chunk, HEAD_DIM, seed=s) for s in (1, 2))
     q = bench.made(bench.chunk, QUERY_HEADS, HEAD_DIM, seed=3)
@@ -202,7 +205,7 @@ def measure_last_chunk(
             gb_per_s=row_bytes / streamed_s / 1e9,
             fetch_s=fetch_s,
             fetch_gb_per_s=row_bytes / fetch_s / 1e9,
-            # At best the slower of both decides.
+            # Copies and kernels overlap, so the slower of the two is a lower bound.
             over_the_slower_of_both=streamed_s / max(fetch_s, resident_s),
             append_gb_per_s=row_bytes / append / 1e9,
             earlier_tokens=earlier,
@@ -212,7 +215,7 @@ def measure_last_chunk(
         try:
             difference = bench.compared(one_call(q, k, v), wanted)
         except RuntimeError as error:
-            # It is told, and nothing stands in for it.
+            # The record says so; no other kernel replaces it.
             bench.report(name=f"{name}, FlashAttention at once", refused=str(error)[:200])
         else:
             seconds = bench.seconds(lambda: one_call(q, k, v))
@@ -228,7 +231,7 @@ def measure_last_chunk(
 def measure_prompt(
     bench: Bench, client: spillway.Client, model: spillway.Model, tokens: int, layers: int
 ) -> None:
-    """All chunks of a prompt, through some layers, appends included."""
+    """Measures all chunks of a prompt through some layers, including appends."""
     shape = (layers, KV_HEADS, tokens, HEAD_DIM)
     k, v = (bench.made(*shape, seed=s) for s in (4, 5))
     q = bench.made(layers, tokens, QUERY_HEADS, HEAD_DIM, seed=6)
@@ -303,7 +306,7 @@ def measure_prompt(
 def measure_engine(
     bench: Bench, client: spillway.Client, model: spillway.Model, earlier: int
 ) -> None:
-    """What chunks were attended by before: the engine, over all rows, once."""
+    """Measures the engine's own attend of a chunk over all rows, once."""
     k, v = (bench.made(KV_HEADS, earlier + bench.chunk, HEAD_DIM, seed=s) for s in (1, 2))
     q = bench.made(bench.chunk, QUERY_HEADS, HEAD_DIM, seed=3)
     sequence = filled(client, model, k, v, 1 << 17)

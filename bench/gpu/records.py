@@ -14,7 +14,7 @@ from spillway_lab.evaluation import style
 
 KV_HEADS = 8
 ROW_BYTES = 512
-# Of codes, that a model has by default.
+# Bits per dimension of the codes that a model has by default.
 DEFAULT_BITS = RotationHash().bits_per_dim
 Record = dict[str, Any]
 
@@ -27,20 +27,20 @@ def label(tokens: int) -> str:
     return f"{tokens // 1024}K" if tokens < 1 << 20 else f"{tokens >> 20}M"
 
 
-# Name, colour, tokens and us.
+# Name, colour, numbers of tokens, and microseconds.
 Curve = tuple[str, str, Sequence[int], Sequence[float]]
 DENSE = "torch, K/V in GPU memory"
 
 
 def paragraph(text: str) -> list[str]:
-    """Lines of Markdown, with an empty one behind them."""
+    """The text as lines of Markdown, followed by an empty line."""
     return [*textwrap.wrap(" ".join(text.split()), 120, break_long_words=False), ""]
 
 
 def draw_times(
     curves: Sequence[Curve], title: str, path: Path, *, logarithmic: bool = False
 ) -> None:
-    """Times of one layer by tokens, each curve with its name at its end."""
+    """Draws the times of one layer by tokens. Each curve has its name at its end."""
     figure = style.make_figure(9, 4.5, title)
     axes = figure.subplots()
     labels = []
@@ -64,7 +64,7 @@ def draw_times(
 
 
 def faster_from(ours: Sequence[float], theirs: Sequence[float], tokens: Sequence[int]) -> str:
-    """From which length on ours takes less time, interpolated between the measurements."""
+    """The length from which on ours takes less time, interpolated between the measurements."""
     gaps = [math.log(a / b) for a, b in zip(ours, theirs, strict=True)]
     if gaps[-1] >= 0:
         return f"no faster than dense attention up to {label(tokens[-1])} tokens"

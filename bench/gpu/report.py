@@ -35,10 +35,10 @@ from spillway_lab.evaluation import style
 
 GOALS_US = {(1, 524288): 25, (1, 1048576): 45, (2, 524288): 50, (2, 1048576): 95}
 STAGES_OF_SELECTION = ("query", "reference", "score", "cut")
-# For a whole attend, without scoring and without moving its rows over the link.
+# Goals for the time of an attend without scoring and without moving rows over the link.
 BEYOND_US = {1 << 17: 40, 1 << 20: 60}
 
-# Medians over the queries of a length, on data with the statistics of a model.
+# Goals for medians over the queries of a length, on data with the statistics of a model.
 TRACE_GOALS_US = (
     ("whole attend", "us", "default policy", 1 << 17, 210),
     ("scoring", "scoring_us", "default policy", 1 << 17, 20),
@@ -56,7 +56,7 @@ def selection_us(record: Record) -> float:
 
 
 def link_gb_per_s(link: list[dict[str, str]]) -> float:
-    """What multiprocessors load of rows in order, however dense: link.csv's best."""
+    """The best rate in link.csv at which multiprocessors load sorted rows, at any density."""
     return max(
         float(r["gb_per_s"])
         for r in link
@@ -73,7 +73,7 @@ def beyond_us(record: Record, rate: float) -> float:
 def user_goals(
     traces: list[Record], peers: list[Record], bulk: list[Record]
 ) -> Iterator[tuple[str, str, str, bool]]:
-    """What was measured, its value, its goal, and whether it was met."""
+    """For each goal: what was measured, the value, the goal, and whether it was met."""
     groups = {
         (group[0]["name"], group[0]["tokens"]): group
         for group in trace_section.groups(of_default(traces))
@@ -106,7 +106,7 @@ def goals(
 ) -> list[str]:
     rows = ["| what | measured | limit of the link | goal | |", "|---|---|---|---|---|"]
     for bits in (1, *sorted({record["bits_per_dim"] for record in every})):
-        # `hamming` reads one bit of a code, however many the model's codes have.
+        # `hamming` reads one bit of each code, for any number of bits.
         name, of_bits = ("hamming", DEFAULT_BITS) if bits == 1 else ("asymmetric", bits)
         for record in every:
             tokens = record["tokens"]
@@ -166,7 +166,7 @@ def goals(
 
 
 def tokens_and_heads(decodes: list[Record]) -> int:
-    """Tokens of a decode's context times KV heads of all its layers."""
+    """Tokens of the context, times the number of KV heads in all layers."""
     environment = next(r for r in decodes if r["name"] == "environment")
     shape = environment["shape"]
     return int(environment["tokens"] * shape["num_hidden_layers"] * shape["num_key_value_heads"])
@@ -195,7 +195,7 @@ def attend_table(attends: list[Record]) -> list[str]:
 
 
 def append_table(records: list[Record]) -> list[str]:
-    """Each append, with the codes of the attends that follow it."""
+    """Each append, with the bits of the codes of the attends that follow it."""
     rows = [
         "| appended tokens | codes | rows | the GPU is busy | pinning takes |",
         "|---|---|---|---|---|",
@@ -212,7 +212,7 @@ def append_table(records: list[Record]) -> list[str]:
 
 
 def sent_through_daemon(bulk: list[Record]) -> list[str]:
-    """Bulk appends by messages, one record for each run."""
+    """Bulk appends in messages, with one record for each run."""
     if not bulk:
         return []
     rates = ", ".join(f"{r['append_gb_per_s']:.2f}" for r in bulk)
@@ -245,7 +245,7 @@ def least_and_most(times: set[float]) -> str:
 
 
 def decode_section(records: list[Record]) -> list[str]:
-    """Decoding with transformers, and where the time of a step goes."""
+    """Decoding with transformers, and the parts of a step's time."""
     if not records:
         return []
     environment = next(r for r in records if r["name"] == "environment")
@@ -255,11 +255,11 @@ def decode_section(records: list[Record]) -> list[str]:
         "| K/V | keys | rows read | relative error, first layer | last layer | ms a step |",
         "|" + 6 * "---|",
     ]
-    # By way: the parts differ.
+    # Grouped by way, because the parts differ.
     parts: dict[str, list[list[str]]] = {}
     for record in records:
         keys = record.get("keys", "")
-        # Its time does not depend on the keys.
+        # Its time does not depend on the keys, so keep only the fastest.
         if record["name"] == "transformers, resident" and record["step_ms"] > min(resident):
             continue
         if "step_ms" in record:

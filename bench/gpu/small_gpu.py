@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 os.environ["HF_HUB_OFFLINE"] = "1"
-# Caches that grow are to fit into what others have freed.
+# Lets growing caches use memory that others have freed.
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 import spillway
@@ -68,7 +68,7 @@ SHAPES: dict[str, dict[str, int]] = {
         "head_dim": 64,
         "num_hidden_layers": 16,
     },
-    # To try the program out.
+    # For trying out the program.
     "tiny": {
         "hidden_size": 128,
         "intermediate_size": 256,
@@ -79,23 +79,23 @@ SHAPES: dict[str, dict[str, int]] = {
     },
 }
 VOCABULARY = 1024
-# Deviation of the model's own keys and values, and how much larger queries are: logits
-# deviate by some seven.
+# Standard deviation of the model's own keys and values, and how much larger queries are. The
+# logits then have a standard deviation of about seven.
 DEVIATION = 1.28
 QUERY_FACTOR = 4
-# K/V over what is left.
+# Bytes of K/V, divided by the memory that is left beside the weights.
 RATIOS = (0.25, 0.5, 1, 2, 4)
 
 
 class Outcome(NamedTuple):
-    """What one prompt and the steps after it gave.
+    """The results of one prompt and the steps after it.
 
     Attributes:
-        prompt_s: Seconds until the prompt's last token is read.
-        step_ms: Each step's milliseconds.
+        prompt_s: Seconds until the last token of the prompt is processed.
+        step_ms: Milliseconds of each timed step.
         logits: After the prompt and after the first step, [2, vocabulary].
         attention: Output of the first layer's attention at the same two tokens.
-        next_tokens: The likeliest token after the prompt and after each step.
+        next_tokens: The most likely token after the prompt and after each step.
     """
 
     prompt_s: float
@@ -106,13 +106,13 @@ class Outcome(NamedTuple):
 
 
 def token_bytes_of(config: Any) -> int:
-    """K and V of a token in all layers, bf16."""
+    """Bytes of K and V of one token in all layers, in bf16."""
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return int(2 * 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim)
 
 
 class Bench:
-    """The model, and what is left beside it."""
+    """The model, and the memory that is left beside its weights."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.device = torch.device(options.device)
@@ -128,7 +128,7 @@ class Bench:
         config = self.model.config
         self.token_bytes = token_bytes_of(config)
         tokens = [int(ratio * self.left / self.token_bytes) for ratio in options.ratios]
-        # Whole chunks.
+        # Round down to whole chunks.
         self.lengths = [max(n // self.chunk, 1) * self.chunk for n in tokens]
         count = self.lengths[-1] + self.steps
         if options.model is None:
@@ -144,7 +144,7 @@ class Bench:
     def _model(self, options: argparse.Namespace) -> Any:
         config = language.load_config(options.model)
         longest = int(options.ratios[-1] * self.left / token_bytes_of(config)) + self.steps
-        # A power of two of the model's own length, as its authors have it.
+        # A power of two times the model's own length, as its authors use it.
         factor = longest / config.max_position_embeddings
         self.factor = 1.0 if factor <= 1 else 2.0 ** math.ceil(math.log2(factor * 0.98))
         return language.load_model(options.model, options.device, self.factor)
@@ -167,7 +167,7 @@ class Bench:
         return model.eval()
 
     def limit(self, byte_count: int | None) -> None:
-        """Limits what torch may take beside the weights; None: no more."""
+        """Limits the memory that torch may use beside the weights. None: no limit."""
         gc.collect()
         if not self.on_gpu:
             return
@@ -184,7 +184,7 @@ class Bench:
 
     @torch.inference_mode()
     def run(self, cache: Any, length: int) -> Outcome:
-        """Reads a prompt in chunks and decodes what follows it, each token given."""
+        """Runs a prompt in chunks and then decodes the given tokens that follow it."""
         attention: list[torch.Tensor] = []
         first = self.model.model.layers[0].self_attn.o_proj
         hook = first.register_forward_pre_hook(
@@ -213,7 +213,8 @@ class Bench:
                     logits.append(made.float())
         finally:
             hook.remove()
-        # The first steps warm up, and of Spillway the first is the prompt's.
+        # Leave out the first steps: they are a warm-up, and Spillway attends exactly in the first
+        # step, as in the prompt.
         return Outcome(
             prompt_s,
             times[len(times) // 4 :],
@@ -228,7 +229,7 @@ def difference(mine: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def attempt(run: Callable[[], Outcome]) -> Outcome | str:
-    """The outcome, or why there is none; nothing of what failed is held."""
+    """The outcome, or the reason why there is none. Holds no memory of a run that failed."""
     try:
         return run()
     except torch.OutOfMemoryError:
@@ -246,7 +247,7 @@ def measure(
     wanted: dict[int, Outcome],
     records: list[dict[str, Any]],
 ) -> None:
-    """One way, through the lengths, until it ends."""
+    """Measures one way at the lengths in ascending order, until it fails or its time is over."""
     begin, before = time.perf_counter(), 0.0
     for length in bench.lengths:
         known = wanted.get(length)
@@ -256,7 +257,7 @@ def measure(
             "kv_bytes": length * bench.token_bytes,
         }
         spent = time.perf_counter() - begin
-        # Twice as long takes up to four times as long.
+        # Twice the length may take four times as long.
         if spent + 4 * before > seconds:
             records.append({**fields, "ended": f"by its {seconds:.0f} seconds"})
             print(f"{way:32} {length:8} tokens: not in time", flush=True)
@@ -306,7 +307,7 @@ def measure(
 
 
 def times(token_count: int, prompt_s: float, step_ms: float) -> dict[str, float]:
-    """A prompt's and a step's, and what they come to."""
+    """The fields for the times of a prompt and of a step, and the rates that follow."""
     return {
         "prompt_s": prompt_s,
         "prompt_tokens_per_s": token_count / prompt_s,
@@ -316,16 +317,16 @@ def times(token_count: int, prompt_s: float, step_ms: float) -> dict[str, float]
 
 
 def check_alike(environment: dict[str, Any], earlier: dict[str, Any]) -> None:
-    """Raises ValueError where two runs differ in model, chunks, memory or GPU."""
+    """Raises ValueError if two runs differ in model, chunks, memory or GPU."""
     for name in ("device", "shape_name", "left_bytes", "engine_bytes", "chunk"):
         if environment[name] != earlier[name]:
             raise ValueError(f"the runs differ in {name}: {environment[name]}, {earlier[name]}")
 
 
 def merged(records: list[dict[str, Any]], earlier: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The faster prompt and step of each way and length; `runs` has all of them.
+    """Merges two runs: the faster prompt and step of each way and length; `runs` has all times.
 
-    Steps are launched by Python, so that other work on the host slows a run down.
+    Python launches the steps, so other work on the host slows a run down.
     """
     before = {(r["name"], r["tokens"]): r for r in earlier if "step_ms" in r}
     kept = []
@@ -345,7 +346,7 @@ def merged(records: list[dict[str, Any]], earlier: list[dict[str, Any]]) -> list
 
 
 def told_model(options: argparse.Namespace, factor: float) -> dict[str, Any]:
-    """Which model reads which text."""
+    """The fields that say which model and text were used."""
     if options.model is None:
         return {"shape_name": options.shape, "shape": SHAPES[options.shape]}
     path = Path(options.model)
@@ -426,7 +427,7 @@ def main() -> None:
         ]
         print(json.dumps(records[0]), flush=True)
         if earlier is not None:
-            # Before it takes minutes to find out.
+            # Check this first, because the measurements take minutes.
             check_alike(records[0], earlier[0])
         wanted: dict[int, Outcome] = {}
 
@@ -438,7 +439,7 @@ def main() -> None:
             bench.model.set_attn_implementation("spillway")
             return SpillwayCache(config, client, prefill_block_token_count=options.block)
 
-        # What libraries allocate and choose at first use counts for none.
+        # Warm up: memory that libraries allocate at first use must not count for any way.
         bench.limit(None)
         for make in (own, spilled):
             cache = make()
@@ -447,8 +448,9 @@ def main() -> None:
                 cache.close()
             del cache
         given: tuple[Any, ...] = (options.seconds, wanted, records)
-        # All lengths: the others are compared with it. Once before, for torch's attention makes
-        # a plan for every new length, which takes longer than a step.
+        # Runs at all lengths, because the others are compared with it. The first pass is not
+        # recorded: torch's attention makes a plan for every new length, which takes longer than a
+        # step.
         measure(bench, WHOLE, own, None, math.inf, wanted, [])
         measure(bench, WHOLE, own, None, math.inf, wanted, records)
         measure(bench, RESIDENT, own, bench.left, *given)
@@ -466,7 +468,7 @@ def main() -> None:
     wrong = [(r["name"], r["tokens"]) for r in records if is_wrong(r)]
     if wrong:
         print(f"small_gpu: attention differs from the reference: {wrong}")
-    # What transformers' caches do is theirs to mend.
+    # Only Spillway's errors fail this program, not those of transformers' caches.
     if any(name == SPILLWAY for name, _ in wrong):
         sys.exit(1)
     reached = [r["tokens"] for r in records if r["name"] == SPILLWAY and "step_ms" in r]

@@ -18,12 +18,13 @@ WHOLE, RESIDENT, OFFLOADED, SPILLWAY = (
     "Spillway",
 )
 GIB = 1 << 30
-# Of the first layer's attention, whose input is the same: what rounding explains.
+# Relative difference that rounding explains, for the first layer's attention, whose input is the
+# same.
 TOLERANCE = 0.02
 
 
 def is_wrong(record: dict[str, Any]) -> bool:
-    """Whether its attention is not the reference's but for rounding; NaN is wrong."""
+    """Whether attention differs from the reference by more than rounding. NaN counts as wrong."""
     return not record.get("attention_relative_difference", 0.0) <= TOLERANCE
 
 
@@ -36,7 +37,7 @@ COLOURS = {
 
 
 def draw(axes: Any, records: list[dict[str, Any]], field: str) -> None:
-    """A curve for each method, with its name and why it ends."""
+    """Draws a curve for each method, with its name and the reason why it ends."""
     for way, colour in COLOURS.items():
         of_way = [r for r in records if r["name"] == way]
         points = [(r["tokens"], r[field]) for r in of_way if field in r]
@@ -68,7 +69,7 @@ def draw(axes: Any, records: list[dict[str, Any]], field: str) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, [f"{n / 1024:.0f}K" for n in lengths])
     axes.minorticks_off()
-    # The longest curve's name stands beside it.
+    # Leave room for the name beside the longest curve.
     axes.set_xlim(right=lengths[-1] * 2.5)
     axes.set_xlabel("tokens of context")
     axes.grid(alpha=0.3)
@@ -110,7 +111,7 @@ def plot(records: list[dict[str, Any]], path: Path) -> None:
 
 
 def plot_decoding(records: list[dict[str, Any]], path: Path) -> None:
-    """Transformers, which ends when memory is full, and Spillway."""
+    """Draws transformers, whose curve ends where memory is full, and Spillway."""
     environment = records[0]
     figure, axes = plt.subplots(figsize=(8, 4), layout="constrained")
     draw(axes, [r for r in records if r["name"] in (RESIDENT, SPILLWAY)], "tokens_per_s")

@@ -17,7 +17,7 @@ _NAMES = {
 
 
 def section(decodes: list[Record], appends: list[Record], folder: Path) -> list[str]:
-    """Decoding by `Client.open_decoder`, and appends of CUDA tensors."""
+    """Decoding with `Client.open_decoder`, and appends of CUDA tensors."""
     if not decodes:
         return []
     of_default = [r for r in decodes if "way" in r and "top" not in r]

@@ -21,24 +21,24 @@ from records import (
 from spillway_lab.evaluation import style
 
 GATHER_SM_COUNT = 8  # kGatherBlocks of gpu/device/sparse_pipeline.cc
-# A whole attend is to take at most FACTOR x (scoring + moved rows / rate + REST_US).
+# Goal: a whole attend takes at most FACTOR x (scoring + moved rows / rate + REST_US).
 FACTOR = 1.15
 REST_US = 60
 PEERS = ("sdpa flash", "sdpa cudnn")
 
 
 class LinkRate:
-    """What the link gives a gather, interpolated in link.csv.
+    """The rate of the link for a gather, interpolated in link.csv.
 
-    Sorted rows by their density in the large span it was measured in, or
-    shuffled rows in a span as large as the layer's where that is more: in a
-    small span addresses are translated from what is cached, however sparse.
+    This is the larger of two rates: that of sorted rows of the same density, measured in a large
+    span, and that of shuffled rows in a span as large as the layer's. The second is larger in a
+    small span: its address translations stay in caches, at any density.
     """
 
     def __init__(self, link: list[dict[str, str]]) -> None:
         rows = [r for r in link if r["row_bytes"] == str(ROW_BYTES) and r["checked"] == "true"]
         density = [r for r in rows if r["experiment"] == "density" and r["order"] == "sorted"]
-        # The attends' kernel, where the GPU has it.
+        # The engine that the kernels of an attend use, if the GPU has it.
         self.engine = "bulk" if any(r["engine"] == "bulk" for r in density) else "sm"
         density = [r for r in density if r["engine"] == self.engine]
         self.sm_count = min(
@@ -51,7 +51,7 @@ class LinkRate:
         self._span = _curve(spans, "span_bytes")
 
     def __call__(self, row_count: int, span_bytes: int) -> float:
-        """GB/s of row_count sorted rows of a span."""
+        """GB/s for row_count sorted rows of a span."""
         density = row_count * ROW_BYTES / span_bytes
         return float(
             max(
@@ -76,7 +76,7 @@ def bound_us(record: Record, link: LinkRate) -> float:
 
 
 def groups(attends: list[Record]) -> list[list[Record]]:
-    """The queries of each length and policy."""
+    """The records, grouped by length and policy: one record per query."""
     keys = dict.fromkeys((r["tokens"], r["name"]) for r in attends)
     return [[r for r in attends if (r["tokens"], r["name"]) == key] for key in sorted(keys)]
 
@@ -191,7 +191,7 @@ def data_table(meta: Record) -> list[str]:
 
 
 def plot(attends: list[Record], peers: list[Record], path: Path) -> None:
-    """The default policy at two bounds, and the faster dense attention at each length."""
+    """Draws the default policy with two bounds, and the faster dense attention at each length."""
     found = {
         (group[0]["name"], group[0]["tokens"]): median(group, "us") for group in groups(attends)
     }
@@ -211,7 +211,7 @@ def plot(attends: list[Record], peers: list[Record], path: Path) -> None:
 
 
 def named_by_bits(record: Record) -> Record:
-    """The record, its name telling of codes that are not the default's."""
+    """The record. If its codes do not have the default bits, its name says so."""
     bits = record["bits_per_dim"]
     if bits == DEFAULT_BITS:
         return record
@@ -221,7 +221,7 @@ def named_by_bits(record: Record) -> Record:
 def section(
     records: list[Record], peers: list[Record], link_rows: list[dict[str, str]], folder: Path
 ) -> list[str]:
-    """Markdown lines; draws attend_trace.png into folder."""
+    """Returns the lines of Markdown, and draws attend_trace.png in the folder."""
     meta = next(r["meta"] for r in records if r["name"] == "data")
     by_bits = [named_by_bits(r) for r in records if "query" in r]
     attends = [r for r in by_bits if r["bits_per_dim"] == DEFAULT_BITS]

@@ -1,9 +1,10 @@
-// Bulk appends: one layer of an 8B shape through the daemon, against a server
-// that reads the same messages and drops them: what the client can send.
+// Measures bulk appends: one layer, with the shape of an 8B model, to the daemon. Compares them
+// with a server that reads the same messages and drops them, which shows how fast the client can
+// send.
 //
-// Both sides run the client's chunking and the same writes. Rounds alternate;
-// every sequence's last chunk is appended again, which the daemon takes for
-// present only if its bytes are equal. Prints one JSON object.
+// Both use the client's chunking and the same writes, and their rounds alternate. The last tokens
+// of every sequence are appended again: the daemon accepts this as a retry only if their bytes are
+// equal. Prints one JSON object.
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <filesystem>
@@ -49,7 +50,7 @@ double Median(std::vector<double> x) {
   return x[x.size() / 2];
 }
 
-// Seconds that it takes to send rows in messages of at most message_bytes.
+// Sends rows in messages of at most message_bytes. Returns the seconds.
 absl::StatusOr<double> Send(v1::AttentionService::Stub& stub, const KvRows& rows,
                             int64_t message_bytes, v1::AppendResponse& response) {
   const absl::Time start = absl::Now();
@@ -65,7 +66,7 @@ absl::StatusOr<double> Send(v1::AttentionService::Stub& stub, const KvRows& rows
   return absl::ToDoubleSeconds(absl::Now() - start);
 }
 
-// The rows after `skipped` of those there are, as rows of their own.
+// A copy of the rows [H_kv][token_count][d] without the first `skipped` tokens.
 std::string Tail(std::string_view rows, int64_t token_count, int64_t skipped) {
   const size_t token_bytes = size_t{kHeadDim} * 2;
   std::string tail;
@@ -77,7 +78,7 @@ std::string Tail(std::string_view rows, int64_t token_count, int64_t skipped) {
   return tail;
 }
 
-// Seconds of one append to a new sequence.
+// Appends the rows to a new sequence. Returns the seconds.
 absl::StatusOr<double> AppendOnce(Client& client, v1::AttentionService::Stub& stub, KvRows rows,
                                   const std::string& model) {
   cli::TemporaryResources resources(client);
@@ -91,7 +92,7 @@ absl::StatusOr<double> AppendOnce(Client& client, v1::AttentionService::Stub& st
   v1::AppendResponse response;
   const absl::StatusOr<double> seconds = Send(stub, rows, message_bytes, response);
   if (!seconds.ok()) return seconds.status();
-  // The same bytes once more change nothing; other bytes are refused.
+  // The daemon refuses rows that differ from those it has. Equal rows change nothing.
   const int64_t skipped = rows.token_count - std::min<int64_t>(rows.token_count, 500);
   const std::string k = Tail(rows.k, rows.token_count, skipped);
   const std::string v = Tail(rows.v, rows.token_count, skipped);
@@ -147,7 +148,7 @@ absl::StatusOr<Json> Run(const Options& options) {
               .v = v};
   const int64_t message_bytes = client.server_info().limits().message_bytes_max();
   std::vector<double> appended, sent;
-  // The first round commits memory, on a GPU pins it, and does not count.
+  // The first round does not count, because it commits memory and, with a GPU, pins it.
   for (int round = 0; round <= options.round_count; ++round) {
     const absl::StatusOr<double> seconds = AppendOnce(client, *daemon_stub, rows, model->name());
     if (!seconds.ok()) return seconds.status();

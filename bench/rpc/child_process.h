@@ -1,4 +1,4 @@
-// A program that runs as long as its owner does.
+// A child process that does not outlive its owner.
 #pragma once
 
 #include <string>
@@ -8,17 +8,17 @@
 
 namespace spillway::bench {
 
-// Its standard input is a pipe that ends when the owner goes, however it goes.
-// Not thread-safe.
+// The child's standard input is a pipe that closes when the owner ends, even if the owner is
+// killed. Not thread-safe.
 class ChildProcess {
  public:
-  // Starts argv[0] with these arguments. NOT_FOUND or another error when it
-  // cannot be executed.
+  // Starts the program argv[0] with these arguments. NOT_FOUND or another error if it cannot be
+  // executed.
   static absl::StatusOr<ChildProcess> Start(const std::vector<std::string>& argv);
 
   ChildProcess(ChildProcess&& other) noexcept;
   ChildProcess& operator=(ChildProcess&&) = delete;
-  // Sends SIGTERM and waits until the process ended.
+  // Sends SIGTERM and waits until the child has ended.
   ~ChildProcess();
 
  private:

@@ -1,11 +1,11 @@
-// A layer's attend by a decoder with CUDA tensors: of an engine in this process, whose time
-// on the GPU is known by events, and of a daemon on the same GPU, by its doorbell.
+// Measures the attend of one layer by a decoder with CUDA tensors: with an embedded engine, whose
+// time on the GPU is measured by events, and with a daemon on the same GPU, through its doorbell.
 //
-// The daemon is one that runs: for MPS it and this program are started with the same
-// CUDA_MPS_PIPE_DIRECTORY (docs/gpu.md). What a call to it takes beyond the GPU's time is
-// its round trip less the median that the embedded engine's kernels take. Outputs of both are
-// compared, bit for bit. The rows are Gaussian, over which an error bound asks for nearly all
-// of them: so the heaviest share is attended and nothing promised.
+// The daemon must already run. For MPS, start it and this program with the same
+// CUDA_MPS_PIPE_DIRECTORY (docs/gpu.md). The overhead of a call to the daemon is its round trip
+// minus the median time of the embedded engine's kernels. The outputs of both must be
+// bit-identical. The rows are Gaussian, and an error bound would need nearly all of them. So the
+// policy attends the top share of the rows, without a tail or promise.
 #include <cuda_runtime_api.h>
 
 #include <CLI/CLI.hpp>
@@ -61,7 +61,7 @@ absl::Status Cuda(cudaError_t error, const char* what) {
 
 using Channel = std::unique_ptr<spillway_channel, decltype(&spillway_channel_close)>;
 
-// Calls a method with these requests, and takes its one answer.
+// Calls a method with these requests. Returns its single response.
 template <typename Response, typename Request>
 absl::StatusOr<Response> Called(spillway_channel* channel, const char* method,
                                 const std::vector<Request>& requests) {
@@ -86,7 +86,8 @@ absl::StatusOr<Response> Called(spillway_channel* channel, const char* method,
   return response;
 }
 
-// A sequence of random rows, the same for every engine.
+// Creates a model and a sequence with random rows, the same for every engine. Returns the
+// sequence's name.
 absl::StatusOr<std::string> Filled(spillway_channel* channel, const Options& options) {
   v1::CreateModelRequest create;
   v1::Model& spec = *create.mutable_model();
@@ -130,7 +131,7 @@ absl::StatusOr<std::string> Filled(spillway_channel* channel, const Options& opt
   return name;
 }
 
-// A token's tensors in GPU memory.
+// The tensors of one token, in GPU memory.
 struct Tensors {
   spillway_step_tensors of_step = {};
   std::byte* memory = nullptr;
@@ -166,8 +167,8 @@ struct Tensors {
 
 struct Measured {
   std::vector<double> round_trips_us;
-  std::vector<double> device_us;  // by events around the attend
-  std::vector<double> next_us;    // announcing a step, for a layer
+  std::vector<double> device_us;  // between events before and after the attend
+  std::vector<double> next_us;    // time to announce a step, divided by the number of layers
   std::string last_output;
 };
 
@@ -210,7 +211,7 @@ absl::StatusOr<Measured> Measure(spillway_channel* channel, const Options& optio
         return LastError();
       }
       status.Update(Cuda(cudaEventRecord(end, stream), "cudaEventRecord"));
-      // Busily: a thread that sleeps wakes late.
+      // Spins, because a thread that sleeps wakes up late.
       cudaError_t ended;
       while ((ended = cudaEventQuery(end)) == cudaErrorNotReady) {
       }
@@ -236,7 +237,7 @@ absl::StatusOr<Measured> Measure(spillway_channel* channel, const Options& optio
   return measured;
 }
 
-// Nearest rank.
+// By nearest rank. REQUIRES: values is not empty, share in (0, 1].
 double Percentile(std::vector<double> values, double share) {
   const auto rank = static_cast<size_t>(std::ceil(share * static_cast<double>(values.size())));
   std::nth_element(values.begin(), values.begin() + static_cast<ptrdiff_t>(rank - 1), values.end());

@@ -19,7 +19,8 @@ from spillway import Client, Policy, Sequence
 ROOT = Path(__file__).resolve().parents[2]
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
 CHUNK = 4096
-# Of an output in single precision against one in double, relative, of rows in half precision.
+# Largest relative error of an output in single precision, compared with double precision, for rows
+# in half precision.
 ERROR_MAX = 2e-3
 _INPUTS = 64
 
@@ -30,9 +31,9 @@ def normal(seed: int, *shape: int) -> np.ndarray:
 
 
 def filled(client: Client, token_count: int, sequence_id: str = "") -> Sequence:
-    """A sequence of a model of one layer: the same CHUNK rows again and again.
+    """A sequence of a new model with one layer. It repeats the same CHUNK rows.
 
-    Attention over all of them is that over CHUNK rows.
+    So attention over the whole sequence equals attention over CHUNK rows.
     """
     if token_count % CHUNK:
         raise SystemExit(f"{token_count} tokens are no multiple of {CHUNK}")
@@ -51,9 +52,10 @@ def filled(client: Client, token_count: int, sequence_id: str = "") -> Sequence:
 
 
 def error_of(out: np.ndarray, q: np.ndarray, weight: int, k: Any = None, v: Any = None) -> float:
-    """Relative error of an output [H_q, d] over `weight` times CHUNK rows, and a row more.
+    """Relative error of an output [H_q, d], compared with attention in double precision.
 
-    In double precision; q [H_q, d], the other row's k and v [H_kv, d], None: there is none.
+    Attention is over `weight` times the CHUNK rows, and over one more row with k and v [H_kv, d].
+    None: there is no such row. q is [H_q, d].
     """
     rows = normal(1, KV_HEADS, CHUNK, HEAD_DIM).astype(np.float64)
     group = HEADS // KV_HEADS
@@ -71,7 +73,7 @@ def error_of(out: np.ndarray, q: np.ndarray, weight: int, k: Any = None, v: Any 
 
 
 class Decoder:
-    """Decodes one token after the other, in every turn the same ones.
+    """Decodes one token after another. Every turn decodes the same tokens.
 
     Attributes:
         checked: Steps whose answer was compared, bit for bit, with that of an earlier turn.
@@ -99,7 +101,7 @@ class Decoder:
         return error
 
     def turn(self, count: int) -> np.ndarray:
-        """Milliseconds [count, 2] of steps: of the attend, and with announcing the step."""
+        """Milliseconds [count, 2] of steps: the attend alone, and with announcing the step."""
         took = np.empty((count, 2))
         for i in range(count):
             q, row = self._q[i % _INPUTS], self._row[i % _INPUTS]
@@ -124,12 +126,12 @@ class Decoder:
 
 
 def quantiles(took: np.ndarray) -> dict[str, float]:
-    """p50 and p99, as they are told."""
+    """p50 and p99, as fields of the output."""
     return {f"p{share}_ms": float(np.percentile(took, share)) for share in (50, 99)}
 
 
 def surroundings(client: Client) -> dict[str, Any]:
-    """What a figure depends on beside the code."""
+    """Facts on which the results depend, in addition to the code."""
     devices = [device.description or device.name for device in client.server_info.devices]
     names = [
         line for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line

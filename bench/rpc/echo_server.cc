@@ -1,5 +1,5 @@
-// Serves the bare echo, and appends to nothing, on the target given as the
-// only argument, until its standard input ends.
+// Serves the bare echo, and an append that drops its data, on the target given as the only
+// argument. Ends when its standard input closes.
 #include <unistd.h>
 
 #include <chrono>
@@ -52,7 +52,7 @@ class StreamReactor final : public grpc::ServerBidiReactor<EchoRequest, EchoResp
   EchoResponse response_;
 };
 
-// Reads what a client appends, and drops it.
+// Reads the chunks that a client appends, and drops them.
 class SinkReactor final : public grpc::ServerReadReactor<v1::AppendRequest> {
  public:
   SinkReactor() { StartRead(&request_); }

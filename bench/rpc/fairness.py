@@ -47,7 +47,7 @@ TOKENS = {"small": "small-token-of-the-benchmark", "giant": "giant-token-of-the-
 
 
 def entries() -> str:
-    """The file of tokens."""
+    """The content of the token file."""
     digests = {name: hashlib.sha256(token.encode()).hexdigest() for name, token in TOKENS.items()}
     return "\n".join(
         f'[[token]]\nname = "{name}"\nsha256 = "{digest}"' for name, digest in digests.items()
@@ -55,11 +55,11 @@ def entries() -> str:
 
 
 class Giants:
-    """Attends over all rows without a pause, from being entered to being left.
+    """A context manager: while it is active, threads attend to all rows without a pause.
 
     Attributes:
         took: Milliseconds of each attend.
-        error: Relative error of the first, against double precision.
+        error: Relative error of the first attend, compared with double precision.
     """
 
     def __init__(self, sequence: Sequence, count: int) -> None:
@@ -129,10 +129,10 @@ def main() -> None:
         file = Path(folder) / "tokens.toml"
         file.touch(0o600)
         file.write_text(entries())
-        # No audit: what it finds changes the answers that are to come.
+        # No audit, because its results change later answers.
         flags = ("--device", options.device, "--tokens-file", str(file), "--audit-share", "0")
         log = Path(folder) / "log"
-        # Who waits until the daemon serves asks it something.
+        # running_daemon calls the daemon until it answers, and needs a token for this.
         os.environ["SPILLWAY_TOKEN"] = TOKENS["small"]
         with (
             serving.running_daemon(

@@ -39,8 +39,11 @@ from spillway_lab import serving
 
 
 def others(target: str, ask: Connection) -> None:
-    """A process that keeps as many clients as it is told: connections, and a stream on each."""
-    # Of the same target they would else share one.
+    """Runs in a process of its own: keeps as many other clients connected as `ask` requests.
+
+    Each client has its own connection with one Connect stream.
+    """
+    # Without this, channels to the same target share a connection.
     own = [("grpc.use_local_subchannel_pool", 1)]
     streams: list[Any] = []
     channels: list[Any] = []
@@ -61,7 +64,7 @@ def others(target: str, ask: Connection) -> None:
 
 
 class Clients:
-    """How many clients are connected: the one that decodes, and others."""
+    """Sets how many clients are connected: first the one that decodes, then others."""
 
     def __init__(self, client: Client, log: Path, ask: Connection) -> None:
         self._client, self._ask = client, ask
@@ -69,7 +72,7 @@ class Clients:
         self._metrics = f"{address if '://' in address else 'http://' + address}/metrics"
 
     def set(self, count: int) -> None:
-        """Returns when the daemon counts so many."""
+        """Connects or disconnects clients. Returns when the daemon counts `count` of them."""
         assert self._client._presence is not None
         self._client._presence.close()
         if count:
@@ -81,7 +84,7 @@ class Clients:
             if time.monotonic() > deadline:
                 raise SystemExit(f"{there} clients are connected, not {count}")
             time.sleep(0.05)
-        # What came and went has settled.
+        # Let the daemon finish the work of clients that came and went.
         time.sleep(0.5)
 
     def _there(self) -> int:
@@ -115,7 +118,7 @@ def main() -> None:
     options, more = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
-        # No audit: what it finds changes the answers that are to come.
+        # No audit, because its results change later answers.
         flags = ("--device", options.device, "--http-listen", "tcp:127.0.0.1:0")
         flags += ("--audit-share", "0", *more)
         binary = serving.find_binary(ROOT)
@@ -125,7 +128,7 @@ def main() -> None:
             connected(client, log) as clients,
         ):
             facts = surroundings(client)
-            # Named: it stays though its client says that it is gone.
+            # The sequence has a name, so that it stays when its client's presence ends.
             decoder = Decoder(client, filled(client, options.tokens, "decoded"))
             decoder.turn(options.steps)  # not timed
             took: dict[int, list[np.ndarray]] = {count: [] for count in options.clients}

@@ -30,7 +30,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def append(client: Client, k: Any, v: Any, codes: bool, new_memory: bool = False) -> float:
-    """Seconds of one append to a sequence of its own, the client's first with new_memory."""
+    """Seconds of one append to a new sequence.
+
+    Without new_memory, the sequence uses memory that another one used before. With new_memory, it
+    must be the client's first sequence.
+    """
     model = client.create_model(
         layer_count=LAYERS,
         query_head_count=KV_HEADS,
@@ -39,7 +43,7 @@ def append(client: Client, k: Any, v: Any, codes: bool, new_memory: bool = False
         dtype="float16",
         hash_weights=spillway.RotationHash() if codes else None,
     )
-    # The first gets its memory from the system, the second from what that leaves.
+    # The first sequence gets memory from the system. The second uses it after the first is deleted.
     if not new_memory:
         first = client.create_sequence(model)
         first.append(0, 0, k, v)
@@ -60,7 +64,7 @@ def append(client: Client, k: Any, v: Any, codes: bool, new_memory: bool = False
 
 
 def link_seconds(source: Any) -> float:
-    """Of a copy from the GPU to pinned memory."""
+    """Seconds of a copy from the GPU to pinned memory."""
     there = torch.from_numpy(source).cuda()
     pinned = torch.empty(source.shape, dtype=torch.float16, pin_memory=True)
     pinned.copy_(there)
@@ -131,7 +135,7 @@ def main() -> None:
                                 took[f"CUDA, new memory, {told}"] = append(
                                     new, *there, codes, new_memory=True
                                 )
-                    # The first warms up.
+                    # The first repetition is a warm-up.
                     for name, one in took.items() if repetition else ():
                         times.setdefault(name, []).append(one)
     memcpy = statistics.median(times["memcpy"])

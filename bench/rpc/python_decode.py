@@ -27,13 +27,13 @@ from spillway_lab import serving
 
 ROOT = Path(__file__).resolve().parents[2]
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
-# A sequence's length before each block, and steps of a block.
+# Length of the sequence before each block, and number of steps in a block.
 TOKENS, STEPS = 64, 100
 PAUSES = (0.0, 0.001)
 
 
 class Taken(NamedTuple):
-    """What a step took, microseconds."""
+    """The times of one step, in microseconds."""
 
     total: float
     device: float
@@ -45,11 +45,11 @@ def random(*shape: int) -> torch.Tensor:
 
 
 class Way:
-    """A way to the engine, and a sequence that it decodes."""
+    """One way to call an engine, and the sequence that it decodes."""
 
     def __init__(self, name: str, client: Client, sequence: Sequence, stream: DecodeStream | None):
         self.name, self.client, self.sequence = name, client, sequence
-        # None: the engine's own steps.
+        # None: use begin_step.
         self.stream = stream
 
     def step(
@@ -71,7 +71,7 @@ class Way:
         return out, Taken(total, device, total - device)
 
     def check(self) -> None:
-        """Raises unless a step gives what torch computes."""
+        """Raises unless a step's output is what torch computes."""
         k, v = random(KV_HEADS, TOKENS, HEAD_DIM), random(KV_HEADS, TOKENS, HEAD_DIM)
         q = random(1, HEADS, HEAD_DIM)
         self.sequence.append(0, 0, k[:, :-1], v[:, :-1])
@@ -84,7 +84,7 @@ class Way:
             raise RuntimeError(f"{self.name} answers what differs by {difference:.3f}")
 
     def block(self, pause: float) -> list[Taken]:
-        """Steps one after the other."""
+        """Runs a block of steps, one after another."""
         self.sequence.truncate(TOKENS)
         taken = []
         for step in range(STEPS):
@@ -139,7 +139,7 @@ def main() -> None:
         print(f"{'':28}" + "".join(f"{name:>9}" for name in Taken._fields))
         for pause in PAUSES:
             steps: dict[str, list[Taken]] = {way.name: [] for way in sides}
-            # The first block of each warms up.
+            # The first block of each way is a warm-up.
             for block in range(arguments.blocks + 1):
                 for way in sides:
                     taken = way.block(pause)

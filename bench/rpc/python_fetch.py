@@ -31,14 +31,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Way(NamedTuple):
-    """Who fetches, and where to: keys and values [2, LAYERS, KV_HEADS, T, HEAD_DIM]."""
+    """A sequence to fetch, and the target: K and V [2, LAYERS, KV_HEADS, T, HEAD_DIM]."""
 
     sequence: Sequence
     target: Any
 
 
 def filled(client: Client, source: Any) -> Sequence:
-    """A sequence with the rows, without codes."""
+    """A new sequence with these rows and without codes."""
     model = client.create_model(
         layer_count=LAYERS,
         query_head_count=KV_HEADS,
@@ -53,19 +53,19 @@ def filled(client: Client, source: Any) -> Sequence:
 
 
 def like(source: Any, target: Any) -> Any:
-    """The rows where the target is, to compare on its device."""
+    """The source on the device of the target, so that they can be compared there."""
     return source if isinstance(target, np.ndarray) else torch.from_numpy(source).to(target.device)
 
 
 def check(got: Any, expected: Any) -> None:
     """Raises unless all bytes are equal."""
-    # Elements are finite and none is -0: equal elements have equal bytes.
+    # All elements are finite and none is -0, so equal elements have equal bytes.
     if not bool((got == expected).all()):
         raise SystemExit("a fetch brought other rows than were appended")
 
 
 def fetch_all(way: Way, source: Any) -> float:
-    """Seconds of all layers' tokens."""
+    """Seconds of fetching all tokens of all layers."""
     sequence, target = way
     target[:] = 0
     tokens = target.shape[3]
@@ -78,7 +78,7 @@ def fetch_all(way: Way, source: Any) -> float:
 
 
 def fetch_two_at_once(way: Way, source: Any) -> float:
-    """The same by two threads, so that one call is made while the other's rows move."""
+    """The same with two threads, so that one makes a call while the other's rows are copied."""
     sequence, target = way
     target[:] = 0
     torch.cuda.synchronize()
@@ -88,14 +88,14 @@ def fetch_two_at_once(way: Way, source: Any) -> float:
         sequence.fetch(layer, 0, tokens, into=(target[0, layer], target[1, layer]))
 
     with ThreadPoolExecutor(2) as threads:
-        list(threads.map(lambda _: time.sleep(0.01), range(2)))  # both are there
+        list(threads.map(lambda _: time.sleep(0.01), range(2)))  # starts both threads
         took = seconds(lambda: list(threads.map(fetch, range(LAYERS))))
     check(target, like(source, target))
     return took
 
 
 def fetch_chosen(way: Way, source: Any, heads: list[Any]) -> float:
-    """Seconds of all layers' chosen rows."""
+    """Seconds of fetching the selected rows of all layers."""
     sequence, target = way
     offsets = np.cumsum([0, *map(len, heads)])
     chosen = Selection(offsets=offsets, indices=np.concatenate(heads))
@@ -113,7 +113,7 @@ def fetch_chosen(way: Way, source: Any, heads: list[Any]) -> float:
 
 
 def link_seconds(source: Any) -> float:
-    """Of a copy from pinned memory to the GPU."""
+    """Seconds of a copy from pinned memory to the GPU."""
     pinned = torch.from_numpy(source).pin_memory()
     there = torch.empty_like(pinned, device="cuda")
 
@@ -151,7 +151,7 @@ def main() -> None:
         spillway.connect(target) as daemon,
         spillway.connect("embedded:", settings=settings) as embedded,
     ):
-        # Of the region: a copy in another array is filled from messages.
+        # Only fetches into the region's array use the region. Those into `copy` use messages.
         shared = daemon.attach_region(source.nbytes).array(source.shape, np.float16)
         shared[:] = source
         theirs, mine = filled(daemon, shared), filled(embedded, source)
@@ -174,7 +174,7 @@ def main() -> None:
                     took[told] = fetch_two_at_once(way, source)
             if on_gpu:
                 took["link"] = link_seconds(source)
-            # The first warms up.
+            # The first repetition is a warm-up.
             for name, one in took.items() if repetition else ():
                 times.setdefault(name, []).append(one)
     report(mebibytes=source.nbytes >> 20, device=arguments.device, repetitions=REPETITIONS)

@@ -1,11 +1,12 @@
-// Round trips of Attend, Decode and a daemon's doorbell beyond device time, against a bare gRPC
-// echo that moves as many bytes over a socket of the same kind.
+// Measures the overhead (round trip minus device time) of Attend, of Decode, and of an attend
+// through a daemon's doorbell. Compares it with a bare gRPC echo that moves as many bytes over a
+// socket of the same kind.
 //
-// Starts a daemon and an echo server of its own on unix sockets in a temporary
-// directory, anew for every round: on which processors the kernel lets their
-// threads settle decides the cost of a wake-up for as long as they live. Calls
-// to the two alternate in short blocks, so that a drift of the machine meets
-// both. The client of both is gRPC's synchronous stub.
+// Starts a daemon and an echo server on unix sockets in a temporary directory. Each round starts
+// new ones: the cost of a wake-up depends on the processors on which the kernel places their
+// threads, and stays the same while they run. Calls to the two servers alternate in short blocks,
+// so that slow changes of the machine affect both. For gRPC, the client of both is the synchronous
+// stub.
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cmath>
@@ -43,18 +44,18 @@ struct Options {
   std::string echo_server;
   std::string json_path;
   std::string device = "auto";
-  std::string cases;  // part of their names
+  std::string cases;  // run only cases whose name contains this
   int round_count = 8;
   int block_count = 8;
   int block_size = 50;
 };
 
-// How a call goes: an Attend, a message of a Decode stream, or an attend of a decode
-// step by the daemon's doorbell, which is announced before.
+// The kind of call: an Attend, a message of a Decode stream, or an attend through the daemon's
+// doorbell, in a decode step that was announced before.
 enum class Way { kAttend, kDecode, kDoorbell };
 
-// Shape of a case. Short sequences: the device's time is subtracted, but a
-// client that waits longer also wakes later, and an echo does not wait at all.
+// The shape of a case. Sequences are short: the device time is subtracted, but a client that waits
+// longer also wakes up later, and an echo does not wait at all.
 struct Case {
   std::string name;
   int32_t query_head_count;
@@ -81,7 +82,7 @@ bool IsWanted(const Case& bench_case, const Options& options) {
   return bench_case.name.find(options.cases) != std::string::npos;
 }
 
-// Nearest rank. REQUIRES: values is not empty, share in (0, 1].
+// By nearest rank. REQUIRES: values is not empty, share in (0, 1].
 double Percentile(std::vector<double> values, double share) {
   const auto rank = static_cast<size_t>(std::ceil(share * static_cast<double>(values.size())));
   std::nth_element(values.begin(), values.begin() + static_cast<ptrdiff_t>(rank - 1), values.end());
@@ -92,14 +93,14 @@ Json Percentiles(const std::vector<double>& values) {
   return {{"median", Percentile(values, 0.5)}, {"p99", Percentile(values, 0.99)}};
 }
 
-// A call, with what it took.
+// The times of one call.
 struct Timing {
   double round_trip_us = 0;
   double device_us = 0;
 };
 using TimedCall = std::function<absl::StatusOr<Timing>()>;
 
-// Calls to a daemon with one model and one sequence of a case.
+// Calls of one case to a daemon, with one model and one sequence.
 class DaemonCalls {
  public:
   DaemonCalls(Client& client, const std::string& target, const Case& bench_case)
@@ -143,7 +144,7 @@ class DaemonCalls {
     if (case_.way == Way::kDecode) stream_ = client_.OpenDecode();
     FillItem(*attend_request_.add_items());
     FillItem(decode_request_);
-    // Drawn once: both servers are idle as long between two calls.
+    // Drawn only once, so that both servers are idle equally long between two calls.
     v1::NewRows& rows = *decode_request_.mutable_append();
     for (v1::Tensor* tensor : {rows.mutable_k(), rows.mutable_v()}) {
       *tensor = MakeTensor(case_.dtype, {case_.kv_head_count, 1, case_.head_dim}, DrawRows(1));
@@ -152,7 +153,7 @@ class DaemonCalls {
     return absl::OkStatus();
   }
 
-  // Drops what decoding appended.
+  // Removes the tokens that decoding has appended.
   absl::Status Restart() {
     if (case_.way == Way::kAttend) return absl::OkStatus();
     const auto truncated = client_.TruncateSequence(sequence_, case_.token_count);
@@ -183,7 +184,7 @@ class DaemonCalls {
     return timing;
   }
 
-  // Serialised sizes of the last call.
+  // Serialised sizes of the last call; with kDoorbell, the sizes of the tensors.
   size_t request_bytes() const { return request_bytes_; }
   size_t response_bytes() const { return response_bytes_; }
 
@@ -192,7 +193,7 @@ class DaemonCalls {
     return random_.Draw(static_cast<size_t>(tokens * case_.kv_head_count * case_.head_dim));
   }
 
-  // Of an AttendItem or a DecodeRequest.
+  // Sets sequence and query of an AttendItem or a DecodeRequest.
   template <typename Item>
   void FillItem(Item& item) {
     item.set_sequence(sequence_);
@@ -224,7 +225,7 @@ class DaemonCalls {
   }
 
   static spillway_tensor Dense(std::string& data, int64_t head_bytes) {
-    // Of one sequence and one token.
+    // The strides are those of one sequence with one token.
     return {data.data(), static_cast<int64_t>(data.size()), static_cast<int64_t>(data.size()),
             head_bytes};
   }
@@ -242,7 +243,7 @@ class DaemonCalls {
     tensors_.v = Dense(v_, head_bytes);
     tensors_.out = Dense(out_, head_bytes);
     tensors_.lse = lse_.data();
-    // What an echo moves.
+    // The echo that is compared moves these bytes.
     request_bytes_ = q_.size() + k_.size() + v_.size();
     response_bytes_ = out_.size() + lse_.size() * sizeof(float);
   }
@@ -295,18 +296,18 @@ class DaemonCalls {
   v1::AttendRequest attend_request_;
   v1::DecodeRequest decode_request_;
   v1::DecodeResponse decode_response_;
-  // Before the resources in destruction: the stream ends, then they go.
+  // Declared after resources_, so that the stream ends before the resources are deleted.
   std::unique_ptr<DecodeStream> stream_;
   size_t request_bytes_ = 0;
   size_t response_bytes_ = 0;
 };
 
-// The same bytes to the echo server and back.
+// Calls to the echo server that send and receive as many bytes as those to the daemon.
 class EchoCalls {
  public:
   EchoCalls(EchoService::Stub& stub, bool streaming, size_t request_bytes, size_t response_bytes)
       : stub_(stub) {
-    // The messages' own headers count: the data shrinks until the whole fits.
+    // The serialised messages, including field headers, must have these sizes.
     EchoResponse response;
     FillTo(response_bytes, response);
     request_.set_response_bytes(static_cast<int64_t>(response.data().size()));
@@ -320,7 +321,7 @@ class EchoCalls {
     stream_->Finish();
   }
 
-  // The time that the server spends busy is the call's device time.
+  // The server is busy for busy_us, which counts as the call's device time.
   absl::StatusOr<Timing> Call(double busy_us) {
     request_.set_busy_us(busy_us);
     const absl::Time start = absl::Now();
@@ -352,7 +353,7 @@ class EchoCalls {
   std::unique_ptr<grpc::ClientReaderWriter<EchoRequest, EchoResponse>> stream_;
 };
 
-// What the calls of one case took, over all rounds, in microseconds.
+// The times of the calls of one case over all rounds, in microseconds.
 struct Samples {
   size_t request_bytes = 0;
   size_t response_bytes = 0;
@@ -361,14 +362,14 @@ struct Samples {
   std::vector<double> beyond;
   std::vector<double> echoes;
   std::vector<double> busy_echoes;
-  std::vector<double> round_ratios;  // a round's medians, beyond / echo
+  std::vector<double> round_ratios;  // per round: median of beyond / median of echoes
 };
 
 absl::Status RunCase(ServerPair& servers, EchoService::Stub& echo_stub, const Case& bench_case,
                      const Options& options, Samples& samples) {
   DaemonCalls daemon(servers.client(), servers.daemon_target(), bench_case);
   if (absl::Status status = daemon.Create(); !status.ok()) return status;
-  // Sizes are known after one call.
+  // The sizes of the messages are known after one call.
   if (auto first = daemon.Call(); !first.ok()) return first.status();
   samples.request_bytes = daemon.request_bytes();
   samples.response_bytes = daemon.response_bytes();
@@ -377,7 +378,7 @@ absl::Status RunCase(ServerPair& servers, EchoService::Stub& echo_stub, const Ca
 
   std::vector<double> beyond;
   std::vector<double> echoes;
-  // The first block of each warms up.
+  // The first block of each server is a warm-up.
   for (int block = 0; block <= options.block_count; ++block) {
     if (absl::Status status = daemon.Restart(); !status.ok()) return status;
     for (int call = 0; call < options.block_size; ++call) {
@@ -388,7 +389,7 @@ absl::Status RunCase(ServerPair& servers, EchoService::Stub& echo_stub, const Ca
       samples.device.push_back(timing->device_us);
       beyond.push_back(timing->round_trip_us - timing->device_us);
     }
-    // A busy echo waits as long as the daemon's device did, call for call.
+    // Each call of the busy echo takes as much device time as one of the daemon's calls.
     for (const bool busy : {false, true}) {
       for (int call = 0; call < options.block_size; ++call) {
         const double busy_us =
@@ -442,7 +443,7 @@ std::string ProcessorName() {
   return "unknown";
 }
 
-// One round: both servers afresh, all cases. Returns what the daemon says of itself.
+// Runs all cases once, with newly started servers. Returns the daemon's server info.
 absl::StatusOr<v1::GetServerInfoResponse> RunRound(const Options& options,
                                                    std::vector<Samples>& samples) {
   const auto servers = ServerPair::Start(options.spillwayd, options.device, options.echo_server);

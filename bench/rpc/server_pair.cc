@@ -12,7 +12,8 @@
 namespace spillway::bench {
 namespace {
 
-// A client of a daemon that may not listen yet.
+// Connects to a daemon that may not listen yet: retries while it is unavailable, until `patience`
+// is over.
 absl::StatusOr<std::unique_ptr<Client>> ConnectWithin(const std::string& target,
                                                       absl::Duration patience) {
   const absl::Time end = absl::Now() + patience;

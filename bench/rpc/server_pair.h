@@ -11,12 +11,12 @@
 
 namespace spillway::bench {
 
-// A daemon and an echo server of one's own, on unix sockets in a temporary
-// directory that goes with them.
+// Starts a daemon and an echo server on unix sockets in a temporary directory. The destructor ends
+// both and deletes the directory.
 class ServerPair {
  public:
-  // device: the daemon's. UNAVAILABLE when the daemon does not listen within
-  // 20 seconds; the echo server may not yet.
+  // device: of the daemon. UNAVAILABLE if the daemon does not listen within 20 seconds. The echo
+  // server may not listen yet when this returns.
   static absl::StatusOr<std::unique_ptr<ServerPair>> Start(const std::string& spillwayd,
                                                            const std::string& device,
                                                            const std::string& echo_server);

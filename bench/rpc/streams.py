@@ -55,7 +55,7 @@ def step_tensors(seed: int, count: int = 1) -> tuple[BFloat16, BFloat16, BFloat1
 
 
 def run(target: str, name: str, seed: int, seconds: float, say: Connection) -> None:
-    """One runner: says its first output, then how many steps it made of how many seconds."""
+    """One runner. Sends its first output, and later its steps and the seconds they took."""
     with spillway.connect(target) as client:
         sequence = client.get_sequence(name)
         q, k, v = step_tensors(seed)
@@ -79,13 +79,13 @@ def run(target: str, name: str, seed: int, seconds: float, say: Connection) -> N
 
 
 def processor_time(process: int) -> float:
-    """What a process has used so far, seconds."""
+    """The CPU time that a process has used so far, in seconds."""
     fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def daemon_of(target: str) -> int:
-    """The process that listens on a unix socket's path, which stands in its arguments."""
+    """The ID of the daemon that listens on a unix socket, found by the path in its arguments."""
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             arguments = (folder / "cmdline").read_bytes().split(b"\0")
@@ -114,7 +114,7 @@ def runners(
 
 
 def check_all(client: Client, sequence: Sequence, k: BFloat16, v: BFloat16) -> float:
-    """Relative error of the policy `all` against torch's attention."""
+    """Relative error of the policy `all`, compared with torch's attention."""
     q, new_k, new_v = step_tensors(0)
     fork = sequence.fork()
     with client.begin_step([fork], policy=Policy(selector="all")) as step:
@@ -148,7 +148,8 @@ def measure(client: Client, target: str, count: int, tokens: int, seconds: float
     error = check_all(client, sequences[0], k, v)
     if error > 0.01:
         raise RuntimeError(f"the policy all is off by {error:.4f}")
-    # All together: what the device does of it, and what each must answer.
+    # Steps of all sequences together give the device time, and the outputs that each runner must
+    # get.
     together = [sequence.fork() for sequence in sequences]
     device = []
     for i in range(WARM_UP):
@@ -174,7 +175,7 @@ def measure(client: Client, target: str, count: int, tokens: int, seconds: float
             connection.send(None)
         rates = [connection.recv() for _, connection in made]
         busy = (processor_time(process) - before) / (time.perf_counter() - begin)
-        # Nobody decodes, and all doorbells are there.
+        # CPU time while no runner decodes but all doorbells are open.
         before, begin = processor_time(process), time.perf_counter()
         time.sleep(5)
         idle = (processor_time(process) - before) / (time.perf_counter() - begin)

@@ -20,14 +20,15 @@
 #include "spillway.h"
 #include "spillway/presence.h"
 
-// gRPC's asynchronous call on a completion queue of its own. Whoever waits is
-// the one that drives the queue; a second thread that waits meanwhile is told.
+// An asynchronous gRPC call with its own completion queue. The thread that waits for the call also
+// drives the queue. If a second thread waits meanwhile, it waits for the first one's notification.
 struct spillway_call {
  public:
   using Clock = std::chrono::system_clock;
 
-  // client_id: of the client whose call it is; empty: the process's, for an engine in it.
-  // trace_id: for the daemon's log; empty: none.
+  // client_id: id of the client that makes the call; empty: the call does not name a client
+  // (embedded engine).
+  // trace_id: id that the daemon's log shows; empty: no id.
   spillway_call(const std::shared_ptr<grpc::Channel>& channel, const char* method,
                 double timeout_seconds, const std::string& client_id, const std::string& trace_id)
       : stub_(channel) {
@@ -53,14 +54,15 @@ struct spillway_call {
     if (broken_) return -1;
     to_write_.push_back({grpc::ByteBuffer(&slice, 1), grpc::WriteOptions()});
     WriteNext();
-    // Mostly it is written already, and the next message need not wait.
+    // Handles events that have already arrived: usually the write is complete, and the next message
+    // can be written at once.
     if (!driven_) Drive(/*deadline=*/Clock::time_point());
     return 0;
   }
 
-  // Sends messages, for whose answers Receive is called next: they go out together, and what
-  // the daemon answers is read by whichever call's Receive this thread is in. REQUIRES: no other
-  // thread sends or receives.
+  // Sends messages whose answers the caller then reads with Receive. Starts to read the first
+  // answer at once, so that gRPC can receive it while this thread is in Receive of another call.
+  // REQUIRES: no other thread sends or receives.
   void Ask(std::span<grpc::Slice> messages) {
     const spillway::MutexLock lock(mutex_);
     for (grpc::Slice& message : messages) {
@@ -69,7 +71,7 @@ struct spillway_call {
       to_write_.push_back({grpc::ByteBuffer(&message, 1), options});
     }
     WriteNext();
-    // Each is written once the one before it is.
+    // gRPC allows only one write at a time, so wait for each write before the next one.
     while (to_write_.size() > 0 && !broken_ && Drive(Clock::time_point())) {
     }
     wanted_ = true;
@@ -107,7 +109,7 @@ struct spillway_call {
     return ended_ ? SPILLWAY_ENDED : SPILLWAY_TIMED_OUT;
   }
 
-  // Constant once the stream has ended.
+  // Constant after the stream has ended.
   const grpc::Status& status() const { return status_; }
   const std::string& message() const { return message_; }
   const std::string& details() const { return details_; }
@@ -134,8 +136,8 @@ struct spillway_call {
     to_write_.pop_front();
   }
 
-  // A message is read when it is asked for: what the daemon may have in flight
-  // stays bounded by what it allows.
+  // Reads a message only when one is wanted, so that the daemon's flow control limits the messages
+  // in flight.
   void ReadNext() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     if (!started_ || reading_ || arrived_ || finishing_ || !wanted_) return;
     reading_ = true;
@@ -154,7 +156,7 @@ struct spillway_call {
     call_->Finish(&status_, Tag(Event::kFinished));
   }
 
-  // Waits for one event of the queue, without the lock; false at the deadline.
+  // Waits for one event of the queue, without holding the lock. Returns false at the deadline.
   bool Drive(Clock::time_point deadline) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     driven_ = true;
     mutex_.Unlock();
@@ -178,7 +180,7 @@ struct spillway_call {
         return ReadNext();
       case Event::kWritten:
         writing_ = false;
-        // The read, which fails too, tells how the stream ended.
+        // The pending read fails too, and then Finish() gets the status of the stream.
         if (!ok) Break();
         return WriteNext();
       case Event::kRead:
@@ -204,8 +206,8 @@ struct spillway_call {
   spillway::CondVar changed_;
   std::deque<Message> to_write_ ABSL_GUARDED_BY(mutex_);
   grpc::ByteBuffer incoming_ ABSL_GUARDED_BY(mutex_);
-  grpc::Slice received_ ABSL_GUARDED_BY(mutex_);  // the last message that was given
-  // Read without the lock once the stream has ended.
+  grpc::Slice received_ ABSL_GUARDED_BY(mutex_);  // last message that Receive returned
+  // May be read without the lock after the stream has ended.
   grpc::Status status_;
   std::string message_;
   std::string details_;
@@ -213,11 +215,11 @@ struct spillway_call {
   bool started_ ABSL_GUARDED_BY(mutex_) = false;  // reads and writes may begin
   bool writing_ ABSL_GUARDED_BY(mutex_) = false;
   bool last_ ABSL_GUARDED_BY(mutex_) = false;       // no message follows those in to_write_
-  bool said_last_ ABSL_GUARDED_BY(mutex_) = false;  // and the other side is told
+  bool said_last_ ABSL_GUARDED_BY(mutex_) = false;  // WritesDone was called
   bool reading_ ABSL_GUARDED_BY(mutex_) = false;
-  bool wanted_ ABSL_GUARDED_BY(mutex_) = false;   // a message, by a receive that waits or gave up
-  bool arrived_ ABSL_GUARDED_BY(mutex_) = false;  // and it is in received_
-  bool broken_ ABSL_GUARDED_BY(mutex_) = false;   // nothing can be written any more
+  bool wanted_ ABSL_GUARDED_BY(mutex_) = false;   // a Receive waits for a message, or has timed out
+  bool arrived_ ABSL_GUARDED_BY(mutex_) = false;  // received_ holds a new message
+  bool broken_ ABSL_GUARDED_BY(mutex_) = false;   // nothing more can be written
   bool finishing_ ABSL_GUARDED_BY(mutex_) = false;
   bool ended_ ABSL_GUARDED_BY(mutex_) = false;
 };

@@ -28,19 +28,19 @@ namespace {
 
 constexpr size_t kNameBytesMax = 256;
 constexpr std::string_view kUnix = "unix:";
-// How long set-up may take.
+// Timeout of the calls that attach and detach doorbells.
 constexpr std::chrono::seconds kTimeout{30};
-// How often who waits for an answer looks whether the daemon is there.
+// A waiting thread checks this often whether the daemon is still running.
 constexpr std::chrono::milliseconds kLookInterval{100};
 constexpr char kDetails[] = "spillway/rpc";
-// Doorbells kept for steps to come; each is a thread of the daemon.
+// Number of doorbells kept for later steps. Each one occupies a thread of the daemon.
 constexpr size_t kIdleMax = 4;
 
 absl::Status NoDoorbell(const std::string& why) {
   return absl::UnimplementedError(absl::StrCat("no doorbell: ", why));
 }
 
-// Calls a method with one request. reached: the daemon is known to be there.
+// Calls a method with one request. reached: the daemon has answered before.
 template <typename Stub, typename Request, typename Response>
 absl::Status Called(Stub& stub,
                     grpc::Status (Stub::*method)(grpc::ClientContext*, const Request&, Response*),
@@ -48,7 +48,7 @@ absl::Status Called(Stub& stub,
                     const std::string& client_id) {
   grpc::ClientContext context;
   context.AddMetadata(kClientMetadata, client_id);
-  // A channel to a daemon that has restarted may not know it yet.
+  // If the daemon has restarted, the channel may still be reconnecting.
   context.set_wait_for_ready(reached);
   context.set_deadline(std::chrono::system_clock::now() + kTimeout);
   return FromDaemon((stub.*method)(&context, request, &response));
@@ -157,8 +157,8 @@ bool Doorbell::answered() const {
 }
 
 absl::StatusOr<bool> Doorbell::Await(BellWaiter::Clock::time_point deadline) {
-  // It answers with the call's number. Any other is that of a call before: of the last
-  // one, or of the one before where that was abandoned.
+  // The daemon answers with the number of the call. Any other number belongs to an earlier call:
+  // the last one, or, if that was abandoned, the one before.
   while (!broken_ && !answered()) {
     const uint32_t before = memory_.answered.number.load(std::memory_order_acquire);
     if (before == rung_) break;
@@ -166,7 +166,7 @@ absl::StatusOr<bool> Doorbell::Await(BellWaiter::Clock::time_point deadline) {
     if (waiter_.Await(memory_.answered, before, until)) continue;
     broken_ = !socket_->alive();
     if (broken_ || deadline == BellWaiter::Clock::time_point::max()) continue;
-    // Before its time where a signal has ended it.
+    // If the wait ended early, a signal interrupted it.
     const auto now = BellWaiter::Clock::now();
     if (now < until || now >= deadline) return false;
   }
@@ -181,15 +181,15 @@ void Doorbell::Post(const DoorbellCall& call) {
 }
 
 void Doorbell::Abandon() {
-  // The daemon may be reading the call: nothing of it changes but what it is, so that it
-  // finds the one or the other.
+  // The daemon may be reading the call. Only its kind changes, so the daemon reads either the old
+  // call or kEnd.
   std::atomic_ref<DoorbellCallKind>(memory_.call.kind).store(DoorbellCallKind::kEnd);
   memory_.rung.Ring(++rung_);
   abandoned_ = true;
 }
 
 absl::Status Doorbell::Ring(const DoorbellCall& call) {
-  // One that was posted.
+  // Waits for a call that Post() rang.
   if (rung_ != 0) {
     RETURN_IF_ERROR(Await(BellWaiter::Clock::time_point::max()).status());
   }
@@ -258,7 +258,7 @@ absl::StatusOr<std::shared_ptr<SessionSocket>> DaemonSession::Connected() {
                                                    v1::GetServerInfoRequest(), info, false,
                                                    client_id_));
     if (info.region_socket().empty()) return NoDoorbell("the daemon shares no memory");
-    // The daemon may know its folder by another path.
+    // Uses the client's path of the folder: the daemon may know the folder by another path.
     const std::string path = target_.substr(kUnix.size());
     const size_t folder = path.rfind('/');
     path_ = absl::StrCat(folder == std::string::npos ? "" : path.substr(0, folder + 1),
@@ -266,7 +266,7 @@ absl::StatusOr<std::shared_ptr<SessionSocket>> DaemonSession::Connected() {
   }
   absl::StatusOr<std::shared_ptr<SessionSocket>> socket = SessionSocket::Connect(path_);
   if (socket.ok()) return socket_ = *std::move(socket);
-  // One that was there before is gone, with its daemon.
+  // The socket existed before, so the daemon has stopped.
   if (known) return absl::UnavailableError(absl::StrCat("no daemon at ", target_));
   path_.clear();
   return socket.status();
@@ -301,7 +301,7 @@ void DaemonSession::Give(std::unique_ptr<Doorbell> doorbell) {
       idle_.push_back(std::move(doorbell));
       return;
     }
-    // One that is busy keeps no other's place.
+    // If the list is full, replaces a busy doorbell with this idle one.
     const auto busy =
         std::find_if(idle_.begin(), idle_.end(), [](const auto& idle) { return idle->busy(); });
     if (!doorbell->broken() && busy != idle_.end()) std::swap(doorbell, *busy);
@@ -315,7 +315,7 @@ void DaemonSession::Detach(const Doorbell& doorbell) {
   request.set_name(doorbell.name());
   v1::DetachRegionResponse response;
   const auto stub = v1::MemoryService::NewStub(channel_);
-  // Where it fails the session's end detaches it.
+  // If this fails, the end of the session detaches the region.
   Called<v1::MemoryService::Stub>(*stub, &v1::MemoryService::Stub::DetachRegion, request, response,
                                   false, client_id_)
       .IgnoreError();

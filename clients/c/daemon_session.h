@@ -23,25 +23,25 @@
 
 namespace spillway {
 
-// The serialised google.rpc.Status of an error that a daemon has answered; empty of
-// another.
+// The serialised google.rpc.Status of an error from a daemon; empty for other errors.
 std::string DaemonDetails(const absl::Status& status);
-// An error of a daemon's, with its DaemonDetails().
+// An error from a daemon, with its DaemonDetails().
 absl::Status FromDaemon(const grpc::Status& status);
 absl::Status FromDaemon(const google::rpc::Status& status);
-// Of an answer that no daemon of this version gives.
+// The error for an answer that is not valid.
 absl::Status NoSense();
 
-// The socket that says that this process lives, and hands over its regions.
+// The socket of a session with the daemon. While it is open, the daemon keeps the session; it also
+// passes the descriptors of the session's regions.
 class SessionSocket {
  public:
-  // UNIMPLEMENTED where it cannot be reached.
+  // UNIMPLEMENTED if the socket cannot be reached.
   static absl::StatusOr<std::shared_ptr<SessionSocket>> Connect(const std::string& path);
 
   const std::string& session() const { return session_; }
-  // Whether the daemon still holds the other end.
+  // Whether the daemon still holds the other end of the socket.
   bool alive() const;
-  // Descriptor of a region. Not thread-safe.
+  // Asks the daemon for the descriptor of a region. Not thread-safe.
   absl::StatusOr<Descriptor> Receive(const std::string& region) const;
 
  private:
@@ -52,10 +52,9 @@ class SessionSocket {
   const std::string session_;
 };
 
-// One doorbell of a daemon, mapped here. One thread at a time.
+// A doorbell of a daemon, mapped into this process. Only one thread at a time may use it.
 class Doorbell {
  public:
-  // Maps it.
   static absl::StatusOr<std::unique_ptr<Doorbell>> Map(std::shared_ptr<SessionSocket> socket,
                                                        std::string name,
                                                        const Descriptor& descriptor,
@@ -66,28 +65,29 @@ class Doorbell {
 
   const std::string& name() const { return name_; }
   const std::shared_ptr<SessionSocket>& socket() const { return socket_; }
-  // Whether no call can be made any more.
+  // Whether no more calls are possible.
   bool broken() const { return broken_; }
-  // Whether a call that was given up may keep the daemon from the next one.
+  // Whether an abandoned call is still unanswered, so that the next call would have to wait for it.
   bool busy() const { return abandoned_ && !answered(); }
-  // What a call and its answer lie in.
+  // Memory for the data of a call and of its answer.
   std::span<std::byte> data() const { return data_; }
 
-  // Rings and waits for the answer. Errors are the daemon's, with DaemonDetails();
-  // UNAVAILABLE when it is gone, and from then on.
+  // Rings and waits for the answer. Errors come from the daemon, with DaemonDetails(). UNAVAILABLE
+  // if the daemon is gone; all later calls then fail the same way.
   absl::StatusOr<DoorbellAnswer> Call(const DoorbellCall& call);
-  // The same in two. Rings, once what was posted is answered;
+  // The same in two steps. Ring() first waits until a posted call is answered.
   absl::Status Ring(const DoorbellCall& call);
-  // and waits for the answer, or until the deadline or a signal: nullopt. Call again.
+  // Waits for the answer; nullopt at the deadline or after a signal: then call Answer() again.
   absl::StatusOr<std::optional<DoorbellAnswer>> Answer(BellWaiter::Clock::time_point deadline);
-  // How long waits for answers spin at most.
+  // Limit of the time that a wait for an answer spins before it sleeps.
   void SetSpinMax(std::chrono::nanoseconds most) { waiter_.SetSpinMax(most); }
-  // All of an answer that comes in pieces: the call is made again from where they end.
+  // Returns the whole of an answer that is larger than data(): repeats the call, each time from the
+  // offset where the last piece ended.
   absl::StatusOr<std::string> CallForAll(DoorbellCall call);
-  // Rings, and leaves the answer to be waited for by the next call.
+  // Rings without waiting. The next call waits for the answer.
   void Post(const DoorbellCall& call);
-  // Ends the daemon's step though its last call is not answered: a call that is being
-  // answered is answered first, and one that is not is dropped.
+  // Ends the daemon's step although the last call has no answer. If the daemon has started that
+  // call, it completes it first; otherwise it drops the call.
   void Abandon();
   // Whether all calls are answered.
   bool answered() const;
@@ -95,7 +95,7 @@ class Doorbell {
  private:
   Doorbell(std::shared_ptr<SessionSocket> socket, std::string name, std::span<std::byte> bytes);
 
-  // Waits for the answer to the last call, or until the deadline or a signal: false.
+  // Waits for the answer to the last call. Returns false at the deadline or after a signal.
   absl::StatusOr<bool> Await(BellWaiter::Clock::time_point deadline);
 
   const std::shared_ptr<SessionSocket> socket_;
@@ -106,26 +106,26 @@ class Doorbell {
   BellWaiter waiter_;
   uint32_t rung_ = 0;
   bool broken_ = false;
-  bool abandoned_ = false;  // since the last answer
+  bool abandoned_ = false;  // Abandon() was called after the last answer
 };
 
-// An attend of a step or a decoder at a layer.
+// The call that attends at a layer, for a step or a decoder.
 DoorbellCall AttendCall(DoorbellCallKind kind, int layer, const StepTensors& tensors);
 
-// What a channel to a daemon on this host shares with it. Thread-safe.
+// The memory that a channel shares with a daemon on this host. Thread-safe.
 class DaemonSession {
  public:
-  // target: as of spillway_channel_open. client_id: of the client whose calls they are.
+  // target: as in spillway_channel_open. client_id: id of the client that makes the calls.
   DaemonSession(std::string target, std::shared_ptr<grpc::Channel> channel, std::string client_id)
       : target_(std::move(target)),
         channel_(std::move(channel)),
         client_id_(std::move(client_id)) {}
 
-  // A doorbell whose data hold so many bytes: one that was given back and is not busy, or
-  // a new one.
-  // UNIMPLEMENTED, telling why, where the daemon shares no memory with this process.
+  // Returns a doorbell with at least data_bytes of data: one that was given back and is not busy,
+  // or a new one. UNIMPLEMENTED, with the reason, if the daemon shares no memory with this process.
   absl::StatusOr<std::unique_ptr<Doorbell>> Take(int64_t data_bytes) ABSL_LOCKS_EXCLUDED(mutex_);
-  // For the next Take(); detaches one that is broken or not needed.
+  // Gives a doorbell back for the next Take(). Detaches it if it is broken, or if kIdleMax
+  // doorbells are idle (then it detaches a busy one, if there is one).
   void Give(std::unique_ptr<Doorbell> doorbell) ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:
@@ -136,7 +136,7 @@ class DaemonSession {
   const std::shared_ptr<grpc::Channel> channel_;
   const std::string client_id_;
   Mutex mutex_;
-  std::string path_ ABSL_GUARDED_BY(mutex_);  // of the socket; empty before it was reached
+  std::string path_ ABSL_GUARDED_BY(mutex_);  // of the socket; empty until the first connection
   std::shared_ptr<SessionSocket> socket_ ABSL_GUARDED_BY(mutex_);
   std::vector<std::unique_ptr<Doorbell>> idle_ ABSL_GUARDED_BY(mutex_);
 };

@@ -4,7 +4,7 @@
 
 namespace spillway {
 
-// For ever where seconds is negative, no number, or decades.
+// The time point `seconds` from now. Never, if seconds is negative, NaN, or at least 1e9.
 template <typename Clock>
 typename Clock::time_point After(double seconds) {
   if (!(seconds >= 0 && seconds < 1e9)) return Clock::time_point::max();

@@ -13,7 +13,7 @@
 namespace spillway {
 namespace {
 
-// An attend on a GPU takes less at most lengths.
+// At most context lengths, an attend on a GPU takes less than this.
 constexpr std::chrono::microseconds kSpinMax{500};
 
 }  // namespace
@@ -22,7 +22,7 @@ absl::StatusOr<std::unique_ptr<DoorbellDecoder>> DoorbellDecoder::Open(
     std::shared_ptr<DaemonSession> session, std::string_view description, int64_t token_count_max) {
   ASSIGN_OR_RETURN(std::unique_ptr<Doorbell> doorbell,
                    session->Take(static_cast<int64_t>(description.size())));
-  // From here on it closes what it has opened.
+  // From here on, the destructor closes the decoder on every return.
   std::unique_ptr<DoorbellDecoder> decoder(
       new DoorbellDecoder(std::move(session), std::move(doorbell)));
   Doorbell& rung = *decoder->doorbell_;

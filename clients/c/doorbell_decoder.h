@@ -13,12 +13,12 @@
 
 namespace spillway {
 
-// A decoder of a daemon's, by a doorbell: tensors go through memory of its GPU that both
-// map, and each attend is a call.
+// A decoder of a daemon, through a doorbell. Tensors go through memory of the daemon's GPU that
+// both processes map, and each attend is a doorbell call.
 class DoorbellDecoder final : public ClientDecoder {
  public:
-  // description: a serialised v1::DecodeStep. Errors as of DaemonSession::Take, the
-  // daemon's, and as of MapGpuMemory.
+  // description: a serialised v1::DecodeStep. Errors: those of DaemonSession::Take and of
+  // MapGpuMemory, and those that the daemon returns.
   static absl::StatusOr<std::unique_ptr<DoorbellDecoder>> Open(
       std::shared_ptr<DaemonSession> session, std::string_view description,
       int64_t token_count_max);
@@ -37,7 +37,7 @@ class DoorbellDecoder final : public ClientDecoder {
   DoorbellDecoder(std::shared_ptr<DaemonSession> session, std::unique_ptr<Doorbell> doorbell)
       : session_(std::move(session)), doorbell_(std::move(doorbell)) {}
 
-  // Maps what the daemon has said of its memory.
+  // Maps the GPU memory that the daemon's answer describes.
   absl::Status Map(const DoorbellAnswer& answer);
   absl::Status Call(DoorbellCallKind kind);
 

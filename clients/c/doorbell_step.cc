@@ -63,7 +63,7 @@ absl::Status DoorbellStep::Ask(int layer, const StepTensors& tensors) {
   const StepLayout layout(shape_, tensors.q_dtype, row_dtype_, tensors.out_dtype);
   std::byte* const data = doorbell_->data().data();
   const StepTensors shared = layout.At(data, tensors.lse != nullptr);
-  // The doorbell's memory is this process's to write until it rings.
+  // This process may write to the doorbell's memory until it rings.
   const auto mine = [](const StepPlace<const std::byte>& place) {
     return StepPlace<std::byte>{const_cast<std::byte*>(place.data), place.sequence_stride,
                                 place.token_stride, place.head_stride};
@@ -82,7 +82,7 @@ std::optional<absl::Status> DoorbellStep::Await(const StepTensors& tensors,
   const absl::StatusOr<std::optional<DoorbellAnswer>> answer = doorbell_->Answer(deadline);
   if (answer.ok() && !answer->has_value()) return std::nullopt;
   unanswered_ = false;
-  // Where one sequence fails, the others' are there.
+  // If one sequence fails, the outputs of the others are still valid.
   const StepTensors shared = StepLayout(shape_, tensors.q_dtype, row_dtype_, tensors.out_dtype)
                                  .At(doorbell_->data().data(), tensors.lse != nullptr);
   CopyStepRows(RowsOf(shape_, shape_.query_head_count, tensors.out_dtype), shared.out, tensors.out);

@@ -12,11 +12,11 @@
 
 namespace spillway {
 
-// A decode step of a daemon's, by a doorbell.
+// A decode step of a daemon on this host, through a doorbell.
 class DoorbellStep final : public ClientStep {
  public:
-  // description: a serialised v1::DecodeStep. Errors as of DaemonSession::Take, and the
-  // daemon's.
+  // description: a serialised v1::DecodeStep. Errors: those of DaemonSession::Take, and those that
+  // the daemon returns.
   static absl::StatusOr<std::unique_ptr<DoorbellStep>> Begin(std::shared_ptr<DaemonSession> session,
                                                              std::string_view description);
   ~DoorbellStep() override;
@@ -39,7 +39,7 @@ class DoorbellStep final : public ClientStep {
   std::unique_ptr<Doorbell> doorbell_;
   const StepShape shape_;
   const DType row_dtype_;
-  bool unanswered_ = false;  // an attend
+  bool unanswered_ = false;  // an attend has no answer yet
 };
 
 }  // namespace spillway

@@ -35,11 +35,11 @@ class EmbeddedStep final : public ClientStep {
   }
 
  private:
-  // First: it goes last.
+  // Declared first, so that it is destroyed last.
   const std::shared_ptr<Embedded> engine_;
   const std::unique_ptr<Step> step_;
   const std::string trace_;
-  std::optional<absl::Status> answer_;  // that nobody has waited for
+  std::optional<absl::Status> answer_;  // of the last attend; empty after Await
 };
 
 // A decoder of an engine in this process.
@@ -65,7 +65,7 @@ class EmbeddedDecoder final : public ClientDecoder {
   }
 
  private:
-  // First: it goes last.
+  // Declared first, so that it is destroyed last.
   const std::shared_ptr<Embedded> engine_;
   const std::unique_ptr<StreamDecoder> decoder_;
   const std::string trace_;

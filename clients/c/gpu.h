@@ -9,7 +9,7 @@
 
 namespace spillway {
 
-// As CreateClientGpu; UNIMPLEMENTED in a build without CUDA.
+// The same as CreateClientGpu; UNIMPLEMENTED in a build without CUDA.
 absl::StatusOr<std::unique_ptr<ClientGpu>> MapGpuMemory(const std::string& uuid,
                                                         std::string_view handle);
 

@@ -16,7 +16,7 @@ namespace {
 
 constexpr char kMethod[] = "/spillway.v1.AttentionService/Decode";
 
-// Where one sequence's elements lie in a message: [T, H, d] of queries and outputs, [H, T, d] of
+// Layouts of one sequence's elements in a message: [T, H, d] for queries and outputs, [H, T, d] for
 // keys and values.
 template <typename Byte>
 StepPlace<Byte> TokensOfHeads(Byte* data, const StepRows& rows) {
@@ -171,7 +171,8 @@ std::optional<absl::Status> MessageStep::Await(const StepTensors& tensors,
   for (const v1::AttendResult& result : results_) {
     if (broken.ok() && result.status().code() != 0) broken = FromDaemon(result.status());
   }
-  // The daemon takes nothing more for a layer that has failed on a stream, unless it goes on there.
+  // After a failure, the daemon refuses later messages for this sequence and layer on the same
+  // stream until one starts at the layer's length. A new stream has no such memory.
   if (!broken.ok()) call_.reset();
   return broken;
 }

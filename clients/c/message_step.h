@@ -18,13 +18,14 @@
 
 namespace spillway {
 
-// A decode step of a daemon's, anywhere: messages on a Decode stream of its own, one for each
+// A decode step of a daemon on any host. It sends messages on its own Decode stream, one for each
 // sequence and layer.
 class MessageStep final : public ClientStep {
  public:
-  // description: a serialised v1::DecodeStep; INVALID_ARGUMENT where it is none. What the daemon
-  // refuses the first attend says. shape: of the model, the counts of which the description says.
-  // client_id: of the client whose step it is.
+  // description: a serialised v1::DecodeStep; INVALID_ARGUMENT if it does not parse. If the daemon
+  // refuses it, the first attend returns the error. shape: heads, head_dim and row_dtype of the
+  // model; its counts of sequences and tokens are taken from the description. client_id: id of the
+  // client that makes the step.
   static absl::StatusOr<std::unique_ptr<MessageStep>> Begin(std::shared_ptr<grpc::Channel> channel,
                                                             std::string client_id,
                                                             std::string_view description,
@@ -40,11 +41,11 @@ class MessageStep final : public ClientStep {
   MessageStep(std::shared_ptr<grpc::Channel> channel, std::string client_id, std::string trace,
               const StepShape& shape, DType row_dtype, std::vector<v1::DecodeRequest> requests);
 
-  // The stream.
+  // Opens the Decode stream.
   void Open();
-  // Makes the requests those of a layer, and what is sent of them.
+  // Fills in the requests of a layer, and returns them serialised.
   std::vector<grpc::Slice> Messages(int layer, const StepTensors& tensors);
-  // Takes the answer to one of them: its outputs are written, or its failure is noted.
+  // Handles the answer to one request: writes its outputs, or stores its failure in results_.
   absl::Status Take(const void* message, size_t size, const StepTensors& tensors);
 
   const std::shared_ptr<grpc::Channel> channel_;
@@ -52,10 +53,10 @@ class MessageStep final : public ClientStep {
   const std::string trace_;
   const StepShape shape_;
   const DType row_dtype_;
-  // One for each sequence, like the results of the last attend.
+  // One for each sequence; results_ holds the results of the last attend.
   std::vector<v1::DecodeRequest> requests_;
   std::vector<v1::AttendResult> results_;
-  v1::DecodeResponse response_;          // the one that is read
+  v1::DecodeResponse response_;          // the message that is being read
   std::unique_ptr<spillway_call> call_;  // null: the next attend opens one
   uint64_t first_id_ = 0;                // correlation id of the first sequence's message
   int unanswered_ = 0;                   // messages

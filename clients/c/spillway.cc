@@ -34,26 +34,26 @@
 
 namespace {
 
-// What the last failure of this thread was.
+// The last failure in this thread.
 thread_local absl::Status last_error;
-thread_local std::string last_details;  // a serialised google.rpc.Status, or nothing
+thread_local std::string last_details;  // a serialised google.rpc.Status, or empty
 
-// Keeps an error and its serialised google.rpc.Status, if it has one. Returns its code.
+// Stores an error and its serialised google.rpc.Status, if it has one. Returns the error's code.
 int SetError(const absl::Status& status, std::string details) {
   last_details = std::move(details);
   last_error = status;
   return static_cast<int>(status.code());
 }
 
-// The same of an error that `engine`, or a daemon, knows the details of. trace: what an engine's
-// log names.
+// The same, with the details from `engine`, or from a daemon if `engine` is null. trace: the trace
+// id of the request, for an engine's log.
 int SetError(const absl::Status& status, const spillway::Embedded* engine = nullptr,
              std::string_view trace = {}) {
   return SetError(status, engine != nullptr ? engine->DetailsOf(status, trace)
                                             : spillway::DaemonDetails(status));
 }
 
-// What f returns, a status with or without a value; one where it throws.
+// Returns the status, with or without a value, that f returns. Turns an exception into a status.
 template <typename F>
 auto Caught(F f) -> decltype(f()) {
   try {
@@ -65,7 +65,7 @@ auto Caught(F f) -> decltype(f()) {
   }
 }
 
-// What f makes; nullptr, and the error kept, where it does not. trace: that f finds out.
+// Returns what f makes. If f fails, stores the error and returns nullptr. trace: set by f.
 template <typename T, typename F>
 T* OrNull(F f, const spillway::Embedded* engine = nullptr, const std::string& trace = {}) {
   const absl::StatusOr<T*> made = Caught([&]() -> absl::StatusOr<T*> { return f(); });
@@ -74,7 +74,7 @@ T* OrNull(F f, const spillway::Embedded* engine = nullptr, const std::string& tr
   return nullptr;
 }
 
-// Of a number of spillway.v1.DType.
+// number: of spillway.v1.DType. nullopt: unknown.
 std::optional<spillway::DType> DTypeOf(int32_t number) {
   switch (number) {
     case SPILLWAY_F32:
@@ -121,20 +121,21 @@ absl::StatusOr<spillway::StepTensors> TensorsOf(const spillway_step_tensors& fro
 }  // namespace
 
 struct spillway_channel {
-  // First: it goes last.
-  std::shared_ptr<spillway::Embedded> embedded;  // null: a daemon's
+  // Declared first, so that it is destroyed last.
+  std::shared_ptr<spillway::Embedded> embedded;  // null for a daemon
   std::shared_ptr<grpc::Channel> channel;
-  std::string client_id;                               // empty: embedded
-  std::shared_ptr<spillway::DaemonSession> session;    // null: embedded
-  std::unique_ptr<spillway::PresenceKeeper> presence;  // null: embedded, or another's business
+  std::string client_id;                             // empty: embedded
+  std::shared_ptr<spillway::DaemonSession> session;  // null: embedded
+  // Null: embedded, or the caller keeps the Connect stream open.
+  std::unique_ptr<spillway::PresenceKeeper> presence;
 };
 
 struct spillway_step {
   std::unique_ptr<spillway::ClientStep> step;
   std::string results;
 
-  // Of what f returns: SPILLWAY_UNANSWERED for nullopt, 0, or the error's code, which is
-  // this thread's last.
+  // Returns the code for the status that f returns: SPILLWAY_UNANSWERED for nullopt, 0, or the
+  // error's code. Stores an error as the last one of this thread.
   template <typename F>
   int Code(F f) const {
     std::optional<absl::Status> status;
@@ -146,7 +147,7 @@ struct spillway_step {
     if (!status.has_value()) return SPILLWAY_UNANSWERED;
     return status->ok() ? 0 : SetError(*status, step->DetailsOf(*status));
   }
-  // nullopt: it was asked.
+  // nullopt: the request was sent.
   std::optional<absl::Status> Ask(int layer, const spillway_step_tensors& tensors) const {
     const absl::StatusOr<spillway::StepTensors> places = TensorsOf(tensors);
     if (!places.ok()) return places.status();
@@ -170,7 +171,7 @@ struct spillway_decoder {
   std::unique_ptr<spillway::ClientDecoder> decoder;
   std::string results;
 
-  // 0, or the error's code, which is this thread's last.
+  // Returns 0 or the error's code. Stores an error as the last one of this thread.
   int Code(const absl::Status& status) const {
     return status.ok() ? 0 : SetError(status, decoder->DetailsOf(status));
   }
@@ -182,7 +183,7 @@ spillway_step* NewStep(std::unique_ptr<spillway::ClientStep> step) {
   return new spillway_step{std::move(step), ""};
 }
 
-// What a share has of the tensors of all.
+// The part of the tensors `all` that belongs to a share.
 spillway_step_tensors TensorsOf(const spillway_step_share& share,
                                 const spillway_step_tensors& all) {
   const auto own = [&share](spillway_tensor tensor, int64_t head_first) {
@@ -201,7 +202,7 @@ spillway_step_tensors TensorsOf(const spillway_step_share& share,
   return tensors;
 }
 
-// Waits for those that are asked and not answered; returns as spillway_steps_attend.
+// Waits for the steps whose code is SPILLWAY_UNANSWERED. Returns as spillway_steps_attend.
 int AwaitAll(std::span<spillway_step_share> shares, const spillway_step_tensors& all,
              spillway::BellWaiter::Clock::time_point deadline) {
   int code = 0;
@@ -220,7 +221,7 @@ int AwaitAll(std::span<spillway_step_share> shares, const spillway_step_tensors&
 int spillway_interface() { return SPILLWAY_INTERFACE; }
 
 int spillway_error(const char** message, const void** details, size_t* details_size) {
-  // Its own copy: a status's text need not end with NUL.
+  // A copy, because the text of a status need not end with NUL.
   thread_local std::string text;
   text = std::string(last_error.message());
   *message = text.c_str();

@@ -9,7 +9,7 @@
 
 namespace spillway {
 
-// What a step's functions say that are called out of turn.
+// Errors of functions that are called out of order.
 inline absl::Status StillUnanswered() {
   return absl::FailedPreconditionError("the step's last attend is not answered yet");
 }
@@ -17,19 +17,19 @@ inline absl::Status NothingAsked() {
   return absl::FailedPreconditionError("the step has no attend to wait for");
 }
 
-// A decode step of an engine, wherever that is. One thread at a time.
+// A decode step of an embedded engine or a daemon. Only one thread at a time may use it.
 class ClientStep {
  public:
   virtual ~ClientStep() = default;
-  // Asks for an attend, for whose answer Await is called next unless this fails. An engine in
-  // this process has it once this returns.
+  // Asks for an attend. Unless this fails, the caller must call Await next. An engine in this
+  // process has computed the answer when this returns.
   virtual absl::Status Ask(int layer, const StepTensors& tensors) = 0;
-  // As spillway_step_await; nullopt: unanswered.
+  // The same as spillway_step_await; nullopt if there is no answer yet.
   virtual std::optional<absl::Status> Await(const StepTensors& tensors,
                                             BellWaiter::Clock::time_point deadline) = 0;
-  // As spillway_step_results. An error where the engine is gone.
+  // The same as spillway_step_results. An error if the engine is gone.
   virtual absl::StatusOr<std::string> Results() = 0;
-  // The serialised google.rpc.Status of an error that it returned; may be empty.
+  // The serialised google.rpc.Status of an error that this step returned; may be empty.
   virtual std::string DetailsOf(const absl::Status& status) const = 0;
 };
 

@@ -1,6 +1,6 @@
-"""The version, the project's, and so what depends on it: clients of one version go together.
+"""Sets the project's version. Packages work together only if their versions are equal.
 
-A wheel has man pages and completions where SPILLWAY_SHARE names a folder of them
+If SPILLWAY_SHARE names a folder with man pages and completions, the wheel contains them
 (scripts/wheels.sh).
 """
 

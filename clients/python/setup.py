@@ -1,11 +1,11 @@
 """Builds the package; the gRPC stubs are generated from the API's .proto files.
 
-`python setup.py build_proto` generates them alone, for an editable install
-whose .proto files changed.
+`python setup.py build_proto` only generates the stubs, for an editable install whose .proto files
+have changed.
 
-A wheel is pure unless SPILLWAY_LIBRARY_FILE names a libspillway.so.1: then it
-carries that file and is for the platform that it is built on. What the library
-needs comes in by auditwheel (scripts/wheels.sh).
+A wheel is pure Python unless SPILLWAY_LIBRARY_FILE names a libspillway.so.1. Then the wheel
+contains this file and is for the platform on which it is built. auditwheel adds the libraries that
+it needs (scripts/wheels.sh).
 """
 
 import os
@@ -25,7 +25,7 @@ ROOT = HERE.parent.parent
 PROTO = ROOT / "proto"
 OUT = HERE / "spillway" / "_proto"
 LIBRARY = os.environ.get("SPILLWAY_LIBRARY_FILE")
-# A source distribution carries its own.
+# A source distribution has its own VERSION file.
 VERSION = HERE / "VERSION" if (HERE / "VERSION").exists() else ROOT / "VERSION"
 
 IMPORT = re.compile(r"^from spillway\.v1 import ", re.MULTILINE)
@@ -33,7 +33,7 @@ MODULE = re.compile(r"(BuildTopDescriptorsAndMessages\(DESCRIPTOR, ')spillway\.v
 
 
 class BuildProto(Command):
-    """Generates spillway/_proto, messages with .pyi files beside them."""
+    """Generates spillway/_proto: messages, stubs and .pyi files."""
 
     description = "generate the gRPC stubs"
     user_options = []
@@ -73,15 +73,15 @@ class BuildProto(Command):
                 if stale.is_file():
                     stale.unlink()
             for made in sorted(Path(scratch, "spillway", "v1").iterdir()):
-                # protoc names the import after the proto package, which is
-                # not where the stubs live.
+                # protoc derives the import from the proto package, but the stubs are in
+                # spillway._proto.
                 text = IMPORT.sub("from spillway._proto import ", made.read_text())
                 text = MODULE.sub(r"\1spillway._proto.", text)
                 (OUT / made.name).write_text(text)
         (OUT / "__init__.py").write_text('"""Generated from proto/spillway/v1."""\n')
 
 
-# Where an unpacked archive has the terms of what it carries, beside its lib/.
+# Folder with the licences of the contents of an unpacked archive, beside its lib/.
 LICENSES = "share/doc/spillway/licenses"
 
 
@@ -92,12 +92,12 @@ class BuildPy(build_py):
         if LIBRARY and not Path(LIBRARY).is_file():
             raise FileNotFoundError(f"SPILLWAY_LIBRARY_FILE names {LIBRARY}, which is no file")
         self.run_command("build_proto")
-        # The packages were listed before the generated one existed.
+        # The packages were listed before spillway._proto existed.
         if "spillway._proto" not in self.packages:
             self.packages.append("spillway._proto")
         made = Path(self.build_lib) / "spillway"
         if not self.editable_mode:
-            # What an earlier build left there would go into the wheel too.
+            # Files of an earlier build would go into the wheel too.
             shutil.rmtree(made, ignore_errors=True)
         super().run()
         if LIBRARY and not self.editable_mode:
@@ -109,7 +109,7 @@ class BuildPy(build_py):
 
 
 class BdistWheel(bdist_wheel):
-    """Names the platform alone: any Python loads libspillway."""
+    """Tags a wheel with only its platform, because libspillway works with any Python."""
 
     def get_tag(self):
         python, abi, platform = super().get_tag()
@@ -117,14 +117,14 @@ class BdistWheel(bdist_wheel):
 
 
 class Contents(Distribution):
-    """Tells a wheel that has machine code from one that has none."""
+    """Marks the wheel as platform-specific if it contains libspillway."""
 
     def has_ext_modules(self):
         return bool(LIBRARY)
 
 
 class Sdist(sdist):
-    """Puts the generated stubs and the version into a source distribution."""
+    """Adds the generated stubs and the version to a source distribution."""
 
     def run(self):
         self.run_command("build_proto")

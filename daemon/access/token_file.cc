@@ -98,7 +98,7 @@ absl::StatusOr<TokenEntry> EntryFrom(const toml::value& table) {
   return entry;
 }
 
-// Of an entry beside those before it.
+// Checks an entry against those before it.
 absl::Status Compare(const TokenEntry& entry, const std::vector<TokenEntry>& before) {
   for (const TokenEntry& other : before) {
     const auto wrong = [&](const std::string& what) {

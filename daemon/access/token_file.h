@@ -13,10 +13,10 @@ namespace spillway {
 
 using TokenDigest = std::array<uint8_t, 32>;
 
-// SHA-256. Tokens have 256 bits of chance, of which no digest lets anybody guess one.
+// SHA-256. Tokens have 256 random bits, so they cannot be guessed from their digests.
 TokenDigest DigestOf(std::string_view token);
 
-// One entry of the file.
+// One entry of the tokens file.
 struct TokenEntry {
   std::string name;
   std::string name_space;
@@ -24,21 +24,21 @@ struct TokenEntry {
   Quota quota;
 };
 
-// The text of a file that users of this machine beyond its owner and group can neither read nor
-// write. INVALID_ARGUMENT where they can, or it cannot be read; names the path.
+// The text of a file that only its owner and group may read or write. INVALID_ARGUMENT, with the
+// path, if others may too, or it cannot be read.
 absl::StatusOr<std::string> ReadTokenFile(const std::string& path);
 
-// The entries of such a text, TOML:
+// The entries of such a text, in TOML:
 //
 //   [[token]]
 //   name = "alice"
 //   sha256 = "..."            # of the token, 64 hexadecimal digits
-//   namespace = "alice"       # by default the name
-//   bytes_max = "64GiB"       # rows and index of the namespace's sequences; by default no limit
-//   sequence_count_max = 100  # by default no limit
+//   namespace = "alice"       # default: the name
+//   bytes_max = "64GiB"       # rows and index of the namespace's sequences; default: no limit
+//   sequence_count_max = 100  # default: no limit
 //
-// INVALID_ARGUMENT names the entry and the key: one that is unknown, missing or wrong, two entries
-// of a name or a digest, two of a namespace with other quotas.
+// INVALID_ARGUMENT names the entry and the key if a key is unknown, missing or wrong, if two
+// entries have the same name or digest, or if two entries of a namespace have different quotas.
 absl::StatusOr<std::vector<TokenEntry>> ParseTokens(const std::string& text,
                                                     const std::string& path);
 

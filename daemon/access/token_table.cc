@@ -56,7 +56,7 @@ absl::Status TokenTable::Take(const std::string& text) {
       return token.digest == entry.digest && token.grant->token_name == entry.name &&
              token.grant->name_space == entry.name_space;
     });
-    // Streams that are open go on by a token that stays.
+    // A token that stays keeps its grant, so that its open streams continue.
     tokens.push_back({entry.digest, before != tokens_.end()
                                         ? before->grant
                                         : std::make_shared<Grant>(entry.name, entry.name_space)});

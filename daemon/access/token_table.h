@@ -16,25 +16,25 @@
 
 namespace spillway {
 
-// Who may use the daemon: the tokens of a file, which is taken anew when it changes. Thread-safe,
-// but for Reload().
+// The tokens that may use the daemon, from a file that is read again when it changes. Thread-safe,
+// except for Reload().
 class TokenTable {
  public:
-  // accounts: get the file's quotas; they outlive the table. INVALID_ARGUMENT as ReadTokenFile and
-  // ParseTokens.
+  // accounts: receive the quotas in the file; must outlive the table. INVALID_ARGUMENT as
+  // ReadTokenFile and ParseTokens.
   static absl::StatusOr<std::unique_ptr<TokenTable>> Open(const std::string& path,
                                                           AccountTable* accounts);
   TokenTable(const TokenTable&) = delete;
   TokenTable& operator=(const TokenTable&) = delete;
 
-  // Whose a call is by its header "authorization", "Bearer TOKEN". UNAUTHENTICATED, reason
-  // TOKEN_MISSING or TOKEN_UNKNOWN. Takes the same time for every token.
+  // The caller, from the value "Bearer TOKEN" of the header "authorization". UNAUTHENTICATED,
+  // reason TOKEN_MISSING or TOKEN_UNKNOWN. Takes the same time for every token.
   absl::StatusOr<Caller> Authenticate(std::string_view authorization) const
       ABSL_LOCKS_EXCLUDED(mutex_);
 
-  // Reads the file again. Where it has changed what it says counts from then on: true. Callers of
-  // tokens that it has no more are refused. Errors as Open, once for each change: what it said
-  // before stays.
+  // Reads the file again. True if it has changed and is used from now on. Callers whose tokens it
+  // does not contain any more are refused. Errors as Open(), once for each change; then the earlier
+  // tokens stay valid.
   absl::StatusOr<bool> Reload() ABSL_LOCKS_EXCLUDED(mutex_);
   size_t size() const ABSL_LOCKS_EXCLUDED(mutex_);
 
@@ -50,7 +50,7 @@ class TokenTable {
 
   const std::string path_;
   AccountTable* const accounts_;
-  std::string seen_;  // the last text, or why there was none
+  std::string seen_;  // the text read last, or the error
   mutable Mutex mutex_;
   std::vector<Token> tokens_ ABSL_GUARDED_BY(mutex_);
 };

@@ -24,8 +24,8 @@ namespace {
 
 constexpr char kMemoryLimitKey[] = "memory.limit";
 
-// One setting: how it is named in the file and on the command line, and how
-// text becomes its value and back. In the file numbers and booleans are bare.
+// A setting: its names in the file and on the command line, and the conversion between text and
+// value. In the file, numbers and booleans have no quotes.
 struct Setting {
   const char* key;  // section.name
   const char* flag;
@@ -33,8 +33,8 @@ struct Setting {
   bool quoted;
   std::function<absl::Status(Config&, const std::string&)> set;
   std::function<std::string(const Config&)> get;
-  bool is_flag = false;  // on the command line it has no value
-  bool live = false;     // SIGHUP changes it
+  bool is_flag = false;  // it takes no value on the command line
+  bool live = false;     // may change on SIGHUP
 };
 
 Setting Live(Setting setting) {
@@ -64,7 +64,7 @@ Setting Integer(const char* key, const char* flag, const char* help, T Config::*
           [=](const Config& config) { return absl::StrCat(config.*field); }};
 }
 
-// wanted: what the range holds, for who is out of it.
+// wanted: the description of the range, for the error.
 Setting Number(const char* key, const char* flag, const char* help, double Config::*field,
                std::function<bool(double)> in_range, std::string wanted) {
   return {key,
@@ -88,7 +88,7 @@ Setting Seconds(const char* key, const char* flag, const char* help, double Conf
       absl::StrFormat("a number of seconds in [0, %.0f]", high));
 }
 
-// Of a GPU: a number with a unit, or 0.
+// A size with a unit, or 0. For limits on GPU memory.
 Setting BytesOrZero(const char* key, const char* flag, const char* help, int64_t Config::*field) {
   return {key,
           flag,
@@ -391,7 +391,7 @@ std::string ValueText(const toml::value& value) {
   return "a value that is not a string, a number or a boolean";
 }
 
-// The rest is for the system and for the model runner beside us.
+// Three quarters. The rest is for the system and for the model runner on this machine.
 int64_t DefaultMemoryLimit(const Topology& topology) {
   constexpr int64_t kMiB = int64_t{1} << 20;
   return topology.memory_limit_bytes() / 4 * 3 / kMiB * kMiB;
@@ -401,8 +401,8 @@ std::string Gibibytes(int64_t bytes) {
   return absl::StrFormat("%.1f GiB", static_cast<double>(bytes) / (int64_t{1} << 30));
 }
 
-// Memory that is not there would be found missing in the middle of an append,
-// by the kernel, which ends the daemon for it.
+// A limit above the available memory would fail only later, in the middle of an append, and the
+// kernel would then kill the daemon.
 absl::Status CheckFits(int64_t bytes, const std::string& text, const Topology& topology) {
   if (bytes <= topology.memory_limit_bytes()) return absl::OkStatus();
   const std::string machine = absl::StrCat("the machine has ", Gibibytes(topology.memory_bytes));
@@ -423,7 +423,7 @@ absl::Status Apply(const Setting& setting, const std::string& text, const Topolo
   return status;
 }
 
-// By its key in the file.
+// Sets the setting with this key in the file.
 absl::Status Set(const std::string& key, const std::string& text, const Topology& topology,
                  Config& config) {
   for (const Setting& setting : Settings()) {
@@ -435,7 +435,7 @@ absl::Status Set(const std::string& key, const std::string& text, const Topology
   return absl::InvalidArgumentError(absl::StrCat("unknown key ", key));
 }
 
-// What an engine within a program has no use for, and why.
+// Settings that an embedded engine does not accept, and why.
 constexpr char kListensNowhere[] = "an embedded engine does not listen";
 constexpr std::pair<const char*, const char*> kOfDaemons[] = {
     {"server.listen", kListensNowhere},
@@ -549,7 +549,7 @@ std::string DefaultSnapshotFolder() {
                                         std::pair("HOME", "/.local/state/spillway/snapshots")}) {
     const char* folder = std::getenv(variable);
     if (folder == nullptr || *folder != '/') continue;
-    // systemd puts colons between several.
+    // systemd separates several by colons; use the first.
     return absl::StrCat(std::string(folder).substr(0, std::string(folder).find(':')), below);
   }
   return "";
@@ -592,7 +592,7 @@ absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv,
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
     std::ostringstream out;
-    // Not the parser's own codes: 2 is a wrong command line everywhere.
+    // Not the parser's own exit codes, but 2 for any wrong command line, as usual.
     line.exit_code = app.exit(error, out, out) == 0 ? 0 : 2;
     line.message = out.str();
     return line;
@@ -620,8 +620,8 @@ absl::StatusOr<Config> EmbeddedConfig(
     const std::vector<std::pair<std::string, std::string>>& settings, const Topology& topology) {
   Config config;
   config.memory_limit_bytes = DefaultMemoryLimit(topology);
-  config.log_level = "error";    // what is refused the caller learns anyway
-  config.snapshot_folder = "/";  // files are the program's own
+  config.log_level = "error";    // the caller gets refused requests as errors anyway
+  config.snapshot_folder = "/";  // the program may use any folder
   std::set<std::string> seen;
   for (const auto& [key, text] : settings) {
     for (const auto& [other, why] : kOfDaemons) {
@@ -649,7 +649,7 @@ std::vector<SettingChange> ChangesBetween(const Config& before, const Config& af
 void TakeLiveSettings(const Config& from, Config& to) {
   for (const Setting& setting : Settings()) {
     if (!setting.live) continue;
-    // What a setting says of itself it takes.
+    // A setting accepts the text that it returns itself.
     const absl::Status taken = setting.set(to, setting.get(from));
     assert(taken.ok());
     (void)taken;

@@ -14,148 +14,150 @@ namespace spillway {
 
 enum class LogFormat { kText, kJson };
 
-// Whether the daemon's GPUs are shared by way of MPS, which lets kernels of
-// several processes run beside one another.
+// Whether the daemon's GPUs are shared through MPS, which lets kernels of several processes run at
+// the same time.
 enum class MpsMode {
   kOff,   // never
-  kAuto,  // where a control daemon answers already
-  kOn,    // always: one is started where none answers
+  kAuto,  // if a control daemon answers already
+  kOn,    // always; starts a control daemon if none answers
 };
 
 // "off", "auto" or "on".
 std::string ModeName(MpsMode mode);
 
-// What a daemon does that has lost a GPU: CUDA works no more in its process.
+// What the daemon does if it loses a GPU. CUDA does not work any more in its process then.
 enum class WhenLost {
-  kStay,     // goes on without it: rows can still be fetched and saved
-  kRestart,  // where there is an arena directory takes its own place, and waits for the GPU
-  kCpu,      // the same, and goes on with the CPU where the GPU does not come back
+  kStay,     // keeps running without the GPU: rows can still be fetched and saved
+  kRestart,  // if there is an arena directory, restarts in place and waits for the GPU
+  kCpu,      // the same, but continues on the CPU if the GPU does not come back
 };
 
-// What the daemon is told, defaults filled in. Read at the start, and some of it anew later:
+// The settings of the daemon, with defaults filled in. Read at the start; some may change later,
 // see SettingChange.
 struct Config {
-  // unix:/path, or tcp:host:port (port 0: any that is free); empty: nowhere.
+  // unix:/path, or tcp:host:port (port 0: any free port); empty: the daemon listens nowhere.
   std::string listen;
-  // unix:/path of a second socket where `listen` is a TCP address, for clients on this machine,
-  // who share memory with the daemon by it; empty: none.
+  // unix:/path of a second socket, if `listen` is a TCP address. Clients on this machine use it to
+  // share memory with the daemon. Empty: none.
   std::string local_socket;
-  // Group that may connect to the unix socket, by name or number; empty: none, the
-  // daemon's user alone.
+  // Group that may connect to the unix socket, by name or number. Empty: only the daemon's user
+  // may.
   std::string socket_group;
-  // Whether a TCP address may be other than loopback.
+  // Whether TCP addresses other than loopback are allowed.
   bool allow_remote = false;
-  // Of TLS on a TCP address, files in PEM: the certificate with those that it rests on, its key,
-  // and the authorities of clients' certificates, which are asked for then. Empty: none.
+  // Files for TLS on the TCP address, in PEM: the certificate with its intermediate certificates,
+  // its key, and the authorities that sign clients' certificates, which clients then need. Empty:
+  // none.
   std::string tls_certificate;
   std::string tls_key;
   std::string tls_client_ca;
-  // Of the tokens that calls need (daemon/access/token_file.h); empty: they need none.
+  // File with the tokens that calls need (daemon/access/token_file.h). Empty: calls need no token.
   std::string tokens_file;
-  // Whether tokens may be asked for in plain text on a TCP address other than loopback.
+  // Whether tokens are allowed without TLS on TCP addresses other than loopback.
   bool allow_plaintext_tokens = false;
-  // tcp:host:port of the status page and of metrics (port 0: any that is free); empty: none.
+  // tcp:host:port of the status page and the metrics (port 0: any free port); empty: none.
   std::string http_listen;
-  // Everything the daemon may hold; by default three quarters of the machine's
-  // memory, or of the control group's limit.
+  // Limit on all host memory of the daemon. By default three quarters of the machine's memory, or
+  // of the limit of its control group.
   int64_t memory_limit_bytes = 0;
-  // A folder in memory (tmpfs, hugetlbfs) where K/V rows outlive the process: an absolute path;
-  // empty: they go with it.
+  // Absolute path of a tmpfs or hugetlbfs folder in which K/V rows outlive the process. Empty: they
+  // end with the process.
   std::string arena_directory;
-  // "auto" alone: every GPU, or the CPU where there is none; "cpu" alone; or
-  // GPUs, each "cuda:N" or its UUID, no name twice.
+  // Either only "auto" (all GPUs, or the CPU if there are none), or only "cpu", or a list of GPUs,
+  // each "cuda:N" or its UUID, without duplicates.
   std::vector<std::string> devices = {"auto"};
-  // Memory of each GPU for codes and workspaces; 0: nine tenths of what is
-  // free.
+  // Memory of each GPU for codes and workspaces; 0: nine tenths of the free memory.
   int64_t gpu_memory_limit_bytes = 0;
-  // Of it, for copies of all rows of the sequences that are used; 0: none.
+  // The part of it for copies of all rows of sequences in use; 0: no copies.
   int64_t gpu_resident_limit_bytes = 0;
   MpsMode mps = MpsMode::kAuto;
   WhenLost when_lost = WhenLost::kRestart;
   // Worker threads; 0: one per core.
   int thread_count = 0;
-  // How long a stop waits for running calls.
+  // How long a stopping daemon waits for running calls.
   double grace_seconds = 10;
-  // ttl of sequences that name none; 0: they never expire.
+  // The ttl of sequences that name none; 0: they never expire.
   double ttl_seconds = 3600;
-  // How long a sequence that no client has named stays once its clients are gone; 0: until its ttl.
+  // How long a sequence whose name no client chose stays after its clients are gone; 0: until its
+  // ttl ends.
   double unnamed_grace_seconds = 60;
   int64_t sequence_count_max = 65536;
   int64_t model_count_max = 4096;
-  // Connections at once; beyond it new ones are closed.
+  // Most connections at the same time; further ones are closed.
   int connection_count_max = 1024;
-  // Calls of one connection at once.
+  // Most calls of one connection at the same time.
   int stream_count_max = 256;
-  // Append, Decode, Fetch and upload streams of all connections at once.
+  // Most append, decode, fetch and upload streams of all connections at the same time.
   int open_stream_count_max = 4096;
-  // How long the client of an Append or an upload may be silent, and that of a FetchPages read
-  // nothing; 0: for ever. Decode streams may always: a runner's waits for the next request.
+  // How long the client of an Append or an upload may send nothing, and the client of a FetchPages
+  // may read nothing; 0: forever. Decode streams have no limit, because a runner's stream waits for
+  // the next request.
   double stream_idle_seconds = 300;
-  // Messages of one Decode stream in flight.
+  // Most messages of one Decode stream in flight.
   int decode_in_flight_max = 32;
-  // Where sequences are saved: an absolute path below which clients name folders, "/" where they
-  // may name any; empty: nowhere.
+  // Where sequences are saved: the absolute path of a folder, below which clients name subfolders.
+  // "/": clients may name any folder. Empty: nowhere.
   std::string snapshot_folder;
-  // Of the attends, the share that is checked against exact attention; 0: none.
+  // Share of the attends that the audit checks against exact attention; 0: no audit.
   double audit_share = 0;
-  // Of one core, what those checks may take.
+  // Share of one core that the audit may use.
   double audit_cpu_share = 0.1;
   std::string log_level = "info";
-  // From how many milliseconds on a request to attend at a layer is logged as slow; 0: none is.
+  // Requests to attend at a layer that take at least so many milliseconds are logged as slow; 0:
+  // none.
   double slow_attend_ms = 1000;
   LogFormat log_format = LogFormat::kText;
 };
 
-// unix:$XDG_RUNTIME_DIR/spillway/spillwayd.sock, or without that variable
+// unix:$XDG_RUNTIME_DIR/spillway/spillwayd.sock; without that variable
 // unix:/tmp/spillway-$UID/spillwayd.sock.
 std::string DefaultListen();
 
-// $STATE_DIRECTORY/snapshots (systemd's), $XDG_STATE_HOME/spillway/snapshots or
-// $HOME/.local/state/spillway/snapshots, of the first variable that is an absolute path; empty
-// where none is.
+// The first of $STATE_DIRECTORY/snapshots (set by systemd), $XDG_STATE_HOME/spillway/snapshots and
+// $HOME/.local/state/spillway/snapshots whose variable is an absolute path; empty if there is none.
 std::string DefaultSnapshotFolder();
 
 struct CommandLine {
   Config config;
-  std::string file;  // that --config names; empty: none
+  std::string file;  // the file that --config names; empty: none
   bool print_config = false;
-  // Not empty: print this and exit with exit_code instead of serving.
+  // If not empty: print this and exit with exit_code instead of serving.
   std::string message;
   int exit_code = 0;
 };
 
-// Flags, over the file that --config names, over the defaults. Unknown keys
-// in the file, values that do not parse and values out of range, among them a
-// memory limit above what the machine has, are INVALID_ARGUMENT that names
-// them; so is MPS that is asked for on the CPU, a group for a TCP address, TLS for a unix socket,
-// a certificate without its key, and tokens in plain text beyond loopback that are not allowed.
+// Flags override the file that --config names, which overrides the defaults. INVALID_ARGUMENT names
+// an unknown key in the file, or a value that does not parse or is out of range, such as a memory
+// limit above the machine's memory. It also refuses settings that do not fit together, such as MPS
+// on the CPU, TLS for a unix socket, a certificate without its key, or tokens without TLS beyond
+// loopback unless allowed.
 absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv,
                                              const Topology& topology, const std::string& version);
 
-// Settings by their names in the file, "memory.limit", and values as text,
-// over the defaults, for an engine that is reached from its own process alone:
-// `listen` is empty, errors are logged, no more, and snapshots lie where the program says.
-// INVALID_ARGUMENT names the setting that is wrong, unknown, named twice, or of no use there.
+// The config of an embedded engine. settings: names as in the file, such as "memory.limit", and
+// values as text; they override the defaults. `listen` is empty, only errors are logged by default,
+// and snapshots may be in any folder. INVALID_ARGUMENT names a setting that is wrong, unknown,
+// named twice, or only for daemons.
 absl::StatusOr<Config> EmbeddedConfig(
     const std::vector<std::pair<std::string, std::string>>& settings, const Topology& topology);
 
-// A setting of which two configs have different values, as they stand in the file.
+// A setting that differs between two configs, with both values as in the file.
 struct SettingChange {
   std::string key;  // "memory.limit"
   std::string before;
   std::string after;
-  bool live = false;  // it may change while the daemon serves; else with the next start
+  bool live = false;  // may change while the daemon serves; otherwise needs a restart
 };
 std::vector<SettingChange> ChangesBetween(const Config& before, const Config& after);
-// Gives `to` the values of the settings that may change while the daemon serves.
+// Copies the settings that may change while the daemon serves from `from` to `to`.
 void TakeLiveSettings(const Config& from, Config& to);
 
-// The config as a TOML file that gives the same config.
+// A TOML file that yields the same config.
 std::string ToToml(const Config& config);
 
-// "512MiB", "64 GiB", "1048576" to bytes, at least 1.
+// Parses "512MiB", "64 GiB" or "1048576" to bytes, at least 1.
 absl::StatusOr<int64_t> ParseBytes(const std::string& text);
-// With the largest suffix that divides the bytes.
+// Formats bytes with the largest unit that divides them.
 std::string FormatBytes(int64_t bytes);
 
 }  // namespace spillway

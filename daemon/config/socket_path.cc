@@ -24,7 +24,7 @@ absl::Status SystemError(const std::string& what) { return absl::ErrnoToStatus(e
 
 absl::Status PrepareDirectory(const std::string& directory, const SocketAccess& access) {
   if (mkdir(directory.c_str(), 0700) == 0) {
-    // A new one's group may pass through it, no more.
+    // The group may only pass through the new directory.
     if (access.group && (chown(directory.c_str(), static_cast<uid_t>(-1), *access.group) != 0 ||
                          chmod(directory.c_str(), 0710) != 0)) {
       const absl::Status status =
@@ -55,7 +55,7 @@ absl::Status PrepareDirectory(const std::string& directory, const SocketAccess& 
 
 std::string LockPath(const std::string& path) { return path + ".lock"; }
 
-// What can be refused without a look at the system.
+// Checks that need no system call.
 absl::Status CheckPath(const std::string& path) {
   constexpr size_t kBytesMax = sizeof(sockaddr_un::sun_path) - 1 - kRegionsSuffix.size();
   if (path.size() > kBytesMax) {
@@ -72,7 +72,7 @@ absl::Status CheckPath(const std::string& path) {
   return absl::OkStatus();
 }
 
-// Nothing, or a socket. Whether there is one.
+// Whether there is a socket at the path; an error if there is something else.
 absl::StatusOr<bool> FindSocket(const std::string& path) {
   struct stat info {};
   if (lstat(path.c_str(), &info) != 0) return false;
@@ -82,8 +82,8 @@ absl::StatusOr<bool> FindSocket(const std::string& path) {
                                                : " exists and is not a socket"));
 }
 
-// A daemon that ends removes the file that it has locked: one that has locked a
-// file which is no longer there tries again.
+// A daemon that ends removes its lock file. So after locking, check that the file still has this
+// name, and try again if not.
 absl::StatusOr<Descriptor> Lock(const std::string& path) {
   const std::string lock_path = LockPath(path);
   for (;;) {
@@ -116,7 +116,7 @@ absl::StatusOr<SocketAccess> SocketAccessOf(const Config& config) {
   const std::string& name = config.socket_group;
   if (name.empty()) return access;
   gid_t number = 0;
-  // Used once, before other threads look groups up.
+  // getgrnam is not thread-safe, but no other thread looks up groups yet.
   if (const group* const found = getgrnam(name.c_str()); found != nullptr) {
     access.group = found->gr_gid;
   } else if (absl::SimpleAtoi(name, &number) && number != static_cast<gid_t>(-1)) {
@@ -130,13 +130,13 @@ absl::StatusOr<SocketAccess> SocketAccessOf(const Config& config) {
 
 absl::StatusOr<SocketPath> SocketPath::Claim(const std::string& path, const SocketAccess& access) {
   RETURN_IF_ERROR(CheckPath(path));
-  // Before anything is made; the lock's holder looks again.
+  // Checked before anything is created, and again with the lock.
   RETURN_IF_ERROR(FindSocket(path).status());
   RETURN_IF_ERROR(PrepareDirectory(std::filesystem::path(path).parent_path().string(), access));
   ASSIGN_OR_RETURN(Descriptor lock, Lock(path));
   SocketPath claimed(path, std::move(lock));
   ASSIGN_OR_RETURN(const bool is_left, FindSocket(path));
-  // Nobody holds the lock, so nobody serves it.
+  // We hold the lock, so no other daemon uses this socket.
   if (is_left) unlink(path.c_str());
   return claimed;
 }

@@ -13,29 +13,28 @@
 
 namespace spillway {
 
-// What the path of the socket that hands over regions has behind the daemon's own.
+// The path of the regions' socket is that of the daemon's socket with this suffix.
 inline constexpr absl::string_view kRegionsSuffix = ".regions";
 
-// Who may connect to a unix socket: its user alone, or a group too.
+// Who may connect to a unix socket: only its user, or also a group.
 struct SocketAccess {
   std::optional<gid_t> group;
   mode_t mode() const { return group ? 0660 : 0600; }
 };
 
-// What Config::socket_group says, the name or number of a group. NOT_FOUND where
-// there is no such group.
+// The access that Config::socket_group asks for, by name or number. NOT_FOUND if there is no such
+// group.
 absl::StatusOr<SocketAccess> SocketAccessOf(const Config& config);
 
-// A unix socket's path, held for one daemon: a lock file beside it keeps
-// others away and is unlocked with the process. Removes both when it goes.
+// The path of a unix socket, reserved for one daemon. A lock file next to it keeps other daemons
+// away; the lock ends with the process. The destructor removes both files.
 class SocketPath {
  public:
-  // Makes the directory where it is missing, 0700, or 0710 for a group; refuses one that belongs
-  // to somebody else or that others may write to (PERMISSION_DENIED). A socket that a dead
-  // daemon left is removed; ALREADY_EXISTS while another daemon holds it. A path
-  // that names no file or is too long for a socket and kRegionsSuffix is
-  // INVALID_ARGUMENT, one where something else stands FAILED_PRECONDITION. What is
-  // refused leaves no lock file.
+  // Creates the directory if it is missing, with mode 0700, or 0710 for a group. Removes a socket
+  // that a dead daemon left. On an error, no lock file is left. Errors: PERMISSION_DENIED if the
+  // directory belongs to another user or others may write to it; ALREADY_EXISTS if another daemon
+  // holds the path; INVALID_ARGUMENT if the path does not name a file, or is too long for a socket
+  // with kRegionsSuffix; FAILED_PRECONDITION if something other than a socket exists there.
   static absl::StatusOr<SocketPath> Claim(const std::string& path, const SocketAccess& access);
   SocketPath(SocketPath&& other) noexcept = default;
   SocketPath& operator=(SocketPath&&) = delete;
@@ -44,14 +43,14 @@ class SocketPath {
  private:
   SocketPath(std::string path, Descriptor lock) : path_(std::move(path)), lock_(std::move(lock)) {}
   std::string path_;
-  Descriptor lock_;  // not valid when moved from
+  Descriptor lock_;  // not valid after a move
 };
 
-// Whether host:port is reached from this machine alone.
+// Whether host:port can be reached only from this machine.
 bool IsLoopback(const std::string& address);
 
-// host:port of "tcp:host:port" as gRPC takes it. PERMISSION_DENIED for a host
-// that is not loopback unless allowed.
+// host:port of "tcp:host:port", in gRPC's form. PERMISSION_DENIED for a host that is not loopback,
+// unless allow_remote.
 absl::StatusOr<std::string> TcpAddress(const std::string& listen, bool allow_remote);
 
 }  // namespace spillway

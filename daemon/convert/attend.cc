@@ -13,8 +13,8 @@
 namespace spillway {
 namespace {
 
-// What a certificate takes per query and head at most: three varint counts,
-// two floats and a promise.
+// Bytes of a certificate per query and query head, at most: three varint counts, two floats and a
+// promise.
 constexpr int64_t kCertificateBytes = 3 * 10 + 2 * 4 + 1;
 constexpr int64_t kFrameBytes = 1024;
 constexpr int64_t kSelectedRowBytes = 4 + 4 + 1;
@@ -37,8 +37,8 @@ absl::Status CheckDType(DType dtype, const ModelSpec& spec, const std::string& f
                                           std::string(DTypeName(spec.dtype))));
 }
 
-// What KvChunk and NewRows share. shape: of k, with kAnyDim for what it has
-// itself; v must have the same.
+// Converts the fields that KvChunk and NewRows share. shape: of k, with kAnyDim for the dimensions
+// that the message chooses; v must have the same shape.
 template <typename Rows>
 absl::StatusOr<Chunk> RowsFromProto(const Rows& rows, std::initializer_list<int64_t> shape,
                                     const ModelSpec& spec, const CallerRegions& regions,
@@ -84,7 +84,8 @@ absl::StatusOr<Chunk> RowsFromProto(const Rows& rows, std::initializer_list<int6
   return out;
 }
 
-// Takes a chunk of one layer and few tokens into memory of ours.
+// Copies a chunk of one layer and few tokens out of its region, if it is in one, so that the client
+// cannot change it any more.
 absl::Status TakeRows(const ModelSpec& spec, Chunk& chunk) {
   if (!chunk.shared_source) return absl::OkStatus();
   const std::array<int64_t, 3> shape = {spec.kv_head_count, chunk.count, spec.head_dim};
@@ -94,7 +95,7 @@ absl::Status TakeRows(const ModelSpec& spec, Chunk& chunk) {
     view.dtype = spec.dtype;
     view.data = source->first.data;
     view.strides = {source->first.head_stride, source->first.token_stride, DTypeBytes(spec.dtype)};
-    // What a tensor lies in, if that is not the message.
+    // k_memory and v_memory are the regions of a shared source.
     view.region = std::static_pointer_cast<const Region>(*memory);
     ASSIGN_OR_RETURN(const std::shared_ptr<const std::byte[]> copy, CopyOf(view, shape));
     *source = ChunkSource::Dense(copy.get(), spec.kv_head_count, chunk.count, spec.row_bytes() / 2);
@@ -253,8 +254,7 @@ int64_t ResultBytes(const AttendQuery& attend, const ModelSpec& spec, const Resu
 
 void FillCertificate(const JobItem& item, v1::Certificate& certificate) {
   const int count = static_cast<int>(item.result.certificates.size());
-  // Written where they will lie: a field that adds its elements looks for room
-  // at each.
+  // Elements are written in place, because adding them one by one checks for room at each.
   const auto elements = [count](auto& field) {
     field.Resize(count, 0);
     return field.mutable_data();

@@ -9,8 +9,9 @@
 
 namespace spillway {
 
-// What a caller calls so. INVALID_ARGUMENT for what is no name, NOT_FOUND for a name of nothing,
-// or of another's; UNAUTHENTICATED once the caller's token is good no more.
+// Finds what has this name for the caller. INVALID_ARGUMENT if it is no valid name; NOT_FOUND if
+// nothing in the caller's namespace has the name; UNAUTHENTICATED if the caller's token is no
+// longer valid.
 inline absl::StatusOr<std::shared_ptr<Model>> FindModel(const Engine& engine, const Caller& caller,
                                                         const std::string& name,
                                                         const std::string& field) {
@@ -30,7 +31,8 @@ inline absl::StatusOr<std::shared_ptr<Sequence>> FindSequence(const Engine& engi
   return engine.registry().UseSequence(caller.IdOf(*id), caller.client());
 }
 
-// Of a sequence that a caller makes. id: the one that it asks for; empty: the daemon chooses.
+// The origin of a sequence that the caller creates. id: the one that it asks for; empty: the daemon
+// chooses.
 inline Origin OriginOf(const Caller& caller, const std::string& id) {
   return {!id.empty(), caller.client(), caller.trace()};
 }

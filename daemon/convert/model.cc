@@ -40,7 +40,7 @@ HashSpec HashFromProto(const v1::HashWeights& weights) {
     case v1::HashWeights::kMlp:
       hash.kind = HashKind::kMlp;
       if (weights.mlp().has_hash_bits()) hash.hash_bits = weights.mlp().hash_bits();
-      // 0 stands for head_dim inside; a client that sends it is refused below.
+      // In a HashSpec, 0 means head_dim. A client that sends 0 is refused in FromProto().
       hash.hidden_dim = weights.mlp().hidden_dim();
       hash.residual = weights.mlp().residual();
       hash.per_query_head = weights.mlp().per_query_head();
@@ -123,7 +123,7 @@ absl::StatusOr<ModelDescription> FromProto(const v1::Model& model) {
   }
   if (model.has_softmax_scale()) {
     spec.softmax_scale = model.softmax_scale();
-    // 0 means the default inside, and must not slip in from a client.
+    // In a ModelSpec, 0 means the default, so a client must not send it.
     if (!std::isfinite(spec.softmax_scale) || spec.softmax_scale <= 0) {
       errors.push_back({"model.softmax_scale", absl::StrCat("value ", spec.softmax_scale,
                                                             " is not finite and greater than 0")});

@@ -8,7 +8,7 @@
 namespace spillway {
 namespace {
 
-// Sets `target` from an enum whose zero means "not set". name: of a value.
+// Sets `target` from an enum whose zero means "not set". name: the name of a value.
 template <typename Proto, typename Host>
 void ApplyEnum(Proto value, Proto last, const std::string& (*name)(Proto), const char* field,
                Host& target, std::vector<FieldError>& errors) {
@@ -61,7 +61,7 @@ void ApplyCandidates(const v1::Policy& patch, Policy& policy, std::vector<FieldE
   }
   if (candidates.has_count()) {
     policy.candidate_count = candidates.count();
-    // 0 stands for the fraction inside, and must not slip in from a client.
+    // In a Policy, 0 means that the fraction counts, so a client must not send it.
     if (candidates.count() == 0) errors.push_back({"candidates.count", "value 0 is less than 1"});
   }
   if (candidates.has_fraction()) policy.candidate_fraction = candidates.fraction();
@@ -72,7 +72,7 @@ Proto EnumToProto(Host value) {
   return static_cast<Proto>(static_cast<int>(value) + 1);
 }
 
-// The rows of methods have the API's values; a test compares the names.
+// Selectors and tails have the API's values in the tables of methods; a test compares their names.
 static_assert(static_cast<int>(Bound::kPaper) + 1 == v1::BOUND_PAPER);
 static_assert(static_cast<int>(Bound::kRatio) + 1 == v1::BOUND_RATIO);
 

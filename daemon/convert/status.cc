@@ -10,8 +10,8 @@
 namespace spillway {
 namespace {
 
-// absl's codes and gRPC's are the same numbers (google.rpc.Code); the names
-// double as reason where an error carries none of its own.
+// absl and gRPC use the same numbers of codes (google.rpc.Code). If an error has no reason of its
+// own, the name of its code is the reason.
 constexpr std::array<const char*, 17> kCodeNames = {
     "OK",
     "CANCELLED",
@@ -32,17 +32,17 @@ constexpr std::array<const char*, 17> kCodeNames = {
     "UNAUTHENTICATED",
 };
 
-// What one error may take: clients refuse headers of more than 8 KiB, where its message stands
-// twice.
+// Size of one error, at most: clients refuse headers of more than 8 KiB, in which the message
+// occurs twice.
 constexpr size_t kMessageCharsMax = 1024;
 constexpr size_t kDetailCharsMax = 256;
-constexpr size_t kFieldsBytesMax = 1536;  // but for the last
+constexpr size_t kFieldsBytesMax = 1536;  // the last field may exceed it
 
-// The text, or its beginning and how long it was.
+// The text, or, if it is too long, its beginning and its length.
 std::string Cut(std::string_view text, size_t chars_max) {
   if (text.size() <= chars_max) return std::string(text);
   size_t end = chars_max;
-  // Not within a character of UTF-8.
+  // Not within a UTF-8 character.
   while (end > 0 && (static_cast<unsigned char>(text[end]) & 0xC0) == 0x80) --end;
   return absl::StrCat(std::string(text.substr(0, end)), "... (cut, of ", text.size(), " bytes)");
 }

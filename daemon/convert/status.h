@@ -12,33 +12,33 @@
 
 namespace spillway {
 
-// Turns errors into google.rpc.Status with ErrorInfo (domain "spillway",
-// reason, metadata with the daemon's boot_id and store_id) and BadRequest where fields are
-// at fault. Long texts are cut, and say so. Thread-safe.
+// Converts errors to google.rpc.Status with ErrorInfo (domain "spillway", reason, metadata with the
+// daemon's boot_id and store_id) and, if fields are wrong, BadRequest. Long texts are cut, and say
+// so. Thread-safe.
 class StatusConverter {
  public:
-  // Says more of an error.
+  // Adds details to an error, such as what holds the memory.
   using Explain = std::function<absl::Status(const absl::Status&)>;
-  // Takes note of an error that is answered, with its reason, and its call's trace
+  // Called with each error that is returned to a client, its reason, and the call's trace id
   // (Caller::trace()).
   using Note = std::function<void(const absl::Status& status, const std::string& reason,
                                   std::string_view trace)>;
 
-  // Both are thread-safe.
+  // explain and note must be thread-safe.
   StatusConverter(std::string boot_id, std::string store_id, Explain explain, Note note)
       : boot_id_(std::move(boot_id)),
         store_id_(std::move(store_id)),
         explain_(std::move(explain)),
         note_(std::move(note)) {}
 
-  // trace: of the call; empty where it does not say.
+  // trace: the call's trace id; empty: none.
   google::rpc::Status ToRpc(const absl::Status& status, std::string_view trace = {}) const;
-  // The same as the status of a call, with its binary details.
+  // The same as the gRPC status of a call, with the google.rpc.Status as binary details.
   grpc::Status ToGrpc(const absl::Status& status, std::string_view trace = {}) const;
 
  private:
   const std::string boot_id_;
-  const std::string store_id_;  // or empty
+  const std::string store_id_;  // empty: no store
   const Explain explain_;
   const Note note_;
 };

@@ -25,7 +25,7 @@ void FillRaw(std::span<const T> values, v1::DType dtype, v1::Tensor& tensor) {
   tensor.set_data(values.data(), values.size_bytes());
 }
 
-// What dtype and shape come to.
+// The dtype, and the bytes of the whole tensor.
 struct Checked {
   DType dtype = DType::kF32;
   int64_t bytes = 0;
@@ -99,7 +99,7 @@ absl::Status CheckStrides(const v1::RegionSlice& slice, std::span<const int64_t>
   return absl::OkStatus();
 }
 
-// Bytes from the first element's begin to the last's end.
+// Bytes from the start of the first element to the end of the last one.
 absl::StatusOr<int64_t> Reach(std::span<const int64_t> shape, std::span<const int64_t> strides,
                               int64_t element_bytes, const std::string& field) {
   if (std::find(shape.begin(), shape.end(), 0) != shape.end()) return 0;
@@ -132,7 +132,7 @@ absl::Status CheckWithin(const v1::RegionSlice& slice, const Region& region, int
   return absl::OkStatus();
 }
 
-// C order. False where the tensor would be larger than any memory.
+// Strides of C order. False if the tensor would be larger than any memory.
 bool DenseStrides(std::span<const int64_t> shape, int64_t element_bytes,
                   std::array<int64_t, 4>& strides) {
   int64_t stride = element_bytes;
@@ -208,7 +208,8 @@ absl::StatusOr<TensorView> ViewTensor(const v1::Tensor& tensor,
     return view;
   }
   RETURN_IF_ERROR(CheckData(tensor, checked->bytes, field));
-  DenseStrides(sizes, DTypeBytes(view.dtype), view.strides);  // fits: the bytes are here
+  // Cannot overflow: the bytes are in the message.
+  DenseStrides(sizes, DTypeBytes(view.dtype), view.strides);
   view.data = BytesOf(tensor);
   return view;
 }
@@ -220,8 +221,8 @@ absl::StatusOr<std::shared_ptr<const std::byte[]>> CopyOf(const TensorView& view
   const int64_t row_bytes = shape.back() * DTypeBytes(view.dtype);
   std::shared_ptr<std::byte[]> copy(new std::byte[static_cast<size_t>(rows * row_bytes)]);
   SharedDeviceMemory* const gpu = view.region == nullptr ? nullptr : view.region->gpu_memory.get();
-  // Rows that one copy takes from a GPU: those of the dimension before the last, and of all
-  // before it where they go on at its stride.
+  // Rows that one copy takes from a GPU: those of the second to last dimension, and those of the
+  // dimensions before it whose strides continue its spacing.
   int64_t together = 1;
   int64_t stride = row_bytes;
   for (size_t axis = shape.size() - 1; gpu != nullptr && axis-- > 0;) {

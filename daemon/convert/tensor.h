@@ -1,4 +1,4 @@
-// Tensors of the API and the engine's bytes.
+// Conversion between tensors of the API and bytes of the engine.
 #pragma once
 
 #include <array>
@@ -18,7 +18,7 @@
 
 namespace spillway {
 
-// A dimension that a tensor must have, or kAnyDim: at least 1.
+// In the shape that a tensor must have: any dimension of at least 1.
 inline constexpr int64_t kAnyDim = -1;
 
 std::optional<DType> FromProto(v1::DType dtype);
@@ -28,17 +28,17 @@ v1::DType ToProto(DType dtype);
 struct TensorView {
   DType dtype = DType::kF32;
   const std::byte* data = nullptr;
-  // Between neighbours of each dimension, bytes.
+  // Bytes from one element to the next in each dimension.
   std::array<int64_t, 4> strides = {};
-  // What is not in the message: others may write to it meanwhile.
+  // The region, if the elements are not in the message. Others may write to it at any time.
   std::shared_ptr<const Region> region;
 };
 
-// Checks an F32, F16 or BF16 tensor: rank, dimensions, and that its bytes are
-// exactly what dtype and shape say, or that all of them lie in a region. Errors
-// name `field` and what in it is wrong: INVALID_ARGUMENT, or NOT_FOUND for the
-// region, which is not looked at. kCopied: memory of a GPU is refused where it cannot be
-// copied to the host, as an engine's in its client's own process; kAny: it may be any.
+// Checks an F32, F16 or BF16 tensor: rank, dimensions, and that its bytes are exactly those of
+// dtype and shape, or that all of them are within a region. The contents of a region are not read.
+// Errors name `field` and what is wrong in it: INVALID_ARGUMENT, or NOT_FOUND for the region.
+// memory: kCopied refuses GPU memory that cannot be copied to the host, such as that of an embedded
+// engine's process; kAny takes all memory.
 enum class TensorMemory { kCopied, kAny };
 absl::StatusOr<TensorView> ViewTensor(const v1::Tensor& tensor,
                                       std::initializer_list<int64_t> shape,
@@ -47,24 +47,24 @@ absl::StatusOr<TensorView> ViewTensor(const v1::Tensor& tensor,
 inline const std::byte* BytesOf(const v1::Tensor& tensor) {
   return reinterpret_cast<const std::byte*>(tensor.data().data());
 }
-// The elements of a view in C order, in memory that nobody else writes to. An error is a
-// GPU's, which they are copied from.
+// Copies the elements of a view, in C order, to memory to which nobody else writes. An error is one
+// of the GPU from which they are copied.
 absl::StatusOr<std::shared_ptr<const std::byte[]>> CopyOf(const TensorView& view,
                                                           std::span<const int64_t> shape);
 
-// Where rows shall be written, as they lie in a region.
+// Where rows are written in a region.
 struct TensorTarget {
   std::byte* data = nullptr;
-  // Between neighbours of each dimension, bytes.
+  // Bytes from one element to the next in each dimension.
   std::array<int64_t, 4> strides = {};
   std::shared_ptr<const Region> region;
 };
-// shape: 1 to 4 dimensions, which may be 0. INVALID_ARGUMENT or NOT_FOUND naming `field`.
+// shape: 1 to 4 dimensions, each of which may be 0. INVALID_ARGUMENT or NOT_FOUND, naming `field`.
 absl::StatusOr<TensorTarget> TargetOf(const v1::RegionSlice& slice, std::span<const int64_t> shape,
                                       DType dtype, const CallerRegions& regions,
                                       const std::string& field, TensorMemory memory);
 
-// Where a result shall be written: elements of a region, in C order.
+// Where a result is written: in C order, in a region or in the answer.
 struct TensorPlace {
   std::shared_ptr<const Region> region;  // null: into the answer
   v1::RegionSlice slice;
@@ -73,11 +73,11 @@ struct TensorPlace {
 absl::StatusOr<TensorPlace> PlaceTensor(const v1::RegionSlice& slice, int64_t count, DType dtype,
                                         const CallerRegions& regions, const std::string& field);
 
-// A tensor of values, rounded to nearest even where dtype is narrower.
+// Fills a tensor with values, rounded to nearest even if dtype is narrower.
 void FillTensor(std::span<const float> values, DType dtype, std::initializer_list<int64_t> shape,
                 v1::Tensor& tensor);
-// The same with the elements where they were wanted. An error is a GPU's, which they are
-// copied to.
+// The same, with the elements written to `place`. An error is one of the GPU to which they are
+// copied.
 absl::Status FillTensor(std::span<const float> values, DType dtype,
                         std::initializer_list<int64_t> shape, const TensorPlace& place,
                         v1::Tensor& tensor);

@@ -26,7 +26,7 @@ bool IsId(std::string_view text) {
 }  // namespace
 
 std::string TraceIdOf(std::string_view text) {
-  // Later versions may go on behind the flags.
+  // Later versions may have more fields after the flags.
   constexpr size_t kSize = 55;
   if (text.size() < kSize || text[2] != '-' || text[35] != '-' || text[52] != '-') return "";
   const std::string_view version = text.substr(0, 2), trace = text.substr(3, 32);

@@ -1,4 +1,4 @@
-// By what a client's own tracing finds its calls in the daemon's log.
+// Trace ids, with which a client finds its calls in the daemon's log.
 #pragma once
 
 #include <string>
@@ -8,19 +8,21 @@
 
 namespace spillway {
 
-// Metadata of calls: W3C Trace Context's, and what proxies and clients without it say.
+// Keys of call metadata: that of W3C Trace Context, and the one that proxies and clients without it
+// use.
 inline constexpr char kTraceparentMetadata[] = "traceparent";
 inline constexpr char kRequestIdMetadata[] = "x-request-id";
 
-// The trace's id, 32 hexadecimal digits. Empty: it is no traceparent
-// (version-trace-parent-flags, in lower case; an id is not all zeros).
+// The trace id in a traceparent, 32 hexadecimal digits. Empty if the text is no valid traceparent
+// (version-trace-parent-flags, in lower case; ids are not all zeros).
 std::string TraceIdOf(std::string_view traceparent);
 
-// The id as it is. Empty: it is none that goes into a log, of 1 to 128 characters of
+// The id itself, or empty if it may not go into the log: valid are 1 to 128 characters of
 // [A-Za-z0-9._:=+/-].
 std::string RequestIdOf(std::string_view request_id);
 
-// Of a message's field of that name: empty, or as RequestIdOf() asks. INVALID_ARGUMENT.
+// Checks the field trace_id of a message: it may be empty, or valid for RequestIdOf().
+// INVALID_ARGUMENT.
 absl::Status CheckTraceId(std::string_view trace_id);
 
 }  // namespace spillway

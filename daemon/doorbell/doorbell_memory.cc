@@ -7,8 +7,7 @@ constexpr int64_t kAlignment = 64;
 
 int64_t Aligned(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
-// [B, T, H, d] and [B, H, T, d] in C order are alike here: tokens and heads each have
-// their stride.
+// A tensor [B, T, H, d] in C order. bytes: of one head's elements.
 template <typename Byte>
 StepPlace<Byte> Dense(Byte* data, const StepShape& shape, int64_t head_count, int64_t bytes) {
   return {data, shape.token_count * head_count * bytes, head_count * bytes, bytes};
@@ -16,7 +15,7 @@ StepPlace<Byte> Dense(Byte* data, const StepShape& shape, int64_t head_count, in
 
 }  // namespace
 
-// The sizes that the API allows are far from overflowing.
+// Sizes that the API allows cannot overflow.
 StepLayout::StepLayout(const StepShape& shape, DType q_dtype, DType row_dtype, DType out_dtype)
     : shape(shape), q_dtype(q_dtype), row_dtype(row_dtype), out_dtype(out_dtype) {
   const int64_t tokens = int64_t{shape.sequence_count} * shape.token_count;

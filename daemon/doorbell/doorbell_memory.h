@@ -1,7 +1,6 @@
-// Decode steps through memory that a client and its daemon share, instead of through
-// messages. The client writes a call and its tensors and rings; one thread of the
-// daemon answers it and rings back. One call at a time: each layer's queries come of
-// the layer before.
+// Decode steps through memory that a client and its daemon share, instead of through messages. The
+// client writes a call and its tensors and rings; a thread of the daemon answers the call and rings
+// back. There is one call at a time, because each layer's queries depend on the layer before.
 #pragma once
 
 #include <cstddef>
@@ -13,23 +12,23 @@
 namespace spillway {
 
 enum class DoorbellCallKind : uint32_t {
-  kBegin = 1,    // data: a serialised v1::DecodeStep; the step before ends
+  kBegin = 1,    // data: a serialised v1::DecodeStep; ends the step before
   kAttend = 2,   // data: tensors, as StepLayout says
-  kResults = 3,  // asks for the last attend's v1::AttendResponse from `offset` on
+  kResults = 3,  // asks for the last attend's v1::AttendResponse, from byte `offset` on
   kEnd = 4,
-  // A decoder's, whose tensors lie in memory of the GPU that both map, as StepLayout
-  // says. data: a serialised v1::DecodeStep; offset: token_count_max. It is answered
-  // with a DecoderMemory. What was begun or open before ends.
+  // Calls of a decoder, whose tensors are in GPU memory that both processes map, as StepLayout
+  // says. kOpenDecoder: data is a serialised v1::DecodeStep, offset is token_count_max, and the
+  // answer is a DecoderMemory. A step or decoder that was open ends.
   kOpenDecoder = 5,
   kDecoderNext = 6,     // announces the next tokens
   kDecoderAttend = 7,   // answered when out and lse are written
   kDecoderFinish = 8,   // ends the step
-  kDecoderResults = 9,  // as kResults, of a layer of the step that has ended
-  kDecoderSums = 10,    // of a layer; answered with an AttendSums
-  kCloseDecoder = 11,   // lets the sequences go
+  kDecoderResults = 9,  // as kResults, for a layer of the last step that has ended
+  kDecoderSums = 10,    // asks for a layer's AttendSums
+  kCloseDecoder = 11,   // releases the sequences
 };
 
-// Numbers as of v1::DType.
+// q_dtype and out_dtype are numbers of v1::DType.
 struct DoorbellCall {
   DoorbellCallKind kind;
   int32_t layer;
@@ -41,7 +40,7 @@ struct DoorbellCall {
   int64_t byte_count;  // of the data
 };
 
-// What a step's tensors look like, as its begin is answered.
+// Shape of a step's tensors, in the answer to kBegin or kOpenDecoder.
 struct StepShape {
   int32_t sequence_count;
   int32_t token_count;
@@ -52,27 +51,27 @@ struct StepShape {
 };
 
 struct DoorbellAnswer {
-  int32_t code;         // 0, or of an error: then the text is a serialised google.rpc.Status
+  int32_t code;         // 0: OK; else the text is a serialised google.rpc.Status, or empty
   uint32_t text_bytes;  // of the text
-  int64_t byte_count;   // kResults: of the data
-  int64_t left;         // kResults: bytes that follow those
+  int64_t byte_count;   // of the data
+  int64_t left;         // kResults, kDecoderResults: bytes that follow those
   StepShape shape;      // kBegin, kOpenDecoder
-  uint64_t version;     // kDecoderNext: of the launches
+  uint64_t version;     // kDecoderNext: StreamDecoder::version()
 };
 
-// Where a decoder's tensors lie.
+// The GPU memory with a decoder's tensors.
 struct DecoderMemory {
   int64_t byte_count;
   char device[64];  // the GPU's UUID, ends with NUL
-  char handle[64];  // what CUDA maps it by (cudaIpcMemHandle_t)
+  char handle[64];  // with which CUDA maps it (cudaIpcMemHandle_t)
 };
 
-// A region begins with this; the data follow. Errors have a place of their own, for
-// where one sequence fails the data still hold the others' outputs.
+// The beginning of a region; the data follow at kDataOffset. Errors have their own place, because
+// if one sequence fails, the data still contain the outputs of the others.
 struct DoorbellMemory {
-  // Changed by the client to make a call.
+  // The client changes its number to make a call.
   Bell rung;
-  // The daemon gives it the number of the call that is answered.
+  // The daemon sets its number to that of the answered call.
   Bell answered;
   alignas(64) DoorbellCall call;
   alignas(64) DoorbellAnswer answer;
@@ -83,12 +82,12 @@ struct DoorbellMemory {
 };
 static_assert(sizeof(DoorbellMemory) <= DoorbellMemory::kDataOffset);
 
-// Where a layer's tensors lie, in the data or in a decoder's memory: one after the other in C
-// order, each on a boundary of 64 bytes.
+// Layout of a layer's tensors in the data or in a decoder's memory: q, k, v, out and lse one after
+// the other, each in C order and aligned to 64 bytes.
 struct StepLayout {
   StepLayout(const StepShape& shape, DType q_dtype, DType row_dtype, DType out_dtype);
 
-  // At data. Strides are those of C order.
+  // The tensors in memory that begins at `data`. Strides are those of C order.
   StepTensors At(std::byte* data, bool with_lse) const;
 
   const StepShape shape;
@@ -97,12 +96,12 @@ struct StepLayout {
   int64_t byte_count;
 };
 
-// What memory for a step's tensors is made for: queries and outputs in float32 take the most.
+// The layout for which memory is allocated: queries and outputs in float32 take the most.
 inline StepLayout LargestLayout(const StepShape& shape, DType row_dtype) {
   return StepLayout(shape, DType::kF32, row_dtype, DType::kF32);
 }
 
-// A step's tensor of so many heads.
+// Shape of a step's tensor with head_count heads.
 inline StepRows RowsOf(const StepShape& shape, int64_t head_count, DType dtype) {
   return {shape.sequence_count, shape.token_count, head_count,
           int64_t{shape.head_dim} * DTypeBytes(dtype)};

@@ -25,13 +25,13 @@
 namespace spillway {
 namespace {
 
-// How long a wake that went amiss can leave a thread asleep.
+// How long a thread can sleep at most if a wake-up is lost.
 constexpr std::chrono::seconds kLookInterval{1};
-// While so many calls are answered a thread that has nothing to do sleeps at once: the
-// device has work, and a spin would take a core from it.
+// While so many calls are being served, a waiting thread sleeps at once: the device has work, and
+// spinning would take a core from it.
 constexpr int kAnsweringToSpinMax = 4;
 
-// Between two layers of a decoder the model's own kernels run.
+// A decoder's thread spins longer, because the model's own kernels run between two layers.
 constexpr std::chrono::microseconds kDecoderSpinMax{200};
 
 absl::StatusOr<DType> DTypeOf(uint32_t number, const char* field) {
@@ -42,8 +42,8 @@ absl::StatusOr<DType> DTypeOf(uint32_t number, const char* field) {
 
 }  // namespace
 
-// One doorbell and its thread. What lies in the region may change at any time: it is
-// copied before it is looked at.
+// One doorbell and its thread. The contents of the region may change at any time, so they are
+// copied before they are checked.
 class DoorbellServer::Line {
  public:
   Line(const DoorbellServer& server, Caller caller, std::shared_ptr<Region> region)
@@ -55,8 +55,8 @@ class DoorbellServer::Line {
         thread_([this] { Run(); }) {}
   ~Line() { thread_.join(); }
 
-  // The thread ends, and lets the region go, when it has answered what it is at.
-  // region: the doorbell's.
+  // Makes the thread end after its current call and release the region. Does not wait. region: the
+  // doorbell's.
   void Close(const Region& region) {
     closed_ = true;
     reinterpret_cast<DoorbellMemory*>(region.bytes.data())->rung.Wake();
@@ -98,7 +98,7 @@ class DoorbellServer::Line {
     if (!status.ok()) {
       answer.code = static_cast<int32_t>(status.code());
       const std::string text = server_.status_->ToRpc(status, trace_).SerializeAsString();
-      // One that does not fit is told by its code alone.
+      // If the error does not fit, only its code is returned.
       if (text.size() <= sizeof(memory_.text)) {
         std::memcpy(memory_.text, text.data(), text.size());
         answer.text_bytes = static_cast<uint32_t>(text.size());
@@ -167,7 +167,7 @@ class DoorbellServer::Line {
                         absl::StrCat("value ", static_cast<uint32_t>(call.kind), " is no call"));
   }
 
-  // The description that lies in the data: what follows is of its trace.
+  // Parses the description in the data. From now on, errors are reported with its trace id.
   absl::StatusOr<v1::DecodeStep> DescriptionOf(const DoorbellCall& call) {
     trace_ = caller_.trace();
     const auto capacity = static_cast<int64_t>(data_.size());
@@ -182,7 +182,7 @@ class DoorbellServer::Line {
     return step;
   }
 
-  // Of a step or a decoder.
+  // Shape of a step's or decoder's tensors.
   template <typename T>
   static StepShape ShapeOf(const T& of) {
     const ModelSpec& spec = of.model().spec;
@@ -226,7 +226,7 @@ class DoorbellServer::Line {
   }
 
   void CloseDecoder() {
-    // It ends its step on the exchange's stream.
+    // First, because it ends its step on the exchange's stream.
     decoder_.reset();
     exchange_.reset();
     results_.reset();
@@ -236,9 +236,9 @@ class DoorbellServer::Line {
   absl::Status AttendOnGpu(const DoorbellCall& call) {
     ASSIGN_OR_RETURN(const DType q_dtype, DTypeOf(call.q_dtype, "q_dtype"));
     ASSIGN_OR_RETURN(const DType out_dtype, DTypeOf(call.out_dtype, "out_dtype"));
-    // No larger than what the memory was made for.
+    // At most as large as LargestLayout(), for which the memory was allocated.
     const StepLayout layout(shape_, q_dtype, decoder_->model().spec.dtype, out_dtype);
-    // What is read is copied first: it must not change while it is used.
+    // Inputs are copied first, so that the client cannot change them while they are used.
     RETURN_IF_ERROR(exchange_->TakeInputs(layout.out_offset));
     StepTensors tensors = layout.At(exchange_->shared().bytes().data(), call.wants_lse != 0);
     const StepTensors copied = layout.At(exchange_->inputs(), false);
@@ -249,7 +249,7 @@ class DoorbellServer::Line {
     return exchange_->Await();
   }
 
-  // Answers with a value, as data.
+  // Answers with a value in the data.
   template <typename T>
   absl::Status Send(const T& value, DoorbellAnswer& answer) {
     static_assert(std::is_trivially_copyable_v<T> &&
@@ -275,7 +275,7 @@ class DoorbellServer::Line {
           absl::StrCat("the step's tensors take ", layout.byte_count,
                        " bytes, and the doorbell has ", data_.size()));
     }
-    // What is read is copied first: it must not change while it is used.
+    // Inputs are copied first, so that the client cannot change them while they are used.
     if (layout.out_offset > static_cast<int64_t>(inputs_.size())) {
       ASSIGN_OR_RETURN(inputs_reservation_,
                        server_.engine_->budget().Reserve(layout.out_offset, "a step's tensors"));
@@ -315,17 +315,17 @@ class DoorbellServer::Line {
   const std::span<std::byte> data_;
   std::atomic<bool> closed_ = false;
   std::atomic<bool> ended_ = false;
-  // The thread's alone.
+  // Used by the thread only.
   BellWaiter waiter_;
-  std::string trace_ = caller_.trace();  // of the step, or the decoder, that was described last
+  std::string trace_ = caller_.trace();  // of the step or decoder that was described last
   std::unique_ptr<Step> step_;
-  StepShape shape_ = {};  // of the step, or the decoder
+  StepShape shape_ = {};  // of the open step or decoder
   std::unique_ptr<DeviceExchange> exchange_;
   std::unique_ptr<StreamDecoder> decoder_;
   std::vector<std::byte> inputs_;
   MemoryReservation inputs_reservation_;
   std::optional<std::string> results_;
-  // Last: it uses the rest.
+  // Last, because it uses the members above.
   std::thread thread_;
 };
 
@@ -340,7 +340,7 @@ absl::StatusOr<std::shared_ptr<Region>> DoorbellServer::Attach(const Caller& cal
                         absl::StrCat("value ", data_bytes, " is not in [0, ", kMost, "]"));
   }
   {
-    std::list<std::shared_ptr<Line>> ended;  // joined without the lock
+    std::list<std::shared_ptr<Line>> ended;  // joined after the lock is released
     const MutexLock lock(mutex_);
     for (auto line = lines_.begin(); line != lines_.end();) {
       const auto next = std::next(line);

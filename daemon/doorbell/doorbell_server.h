@@ -15,15 +15,15 @@
 
 namespace spillway {
 
-// Answers decode steps, and decoders on a GPU, that clients make through regions
-// (doorbell_memory.h says how). A doorbell has a thread of its own, which sleeps while nobody
-// rings: a client that stops in the middle of a step holds nothing that another needs. Thread-safe.
+// Serves decode steps, and decoders on a GPU, that clients call through regions
+// (doorbell_memory.h). Each doorbell has its own thread, which sleeps while the client does not
+// ring. So a client that stops in the middle of a step blocks no other client. Thread-safe.
 class DoorbellServer {
  public:
-  // Of all clients.
+  // Doorbells of all clients together.
   static constexpr int64_t kDoorbellCountMax = 512;
 
-  // All outlive the server.
+  // All must outlive the server.
   DoorbellServer(Engine* engine, RegionTable* regions, const StatusConverter* status)
       : engine_(engine), regions_(regions), status_(status) {}
   // REQUIRES: the regions' sessions have ended.
@@ -31,17 +31,16 @@ class DoorbellServer {
   DoorbellServer(const DoorbellServer&) = delete;
   DoorbellServer& operator=(const DoorbellServer&) = delete;
 
-  // A new region with a doorbell, that is answered until the region is detached. Who rings is
-  // the caller.
-  // data_bytes: what tensors may take; raised to what every doorbell has. Errors as of
-  // RegionTable::Attach, and RESOURCE_EXHAUSTED, reason DOORBELL_COUNT_EXHAUSTED.
+  // Creates a region with a doorbell, which is served until the region is detached. Its calls are
+  // those of `caller`.
+  // data_bytes: room for tensors, raised to DoorbellMemory::kDataBytesMin. Errors as
+  // RegionTable::Attach(), and RESOURCE_EXHAUSTED, reason DOORBELL_COUNT_EXHAUSTED.
   absl::StatusOr<std::shared_ptr<Region>> Attach(const Caller& caller, const std::string& session,
                                                  int64_t data_bytes) ABSL_LOCKS_EXCLUDED(mutex_);
 
-  // From now on calls are answered with UNAVAILABLE; those that are being answered go
-  // on.
+  // From now on, calls are answered with UNAVAILABLE. Calls that are being served go on.
   void Drain() { draining_ = true; }
-  // Calls that are being answered.
+  // Calls that are being served.
   int open_call_count() const { return answering_; }
 
  private:

@@ -15,24 +15,24 @@
 
 namespace spillway {
 
-// How much the sequences of a namespace may come to. 0: no limit of its own.
+// Limits on all sequences of a namespace together. 0: no limit.
 struct Quota {
   int64_t bytes_max = 0;           // rows and index
-  int64_t sequence_count_max = 0;  // that can be named
+  int64_t sequence_count_max = 0;  // in the registry
   friend bool operator==(const Quota&, const Quota&) = default;
 };
 
-// What the sequences of a namespace come to. Thread-safe.
+// What all sequences of a namespace use together. Thread-safe.
 class Account {
  public:
   explicit Account(std::string name_space, int64_t number = 0)
       : number(number), name_space_(std::move(name_space)) {}
 
-  // Of its jobs, Job::owner.
+  // Job::owner of its jobs.
   const int64_t number;
 
   Quota quota() const { return {bytes_max_, sequence_count_max_}; }
-  // For what is charged from now on.
+  // Applies to later charges only.
   void SetQuota(const Quota& quota) {
     bytes_max_ = quota.bytes_max;
     sequence_count_max_ = quota.sequence_count_max;
@@ -40,9 +40,11 @@ class Account {
   int64_t used_bytes() const { return used_bytes_; }
   int64_t sequence_count() const { return sequence_count_; }
 
-  // RESOURCE_EXHAUSTED, reason QUOTA_EXHAUSTED, names the quota, and nothing is charged.
+  // bytes may be negative. RESOURCE_EXHAUSTED, reason QUOTA_EXHAUSTED, names the quota; then
+  // nothing is charged.
   absl::Status Charge(int64_t bytes);
-  // Without a look at the quota: what is there already, or, where negative, is no more.
+  // Charges without a check of the quota: bytes that are held already, or, if negative, bytes that
+  // were freed.
   void Settle(int64_t bytes) { used_bytes_ += bytes; }
   // Errors as Charge.
   absl::Status AddSequence();
@@ -56,7 +58,7 @@ class Account {
   std::atomic<int64_t> sequence_count_{0};
 };
 
-// The accounts of all namespaces, each from its first use on. Thread-safe.
+// The accounts of all namespaces. Each is created at its first use. Thread-safe.
 class AccountTable {
  public:
   std::shared_ptr<Account> Of(std::string_view name_space) {

@@ -12,7 +12,7 @@
 namespace spillway {
 namespace {
 
-// Layers of a chunk that are on the device together.
+// Layers of a chunk that are on the device at the same time.
 constexpr size_t kLayersAtOnce = 2;
 
 }  // namespace
@@ -54,7 +54,7 @@ absl::Status Engine::AppendOperation::Check() {
 void Engine::AppendOperation::Start() {
   if (absl::Status status = Check(); !status.ok()) return End(std::move(status));
   if (layers_.empty()) return End(absl::OkStatus());
-  // Two at a time: one is coded while the other's rows are copied.
+  // Two at a time: one layer is encoded while the rows of the other are copied.
   const size_t first = std::min<size_t>(layers_.size(), kLayersAtOnce);
   {
     const MutexLock lock(mutex_);
@@ -72,7 +72,7 @@ void Engine::AppendOperation::Submit(size_t index) {
   job->model = sequence.model->device();
   job->layer = layer;
   job->owner = sequence.account->number;
-  // No cancellation: a chunk commits whole or not at all.
+  // No cancel token: a chunk is appended as a whole or not at all.
   JobItem& item = job->items.emplace_back();
   item.sequence = sequence.device.get();
   item.append =
@@ -92,7 +92,8 @@ void Engine::AppendOperation::OnJobDone(std::unique_ptr<Job> job) {
   bool last = false;
   {
     const MutexLock lock(mutex_);
-    // Of layers that fail at once the lowest one's: it says what a client reads first.
+    // If several layers fail, the lowest one's error is kept, because its rows come first in the
+    // chunk.
     if (!status.ok() && (status_.ok() || job->layer < failed_layer_)) {
       status_ = std::move(status);
       failed_layer_ = job->layer;

@@ -8,7 +8,7 @@
 
 namespace spillway {
 
-// One chunk of one sequence: a device job per layer.
+// Appends a chunk to a sequence, with one device job per layer.
 class Engine::AppendOperation : public OrderedQueues::Operation {
  public:
   AppendOperation(Engine* engine, AppendRequest request, Done<AppendOutcome> done)
@@ -17,13 +17,13 @@ class Engine::AppendOperation : public OrderedQueues::Operation {
   void Start() override;
 
  private:
-  // Finds the layers to append to.
+  // Validates the request, and finds and prepares the layers to append to.
   absl::Status Check();
-  // Layer layers_[index]; with the job's end the next one follows.
+  // Submits the job of layer layers_[index]. When the job ends, the next layer follows.
   void Submit(size_t index);
   void OnJobDone(std::unique_ptr<Job> job) ABSL_LOCKS_EXCLUDED(mutex_);
   void End() ABSL_LOCKS_EXCLUDED(mutex_);
-  // Answers and lets the next operation start.
+  // Answers the request, and lets the next operation start.
   void End(absl::Status status);
 
   Engine* const engine_;
@@ -31,10 +31,10 @@ class Engine::AppendOperation : public OrderedQueues::Operation {
   const Done<AppendOutcome> done_;
   std::vector<int> layers_;  // to append to, ascending
   Mutex mutex_;
-  size_t next_ ABSL_GUARDED_BY(mutex_) = 0;     // of layers_
-  size_t running_ ABSL_GUARDED_BY(mutex_) = 0;  // jobs
+  size_t next_ ABSL_GUARDED_BY(mutex_) = 0;     // index into layers_
+  size_t running_ ABSL_GUARDED_BY(mutex_) = 0;  // running jobs
   absl::Status status_ ABSL_GUARDED_BY(mutex_);
-  int failed_layer_ ABSL_GUARDED_BY(mutex_) = 0;  // that status_ is of
+  int failed_layer_ ABSL_GUARDED_BY(mutex_) = 0;  // the layer of status_
 };
 
 }  // namespace spillway

@@ -13,7 +13,7 @@
 namespace spillway {
 namespace {
 
-// The same error, naming the item of a request with several.
+// The same error, with the item's index in the message.
 absl::Status AtItem(const absl::Status& status, size_t index) {
   return WithMessage(status, absl::StrCat("items[", index, "]: ", status.message()));
 }
@@ -126,7 +126,7 @@ void Engine::AttendOperation::Settle(AttendItem& item, const Job& job, const Job
       rows.Keep(rows.token_count());
       engine_->CountAppend(sequence, item.append->count * rows.kv_head_count());
     } else {
-      // The device learns of it with the layer's next PrepareAppend.
+      // The device drops its codes of these rows in the layer's next PrepareAppend().
       rows.Truncate(std::min(rows.token_count(), item.append->start));
     }
     sequence.Publish();

@@ -8,8 +8,8 @@
 
 namespace spillway {
 
-// One layer of one or several sequences, with or without an append before: one
-// device job.
+// Attends at one layer of one or several sequences, with or without an append before, in one device
+// job.
 class Engine::AttendOperation : public OrderedQueues::Operation {
  public:
   AttendOperation(Engine* engine, AttendRequest request, Done<AttendOutcome> done)
@@ -24,9 +24,9 @@ class Engine::AttendOperation : public OrderedQueues::Operation {
   absl::Status Prepare();
   void Submit();
   void OnJobDone(std::unique_ptr<Job> job);
-  // Counts where the job's time went, and notes it down where that was long.
+  // Counts where the job's time went, and records the attend if it was slow.
   void NoteTimes(const Job& job);
-  // Undoes what a failed item has appended, counts, shares rows.
+  // Undoes the append of a failed item, counts what was done, and shares rows.
   void Settle(AttendItem& item, const Job& job, const JobItem& done, AttendOutcome& outcome);
   void End(absl::StatusOr<AttendOutcome> outcome);
   LayerRows& RowsOf(const AttendItem& item) { return item.sequence->rows[request_.layer]; }
@@ -35,11 +35,11 @@ class Engine::AttendOperation : public OrderedQueues::Operation {
 
   Engine* const engine_;
   const Clock::time_point asked_ = Clock::now();
-  Clock::time_point begun_;  // its sequences' turn has come
+  Clock::time_point begun_;  // when the turn of its sequences came
   AttendRequest request_;
   const Done<AttendOutcome> done_;
-  // Of each item, where attends are audited: its policy as it came, and the
-  // levels that its heads were served with.
+  // For each item, if attends are audited: its original policy, and the escalation levels of its
+  // heads.
   struct Audited {
     Policy policy;
     std::vector<int> levels;

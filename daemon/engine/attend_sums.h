@@ -7,17 +7,17 @@
 
 namespace spillway {
 
-// What attends come to.
+// Sums over attends.
 struct AttendSums {
   int64_t attend_count = 0;       // queries
-  int64_t touched_row_count = 0;  // over KV heads
+  int64_t touched_row_count = 0;  // summed over KV heads
   int64_t visible_row_count = 0;  // the same
-  int64_t exact_count = 0;        // certificates by promise, one a query head
+  int64_t exact_count = 0;        // certificates by promise, one per query and query head
   int64_t statistical_count = 0;
   int64_t none_count = 0;
-  int64_t certified_error_count = 0;  // that are finite
+  int64_t certified_error_count = 0;  // certificates with a finite error
   double certified_error_sum = 0;
-  // Of those, by range, without the exact ones.
+  // The same by ranges of the error, without exact certificates.
   ErrorDistribution::Counts certified_error_counts{};
   int64_t moved_row_count = 0;
 

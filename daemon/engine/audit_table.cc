@@ -6,7 +6,8 @@
 namespace spillway {
 namespace {
 
-// Checks that a head is looked at after, before it may go up, and down.
+// Number of recent checks after which a head's level may be raised, and after which it may be
+// lowered.
 constexpr int64_t kRaiseCheckCount = 8;
 constexpr int64_t kLowerCheckCount = 400;
 

@@ -9,8 +9,8 @@
 
 namespace spillway {
 
-// What checks have shown of one KV head of a layer, and how hard its attends
-// try because of it. A check is of one query head and attend.
+// Audit results of one KV head of a layer, and its escalation level. One check is of the output of
+// one query head for one query.
 struct HeadAudit {
   int layer = 0;
   int kv_head = 0;
@@ -27,17 +27,17 @@ class AuditTable {
  public:
   explicit AuditTable(const ModelSpec& spec);
 
-  // What a table takes at most.
+  // Bytes of a table, at most.
   static int64_t BytesOf(const ModelSpec& spec) {
     return int64_t{spec.layer_count} * spec.kv_head_count * int64_t{sizeof(HeadAudit)};
   }
 
   // The heads' levels, [H_kv]; empty if all are 0, as they are at first.
   std::vector<int> Levels(int layer) const ABSL_LOCKS_EXCLUDED(mutex_);
-  // Checks of attends that were made at `level`; of another than the head's
-  // own they are counted and change nothing. A head goes up a level when more
-  // checks fail than a share delta of them explains, by a standard deviation
-  // and a half check; down when after many at most half of that share did.
+  // Records checks of attends that ran at `level`. If the head has another level by now, they only
+  // count in its totals. Of n recent checks, the level is raised if more than delta * n +
+  // sqrt(delta * (1 - delta) * n) + 0.5 failed, and lowered if n is large and at most delta / 2 * n
+  // failed.
   void Record(int layer, int kv_head, int level, int level_max, double delta, int64_t check_count,
               int64_t violation_count) ABSL_LOCKS_EXCLUDED(mutex_);
   // Heads that were checked, those with the most violations first.

@@ -12,10 +12,11 @@
 namespace spillway {
 namespace {
 
-// Each holds a share of a layer's rows: an append to them copies a page.
+// Waiting checks, at most. Each shares the rows of a layer, so an append to that layer must first
+// copy a page.
 constexpr size_t kWaitingMax = 16;
 
-// Whether an output is farther from the exact one than its promise, [d] each.
+// Whether the relative error of `out` against `exact`, [d] each, exceeds epsilon.
 bool IsViolation(const float* out, const float* exact, int d, double epsilon) {
   double error = 0, norm = 0;
   for (int i = 0; i < d; ++i) {
@@ -68,7 +69,7 @@ void Auditor::Offer(const std::shared_ptr<Model>& model, int layer, const Policy
     if (std::none_of(first, first + heads, [](const Certificate& certificate) {
           return certificate.promise == Promise::kStatistical;
         })) {
-      // What is dense because it failed keeps its promise.
+      // Heads whose level is dense keep their promise: they count as checked without violations.
       for (int h = 0; h < static_cast<int>(levels.size()); ++h) {
         if (!EscalationAt(policy, levels[h]).dense) continue;
         model->audits.Record(layer, h, levels[h], DenseLevel(policy), policy.delta, spec.group(),
@@ -107,7 +108,7 @@ void Auditor::Perform(const Check& check) const {
   attend.q = check.q.data();
   attend.visible = {check.visible};
   const auto exact = ExactAttend(spec, check.layer, std::move(attend), cancel_.get());
-  // A logit that is not finite among rows that the attend did not read.
+  // Cancelled, or a row that the attend did not read gives a logit that is not finite.
   if (!exact.ok()) return;
   const int d = spec.head_dim;
   const int level_max = DenseLevel(check.policy);

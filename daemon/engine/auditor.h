@@ -15,15 +15,15 @@
 namespace spillway {
 
 struct AuditOptions {
-  // Of the attends, the share that is checked, in [0, 1]; 0: none, and every
-  // attend is as its policy says.
+  // Share of the attends that is checked, in [0, 1]. 0: none; then attends follow their policy
+  // unchanged.
   double share = 0;
-  // Of one core, what checks may take in the long run, in (0, 1].
+  // Share of one core that the checks may use in the long run, in (0, 1].
   double cpu_share = 0.1;
 };
 
-// Checks a random share of the attends against exact attention, in a thread of
-// its own, and raises the escalation level of the heads whose promises fail. Thread-safe.
+// Checks a random share of the attends against exact attention, in its own thread. If too many
+// outputs of a head break their promise, the head's escalation level is raised. Thread-safe.
 class Auditor {
  public:
   explicit Auditor(const AuditOptions& options);
@@ -32,22 +32,22 @@ class Auditor {
   bool enabled() const { return options_.share > 0; }
   double share() const { return options_.share; }
 
-  // Gives an attend the escalation levels that its heads have come to. Returns the levels,
-  // [H_kv], empty if all are 0: Offer() wants them. The attend's policy becomes
-  // dense (`all`) if a head's is.
+  // Applies the escalation levels of the layer's heads to an attend. Returns the levels, [H_kv],
+  // for Offer(); empty if all are 0. If the level of a head is dense, the attend's selector becomes
+  // kAll.
   std::vector<int> Strengthen(const Model& model, int layer, AttendQuery& attend) const;
 
-  // Takes note of an attend that was served; `policy` is as it came. May keep
-  // its query, its answer and a share of its rows until they are checked. In
-  // the sequence's turn.
+  // Called for each attend that was served; `policy` is the policy before Strengthen(). Queries
+  // that are chosen for a check are queued, with their output and a share of the rows. Must be
+  // called in the sequence's turn.
   void Offer(const std::shared_ptr<Model>& model, int layer, const Policy& policy,
              const std::vector<int>& levels, const JobItem& item);
 
-  // Ends the check that runs and forgets those that wait; later offers come to
-  // nothing. Before the models' memory goes.
+  // Cancels the running check and drops the waiting ones. Later offers are dropped too. Must be
+  // called before the models' memory is freed.
   void Stop();
 
-  // Checks that were chosen but had no room.
+  // Checks that were chosen but dropped, because the queue was full.
   int64_t dropped_count() const { return dropped_count_.load(std::memory_order_relaxed); }
 
  private:

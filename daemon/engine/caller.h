@@ -13,16 +13,17 @@
 
 namespace spillway {
 
-// The engine's ids are what clients write, behind the namespace that their token gives them:
-// "namespace/id", or "id" where no tokens are asked for. No client can write a slash into an id.
+// In the engine, an id is the client's id behind the namespace of the client's token,
+// "namespace/id", or just "id" if the daemon asks for no tokens. Clients cannot put a slash into an
+// id.
 inline std::string_view NamespaceOf(std::string_view id) {
   const size_t slash = id.find('/');
   return slash == std::string_view::npos ? std::string_view() : id.substr(0, slash);
 }
-// As its client writes it.
+// The id as the client writes it.
 inline std::string_view ClientIdOf(std::string_view id) { return id.substr(id.find('/') + 1); }
 
-// What a token gives who has it, for as long as the token is good. Thread-safe.
+// What a token grants its holder while the token is valid. Thread-safe.
 struct Grant {
   Grant(std::string token_name, std::string name_space)
       : token_name(std::move(token_name)), name_space(std::move(name_space)) {}
@@ -31,42 +32,42 @@ struct Grant {
   std::atomic<bool> revoked{false};
 };
 
-// Whose a request is.
+// Who sent a request.
 class Caller {
  public:
-  // Anybody's, of a daemon that asks for no tokens.
+  // Any client of a daemon that asks for no tokens.
   Caller() = default;
   explicit Caller(std::shared_ptr<const Grant> grant) : grant_(std::move(grant)) {}
-  // The same of a client that says who it is.
+  // The same caller, as this client.
   Caller With(std::shared_ptr<Presence> client) const {
     Caller caller = *this;
     caller.client_ = std::move(client);
     return caller;
   }
 
-  // The same in a call that its client's tracing knows by that.
+  // The same caller, in a call with this trace id.
   Caller InTrace(std::string trace) const {
     Caller caller = *this;
     caller.trace_ = std::move(trace);
     return caller;
   }
 
-  // Empty where no tokens are asked for.
+  // Empty if the daemon asks for no tokens.
   std::string_view name_space() const {
     return grant_ == nullptr ? std::string_view() : grant_->name_space;
   }
-  // Whether others than this one are served too, of whom it shall learn nothing.
+  // Whether the daemon has other tenants, about whom this caller must learn nothing.
   bool is_tenant() const { return grant_ != nullptr; }
-  // Null where it does not say.
+  // Null if the client sends no id.
   const std::shared_ptr<Presence>& client() const { return client_; }
-  // By what its client's tracing knows the call, for the log; empty where it does not say.
+  // The call's trace id, for the log; empty: none.
   const std::string& trace() const { return trace_; }
-  // The engine's id of what the caller calls so.
+  // The engine's id for an id of the caller.
   std::string IdOf(std::string_view id) const {
     return grant_ == nullptr ? std::string(id)
                              : absl::StrCat(grant_->name_space, "/", std::string(id));
   }
-  // UNAUTHENTICATED, reason TOKEN_REVOKED, once the token is good no more.
+  // UNAUTHENTICATED, reason TOKEN_REVOKED, if the token is no longer valid.
   absl::Status Check() const {
     if (grant_ == nullptr || !grant_->revoked) return absl::OkStatus();
     return WithReason(absl::UnauthenticatedError("the token is no longer in the daemon's file"),

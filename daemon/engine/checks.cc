@@ -13,15 +13,13 @@
 namespace spillway {
 namespace {
 
-// Token indices are 32 bits wide.
-
-// Which element of one layer's K or V is the first that is not finite, counted in C order.
+// The first element of one layer's K or V that is not finite, counted in C order.
 std::optional<int64_t> FindInLayer(const RowSource& rows, const Chunk& chunk,
                                    const ModelSpec& spec) {
   const int64_t bytes = spec.row_bytes() / 2;
   const int64_t row_count = spec.kv_head_count * chunk.count;
   const auto row_at = [&](int64_t row) { return rows.Row(row / chunk.count, row % chunk.count); };
-  // At once where they lie together, for that is much faster.
+  // Rows that are adjacent in memory are checked at once, which is much faster.
   const bool dense = row_at(row_count - 1) == rows.data + (row_count - 1) * bytes &&
                      (chunk.count == 1 || rows.token_stride == bytes);
   const int64_t step = dense ? row_count : 1;
@@ -39,7 +37,7 @@ absl::Status CheckRows(const Chunk& chunk, const ModelSpec& spec, const ChunkSou
     const std::optional<int64_t> at = FindInLayer(source.Layer(offset), chunk, spec);
     if (!at) continue;
     const int64_t row = *at / spec.head_dim;
-    // Unsigned: the start is still whatever the client said.
+    // Unsigned, because the client's start is not validated yet and the sum may overflow.
     const uint64_t token = static_cast<uint64_t>(chunk.start) + row % chunk.count;
     return NonFinite(NonFiniteRowError(what, chunk.layer_start + offset, row / chunk.count, token,
                                        *at % spec.head_dim),

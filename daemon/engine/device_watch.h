@@ -15,49 +15,49 @@
 
 namespace spillway {
 
-// Counts what devices fail with by their own fault, and knows those that do nothing else any
-// more. Thread-safe; a device that never failed costs one look at a counter.
+// Counts the internal errors of each device, and finds the devices that only fail. Thread-safe.
+// While a device has no errors, Note() only reads one counter.
 class DeviceWatch {
  public:
-  // A part that is found to be unusable.
+  // A part of the device that was found to be unusable.
   struct Loss {
     std::string name;
     std::string why;
-    std::vector<std::string> parts;  // the names of all
+    std::vector<std::string> parts;  // names of all parts
   };
-  // Called once for each, by the thread that finds it and before what it does is answered; others
-  // that find one wait until it returns.
+  // Called once for each lost part, by the thread that finds the loss, before the operation of this
+  // thread is answered. Other threads that find a loss wait until it returns.
   using OnLost = std::function<void(const Loss& loss)>;
 
-  // The device outlives this. on_lost may be null.
+  // The device must outlive this. on_lost may be null.
   explicit DeviceWatch(const Device& device, OnLost on_lost = nullptr);
 
-  // An item of a job has ended on `home`, a part of the device.
+  // Called when an item of a job has ended on `home`, a part of the device.
   void Note(const Device& home, const absl::Status& status);
-  // Asks every part whether it is usable.
+  // Checks whether every part is usable.
   void Check();
 
   struct State {
     std::string name;
     int64_t error_count = 0;
-    // It is unusable, or its last items all failed.
+    // The part is unusable, or its last items (kLostAfter) all failed.
     bool lost = false;
-    // Why, where it is unusable: that is so until the process ends.
+    // Why it is unusable, which it stays until the process ends; empty if it is usable.
     std::string why;
   };
-  // Of every part.
+  // One for each part.
   std::vector<State> states() const;
-  // Whether no part does anything but fail any more.
+  // Whether all parts are lost.
   bool all_lost() const;
 
  private:
-  // Items in a row: one may fail by a fault of ours that the next does not meet.
+  // Failed items in a row: a single item may fail because of a bug that the next one does not hit.
   static constexpr int64_t kLostAfter = 3;
   struct Part {
     const Device* device = nullptr;
     std::atomic<int64_t> error_count{0};
     std::atomic<int64_t> failed_in_a_row{0};
-    std::string why;  // it is unusable; written once, under the mutex
+    std::string why;  // why it is unusable; written at most once, under the mutex
   };
 
   void Check(Part& part) ABSL_LOCKS_EXCLUDED(mutex_);

@@ -31,79 +31,81 @@ struct EngineOptions {
   int64_t sequence_count_max = 65536;
   int64_t model_count_max = 4096;
   std::function<absl::Time()> clock = absl::Now;
-  // From how many seconds on a request to attend at a layer is noted down as slow; 0: none is.
+  // An attend of one layer that takes at least so many seconds is recorded as slow; 0: none is.
   double slow_attend_seconds = 0;
-  // Checks attends; outlives what runs. Null: none.
+  // Checks a share of the attends. Must outlive the engine. Null: no audit.
   Auditor* auditor = nullptr;
-  // How long a sequence that no client has named stays once all clients that used it are gone
-  // (presence.h); infinite: until its ttl.
+  // How long a sequence without a name of its own is kept after all clients that used it have gone
+  // (presence.h). Infinite: until its ttl ends.
   absl::Duration unnamed_grace = absl::InfiniteDuration();
-  // Where models and sequences outlive the process, with the arena's file of rows; outlives the
-  // engine, which begins with Restore(). Null: nowhere.
+  // The store in which models and sequences outlive the process, beside the arena's file of rows.
+  // Must outlive the engine, whose first call must then be Restore(). Null: nothing outlives the
+  // process.
   Store* store = nullptr;
-  // What happens where a device is lost. Null: what is asked of it fails.
+  // Called when a device is lost. Null: only the requests that need the device fail.
   DeviceWatch::OnLost device_lost;
 };
 
-// What an engine found that a process before it had left.
+// What Restore() found of an earlier process.
 struct RestoreReport {
   int64_t model_count = 0;
   int64_t sequence_count = 0;
   int64_t token_count = 0;
-  int64_t row_bytes = 0;  // forks share some
-  // What could not be read, which is gone.
+  int64_t row_bytes = 0;  // rows that forks share count once per fork
+  // One error for each model or sequence that could not be read and is lost.
   std::vector<absl::Status> lost;
 };
 
-// How far codes have been made anew.
+// Progress of the rebuilding of codes after Restore().
 struct RebuildProgress {
-  int64_t sequence_count = 0;  // all that were found
-  int64_t done_count = 0;      // that are served
-  int64_t failed_count = 0;    // that are not, and will not be
-  int64_t row_bytes = 0;       // whose codes are made
+  int64_t sequence_count = 0;  // found in the store
+  int64_t done_count = 0;      // rebuilt, and served
+  int64_t failed_count = 0;    // cannot be served by this process
+  int64_t row_bytes = 0;       // rows whose codes are computed
 };
 
-// A sequence that has gone by itself.
+// A sequence that was deleted because its time was over.
 struct ExpiredSequence {
   enum class Why {
     kIdle,       // nobody used it for its ttl
-    kAbandoned,  // its clients are gone, and nobody has named it
+    kAbandoned,  // its clients are gone, and it has no name of its own
   };
   Why why = Why::kIdle;
   std::string name;
   std::string model_name;
   int64_t token_count = 0;
   absl::Duration idle;
-  std::string trace = {};  // of the call that made it; empty where it did not say
+  std::string trace = {};  // trace id of the call that created it; empty: none
 };
 
-// Models, sequences and what is done to them. Operations on one sequence run
-// one after the other in the order they came, different sequences in parallel.
-// Whatever may wait answers through `done`, called once, from the calling
-// thread before the call returns or from any thread later; requests are
-// validated before they change anything, and one that fails has changed
-// nothing. No threads of its own. Thread-safe.
+// Models, sequences, and the operations on them. Operations on one sequence run one after the
+// other, in the order of the calls; operations on different sequences run in parallel. A function
+// that may wait answers through `done`. It is called exactly once: in the calling thread before the
+// call returns, or later in any thread. Requests are validated before they change anything, and a
+// request that fails has changed nothing. The engine has no threads of its own. Thread-safe.
 class Engine {
  public:
   template <typename T>
   using Done = std::function<void(absl::StatusOr<T>)>;
 
-  // All outlive the engine. The device and the arena charge the same budget.
+  // All must outlive the engine. The device and the arena charge the same budget.
   Engine(Device* device, Arena* arena, MemoryBudget* budget, EngineOptions options);
-  // Waits for the end of what has been answered. REQUIRES: nothing else is running but rebuilding.
+  // Stops rebuilding, and waits for operations that were answered but have not ended yet. REQUIRES:
+  // no other operation is running.
   ~Engine();
 
-  // Finds what a process before this one left in the store. Sequences can be named from then on;
-  // each is served as soon as its codes are made anew, which the device's threads do meanwhile
-  // and tell `rebuilt` of, from any thread: OK, or why it cannot be served. Its rows stay in the
-  // store then, for the next process. First of all calls, once; not thread-safe.
-  // FAILED_PRECONDITION where rows lie beyond the arena, RESOURCE_EXHAUSTED where they do not
-  // fit into the budget: nothing is lost then.
+  // Restores what an earlier process left in the store. When this returns, the sequences can be
+  // found by name. A sequence is served as soon as its codes are recomputed, which the device's
+  // threads do in the background. Then `rebuilt` is called, from any thread, with OK or with the
+  // reason why the sequence cannot be served; in that case its rows stay in the store for the next
+  // process. Must be the first call, at most once; not thread-safe.
+  // FAILED_PRECONDITION if rows lie beyond the arena or if another build wrote the models,
+  // RESOURCE_EXHAUSTED if the rows do not fit into the budget. Neither loses data.
   absl::StatusOr<RestoreReport> Restore(
       std::function<void(const Sequence&, const absl::Status&)> rebuilt);
   RebuildProgress rebuild_progress() const;
-  // Sequences whose codes are not made yet fail with UNAVAILABLE; returns when nothing is
-  // rebuilt any more. Their rows stay in the store.
+  // Stops rebuilding, and returns when it has ended. From then on, requests for sequences whose
+  // codes are not computed fail with UNAVAILABLE. The rows of these sequences stay in the store.
   void StopRebuilding();
 
   Device& device() { return *device_; }
@@ -114,46 +116,45 @@ class Engine {
   const MemoryBudget& budget() const { return *budget_; }
   Registry& registry() { return registry_; }
   const Registry& registry() const { return registry_; }
-  // The clients that say who they are.
+  // Clients that send an id.
   PresenceTable& clients() { return clients_; }
   const PresenceTable& clients() const { return clients_; }
-  // That of the engine's id.
+  // The client with this engine id (caller.h); created if it is unknown.
   std::shared_ptr<Presence> ClientOf(std::string_view id) {
     return clients_.Of(id, options_.clock());
   }
-  // A connection of the client's has ended.
+  // Called when a connection of the client has ended.
   void ClientGoes(Presence& client) { clients_.Go(client, options_.clock()); }
-  // As EngineOptions::unnamed_grace, also of sequences that are there.
+  // Changes EngineOptions::unnamed_grace, also for existing sequences.
   void SetUnnamedGrace(absl::Duration time) { unnamed_grace_->Set(time); }
-  // By the namespace of ids.
+  // By the namespace of the sequences' ids.
   AccountTable& accounts() { return accounts_; }
   const WorkCounters& work() const { return work_; }
   const EngineCounters& counters() const { return counters_; }
   SlowAttends& slow_attends() { return slow_attends_; }
   const DeviceWatch& device_watch() const { return device_watch_; }
-  // Looks whether the devices are usable still.
+  // Checks whether the devices are still usable.
   void CheckDevices() { device_watch_.Check(); }
   const Auditor* auditor() const { return options_.auditor; }
-  // Of the store, the same for every process that opens it; empty without one.
+  // Identity of the store, the same in every process that opens it; empty without a store.
   std::string store_id() const {
     return options_.store == nullptr ? "" : options_.store->identity();
   }
 
-  // --- Models. These may compute for long in the calling thread; cancel, which may be null, ends
-  // that within a layer, and then nothing is created.
+  // --- Models. Creating a model and uploading weights may compute for a long time in the calling
+  // thread. cancel, which may be null, stops that before the next layer; then nothing is created.
 
-  // spec is normalised and policy valid for it. A model whose hash needs
-  // weights waits for UploadWeights.
+  // REQUIRES: spec is normalised, and policy is valid for it. If the model's hash needs weights,
+  // the model is not ready before UploadWeights().
   absl::StatusOr<std::shared_ptr<Model>> CreateModel(const std::string& id, const ModelSpec& spec,
                                                      const Policy& policy,
                                                      const CancelToken* cancel = nullptr);
-  // FAILED_PRECONDITION for a model that needs none or has them. REQUIRES: the
-  // caller holds model.uploading.
+  // FAILED_PRECONDITION if the model needs no weights or has them already. REQUIRES: the caller
+  // holds model.uploading.
   absl::Status UploadWeights(Model& model, std::span<const std::byte> safetensors,
                              const CancelToken* cancel = nullptr);
-  // Tokens of this model that fit before admission refuses: where codes live
-  // in the memory of several devices, those that one sequence can have, on the
-  // device with the most free.
+  // How many more tokens of this model fit into memory. If codes live in the memory of several
+  // devices: how many one sequence can have, on the device with the most free memory.
   int64_t FreeTokenCount(const Model& model) const;
   int64_t IndexBytesPerToken(const ModelSpec& spec) const;
 
@@ -164,41 +165,41 @@ class Engine {
                                                            const std::shared_ptr<Model>& model,
                                                            const Policy& policy, absl::Duration ttl,
                                                            const Origin& origin = {});
-  // The same of a sequence that nothing can name until ListSequence; it goes with its last
-  // holder.
+  // As CreateSequence(), but the sequence cannot be found by name before ListSequence(). Until then
+  // it is freed when the last shared_ptr to it is released.
   absl::StatusOr<std::shared_ptr<Sequence>> MakeSequence(const std::string& id,
                                                          const std::shared_ptr<Model>& model,
                                                          const Policy& policy, absl::Duration ttl,
                                                          const Origin& origin = {});
-  // Errors as Registry::AddSequence. Its time to live begins.
+  // Makes the sequence known by name, and starts its ttl. Errors as Registry::AddSequence().
   absl::Status ListSequence(const std::shared_ptr<Sequence>& sequence);
-  // The copy has every layer's first tokens, up to the shortest's length.
+  // The copy has the first tokens of every layer, up to the length of the shortest layer.
   void Fork(std::shared_ptr<Sequence> source, const std::string& id,
             Done<std::shared_ptr<Sequence>> done, const Origin& origin = {});
-  // OUT_OF_RANGE if token_count is above the sequence's.
+  // OUT_OF_RANGE if token_count exceeds the sequence's length.
   void Truncate(std::shared_ptr<Sequence> sequence, int64_t token_count,
                 std::function<void(absl::Status)> done);
-  // From then on no rows are appended or truncated, or they are again. Not recorded in the store.
+  // If `sealed`, later appends and truncations are refused; else they are allowed again. The store
+  // does not record this.
   void Seal(std::shared_ptr<Sequence> sequence, bool sealed,
             std::function<void(absl::Status)> done);
-  // Gone from the list at once; its memory is free when done is called.
+  // Removes the sequence from the registry at once. Its memory is free when done is called.
   void Delete(std::string_view id, std::function<void(absl::Status)> done);
-  // The same in its turn, of one that is sealed then; else FAILED_PRECONDITION, reason
-  // SEQUENCE_NOT_SEALED.
+  // As Delete(), but waits for the sequence's turn, and deletes it only if it is sealed then. Else
+  // FAILED_PRECONDITION, reason SEQUENCE_NOT_SEALED.
   void DeleteSealed(std::string_view id, std::function<void(absl::Status)> done);
-  // Deletes what has expired, and tells what that was.
+  // Deletes the expired sequences on which no operation runs or waits, and returns what they were.
   std::vector<ExpiredSequence> SweepExpired();
 
-  // --- K/V and attention. CheckFinite() is the caller's to do before, for all
-  // but chunks with a shared source.
+  // --- K/V and attention. The caller must call CheckFinite() first, except for chunks with a
+  // shared source.
 
   void Append(AppendRequest request, Done<AppendOutcome> done);
-  // All items are validated, then all are served as one job. An error of the
-  // whole request names the item.
+  // Validates all items, then serves them as one job. An error of the whole request names the item.
   void Attend(AttendRequest request, Done<AttendOutcome> done);
-  // Shares one layer's rows as they are when the request's turn comes.
+  // Shares the rows of one layer, as they are when the request's turn comes.
   void ShareRows(std::shared_ptr<Sequence> sequence, int layer, Done<SharedRows> done);
-  // The same of all layers, up to the shortest's length.
+  // The same for all layers, up to the length of the shortest layer.
   void ShareSequence(std::shared_ptr<Sequence> sequence, Done<SharedSequence> done);
 
  private:
@@ -211,29 +212,29 @@ class Engine {
   class Rebuilder;
   friend class StreamDecoder;
 
-  // Runs `run` when the sequence's turn comes; it must not wait.
+  // Calls `run` when the sequence's turn comes. `run` must not wait.
   void RunInTurn(std::shared_ptr<Sequence> sequence, std::function<void(Sequence&)> run);
-  // Waits until the sequences' turn comes; no request of theirs is taken until
-  // Release(). FAILED_PRECONDITION if one is held already.
+  // Waits for the turn of the sequences. Until Release(), requests for them are refused.
+  // FAILED_PRECONDITION if one of them is held already.
   absl::StatusOr<std::shared_ptr<HoldOperation>> Hold(
       std::vector<std::shared_ptr<Sequence>> sequences);
   void Release(HoldOperation& hold);
   absl::StatusOr<std::shared_ptr<Sequence>> ForkNow(Sequence& source, const std::string& id,
                                                     const Origin& origin);
-  // Makes room for `count` tokens at each layer's length; on failure nothing
-  // is left of it.
+  // Makes room for `count` tokens at the end of each of these layers. An error leaves everything as
+  // it was.
   absl::Status PrepareAppend(Sequence& sequence, std::span<const int> layers, int64_t count);
-  // Without weights, record and name.
+  // Creates a model without weights and record, which is not in the registry.
   absl::StatusOr<std::shared_ptr<Model>> MakeModel(const std::string& id, const ModelSpec& spec,
                                                    const Policy& policy, absl::Time create_time);
-  // Makes the sequence's record, where there is a store.
+  // Creates the sequence's record if there is a store.
   absl::Status Record(Sequence& sequence);
-  // A sequence as its record has it, on the device, without codes.
+  // Recreates a sequence from its record, on the device but without codes.
   absl::StatusOr<std::shared_ptr<Sequence>> Adopt(StoredSequence description,
                                                   const std::shared_ptr<Model>& model,
                                                   std::unique_ptr<SequenceRecord> record);
   void CountAttend(const Job& job, const JobItem& item, Sequence& sequence);
-  // An item has ended on the device, with this status.
+  // Called when an item has ended on the device with this status.
   void NoteEnded(const Sequence& sequence, const absl::Status& status) {
     device_watch_.Note(device_->HomeOf(*sequence.device), status);
   }

@@ -9,27 +9,27 @@
 
 namespace spillway {
 
-// Relative errors that certificates tell.
+// Upper bounds of the ranges of certified relative errors.
 inline constexpr std::array<double, 10> kErrorBounds = {0.005, 0.01, 0.02, 0.03, 0.05,
                                                         0.075, 0.1,  0.15, 0.2,  0.5};
 using ErrorDistribution = Distribution<kErrorBounds.size()>;
 
-// What the engine counts beside WorkCounters, since its start. Thread-safe, each counter by
-// itself.
+// What the engine counts since its start, beside WorkCounters. Thread-safe, each counter by itself.
 struct EngineCounters {
-  // Of requests to attend, by layer and message: until their turn came, and until their answer.
+  // For each request to attend (one layer, one message): time until its turn came, and until its
+  // answer.
   SecondsDistribution attend_wait;
   SecondsDistribution attend;
   // Device time of jobs that attend.
   SecondsDistribution attend_device;
-  // Of those jobs, their stages, where the device tells them.
+  // Stages of those jobs, if the device reports them.
   StageSeconds attend_stages;
-  // Finite ones of certificates that are not exact.
+  // Finite errors of certificates that are not exact.
   ErrorDistribution certified_errors{kErrorBounds};
-  // Rows that came to a device over its link for attends, and their bytes.
+  // Rows that were moved to a device over its link for attends, and their bytes.
   std::atomic<int64_t> moved_row_count{0};
   std::atomic<int64_t> moved_bytes{0};
-  // Sequences that went by their ttl, and those whose clients were gone.
+  // Sequences that expired because their ttl ended, and because their clients were gone.
   std::atomic<int64_t> idle_expiry_count{0};
   std::atomic<int64_t> abandoned_expiry_count{0};
 };

@@ -19,7 +19,7 @@ struct ErrorDetails {
   std::vector<FieldError> fields;                             // in order
 };
 
-// The status with a reason for programs and values that belong to it.
+// Adds a reason for programs, and values that belong to it.
 absl::Status WithReason(absl::Status status, std::string_view reason,
                         const std::vector<std::pair<std::string, std::string>>& metadata = {});
 // The same code and details with another message.
@@ -27,18 +27,16 @@ absl::Status WithMessage(const absl::Status& status, std::string_view message);
 // Adds values that belong to the error.
 absl::Status WithMetadata(absl::Status status,
                           const std::vector<std::pair<std::string, std::string>>& metadata);
-// Adds the fields to the status.
+// Adds the fields that are wrong.
 absl::Status WithFields(absl::Status status, const std::vector<FieldError>& fields);
-// INVALID_ARGUMENT, reason INVALID_FIELD, naming every field. REQUIRES: at
-// least one.
+// INVALID_ARGUMENT, reason INVALID_FIELD, naming every field. REQUIRES: at least one field.
 absl::Status InvalidFields(const std::vector<FieldError>& fields);
 absl::Status InvalidField(std::string field, std::string description);
 
 // NOT_FOUND, reasons MODEL_NOT_FOUND and SEQUENCE_NOT_FOUND.
 absl::Status ModelNotFound(std::string_view name);
 absl::Status SequenceNotFound(std::string_view name);
-// FAILED_PRECONDITION, reason SEQUENCE_HELD, of a request for a sequence that a
-// decoder on a stream holds.
+// FAILED_PRECONDITION, reason SEQUENCE_HELD: a decoder on a stream holds the sequence.
 absl::Status SequenceHeld(std::string_view name);
 // FAILED_PRECONDITION, reasons SEQUENCE_SEALED and SEQUENCE_NOT_SEALED.
 absl::Status SequenceSealed(std::string_view name);

@@ -16,13 +16,13 @@ namespace {
 
 using Holder = std::pair<int64_t, std::string>;  // bytes, name
 
-// Kinds that hold something, the largest first.
+// Kinds of use that hold memory, the largest first.
 std::vector<Holder> Kinds(Engine& engine) {
   std::vector<Holder> kinds;
   for (int i = 0; i < kMemoryUseCount; ++i) {
     const auto use = static_cast<MemoryUse>(i);
     int64_t bytes = engine.budget().used_bytes(use);
-    // Slabs that are free hold nothing.
+    // Free slabs do not count.
     if (use == MemoryUse::kPages) bytes -= engine.arena().spare_bytes();
     if (bytes > 0) kinds.emplace_back(bytes, MemoryUseName(use));
   }
@@ -30,8 +30,8 @@ std::vector<Holder> Kinds(Engine& engine) {
   return kinds;
 }
 
-// The sequence with the most bytes, of codes alone where they lie elsewhere
-// than rows and are what has no room.
+// The sequence that holds the most bytes. If the memory of a device is exhausted (codes_alone),
+// only codes count; else rows count, and codes if they are in host memory.
 Holder LargestSequence(Engine& engine, bool codes_alone) {
   Holder largest;
   for (const auto& sequence :

@@ -5,8 +5,9 @@
 
 namespace spillway {
 
-// A refusal for want of memory, with what holds the memory: kinds by bytes and
-// the sequence with the most. Any other status as it is. Thread-safe.
+// If the status is a refusal because memory is exhausted, adds to its message what holds the
+// memory: bytes by kind of use, and the largest sequence. Returns any other status as it is.
+// Thread-safe.
 absl::Status NameHolders(const absl::Status& status, Engine& engine);
 
 }  // namespace spillway

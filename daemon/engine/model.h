@@ -16,8 +16,8 @@
 
 namespace spillway {
 
-// A model that sequences are created from. Spec and policy never change; the
-// device's part comes with the hash weights. Thread-safe.
+// A model from which sequences are created. Spec and policy never change; the device's part is set
+// when the hash weights are there. Thread-safe.
 class Model {
  public:
   Model(std::string id, const ModelSpec& spec, const Policy& policy, Arena* arena,
@@ -31,33 +31,32 @@ class Model {
         audits(spec) {}
 
   const std::string id;    // the engine's, with its namespace
-  const std::string name;  // its client's
+  const std::string name;  // "models/{id}" with the client's id
   const ModelSpec spec;
   const Policy policy;
   const absl::Time create_time;
 
-  // Of what it takes without weights; set before it is listed.
+  // Memory of the model without weights; set before the model is in the registry.
   MemoryReservation table_reservation;
 
-  // Pages of rows of all its sequences.
+  // Pages for the rows of all its sequences.
   PagePool row_pool;
   WorkCounters work;
   AuditTable audits;
-  // Sequences that hold memory: those listed, and deleted ones that finish
-  // what is running.
+  // Sequences that hold memory: those in the registry, and deleted ones whose operations have not
+  // ended.
   std::atomic<int64_t> sequence_count{0};
-  // What outlives the process; null where nothing does. Listed by the registry.
+  // The record that outlives the process; null without a store. The registry lists it.
   std::unique_ptr<ModelRecord> record;
 
   bool ready() const { return device_.load(std::memory_order_acquire) != nullptr; }
   // nullptr until ready.
   DeviceModel* device() const { return device_.load(std::memory_order_acquire); }
 
-  // The SHA-256 digest of the hash weights as they were uploaded, empty where it needs none.
-  // REQUIRES: ready().
+  // SHA-256 digest of the uploaded hash weights; empty if the model needs none. REQUIRES: ready().
   const std::string& weights_sha256() const { return weights_sha256_; }
 
-  // Makes the model ready, once. The reservation is for what `device` holds.
+  // Makes the model ready; called once. reservation: the memory that `device` holds.
   void SetDevice(std::unique_ptr<DeviceModel> device, MemoryReservation reservation,
                  std::string weights_sha256) {
     weights_sha256_ = std::move(weights_sha256);
@@ -66,7 +65,7 @@ class Model {
     device_.store(owned_device_.get(), std::memory_order_release);
   }
 
-  // Held by the upload that runs: one at a time.
+  // Held during an upload, so that there is one at a time.
   std::atomic_flag uploading = ATOMIC_FLAG_INIT;
 
  private:

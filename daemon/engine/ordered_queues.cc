@@ -15,7 +15,7 @@ void RunStep(std::function<void()> step) {
   running = &steps;
   step();
   for (size_t i = 0; i < steps.size(); ++i) {
-    // Moved out: a step may add others and so move the list.
+    // Moved out first: a step may add steps, and so move the vector's elements.
     const std::function<void()> next = std::move(steps[i]);
     next();
   }
@@ -55,7 +55,7 @@ void OrderedQueues::Finish(Operation& operation) {
   for (Operation* next : ready) RunStep([next] { next->Start(); });
   self.reset();
   const MutexLock lock(mutex_);
-  // Under the lock: who waits may be gone as soon as it is released.
+  // Under the lock: the thread that waits may destroy this as soon as the lock is released.
   if (--operation_count_ == 0) none_.NotifyAll();
 }
 

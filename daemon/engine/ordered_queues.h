@@ -11,16 +11,15 @@
 
 namespace spillway {
 
-// Orders operations: each queue runs one at a time, first come first served; an
-// operation on several queues waits in all of them at once and starts when
-// it heads them all, so that two such operations cannot wait for each other.
-// No threads of its own: an operation starts in the thread that queues it, or
-// in the one that finished what stood in its way. Thread-safe.
+// Orders operations. Each queue runs one operation at a time, first come, first served. An
+// operation on several queues joins all of them at once, and starts when it is at the head of each.
+// So two such operations cannot wait for each other. No threads of its own: an operation starts in
+// the thread that enqueues it, or in the thread that ended the operation before it. Thread-safe.
 class OrderedQueues {
  public:
   class Operation;
 
-  // A member of what it orders. Goes only when nothing is queued.
+  // A member of the object whose operations it orders. REQUIRES: empty when it is destroyed.
   class Queue {
    public:
     Queue() = default;
@@ -32,12 +31,11 @@ class OrderedQueues {
     std::vector<Operation*> operations_;  // guarded by OrderedQueues::mutex_
   };
 
-  // Something to run once. Alive until Finish.
+  // An operation runs once. It is kept alive until Finish().
   class Operation {
    public:
     virtual ~Operation() = default;
-    // Called once, without locks. Finish follows, from here or from any
-    // thread later.
+    // Called once, without locks. Finish() must follow, in this call or later in any thread.
     virtual void Start() = 0;
 
    private:
@@ -47,15 +45,14 @@ class OrderedQueues {
     std::shared_ptr<Operation> self_;
   };
 
-  // Queues the operation; queues are distinct. May call Start before it
-  // returns.
+  // Adds the operation to the queues, which must be distinct. May call Start() before it returns.
   void Enqueue(std::span<Queue* const> queues, std::shared_ptr<Operation> operation);
-  // The operation is over: what it held back may start, in this thread.
+  // Ends the operation. Operations that waited for it start in this thread.
   void Finish(Operation& operation);
   // Whether nothing is queued or running on the queue.
   bool IsIdle(const Queue& queue) const;
-  // Waits until no operation is left. One that has told its outcome still has what it held, a
-  // sequence for one, until it is gone itself.
+  // Waits until no operation is left. An operation that has answered still holds objects, such as a
+  // sequence, until it is destroyed.
   void AwaitNone() ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:
@@ -64,8 +61,8 @@ class OrderedQueues {
   CondVar none_;
 };
 
-// Runs `step` now, or after the step that this thread is running already: a
-// device that answers inside Submit cannot grow the stack.
+// Runs `step` now, or, if this thread is running a step already, after that step. So a device that
+// answers within Submit() cannot make the stack grow.
 void RunStep(std::function<void()> step);
 
 }  // namespace spillway

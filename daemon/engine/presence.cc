@@ -58,7 +58,7 @@ void SequenceUsers::Note(const std::shared_ptr<Presence>& client) {
   if (std::count_if(clients_.begin(), clients_.end(), is_gone) >=
       static_cast<std::ptrdiff_t>(kGoneCountMax)) {
     const auto first = std::min_element(clients_.begin(), clients_.end(), earlier);
-    // It may have come again meanwhile.
+    // It may have connected again meanwhile.
     const absl::Time gone = (*first)->gone_time();
     if (gone < absl::InfiniteFuture()) {
       forgotten_ = std::max(forgotten_, gone);

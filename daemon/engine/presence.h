@@ -15,16 +15,17 @@
 
 namespace spillway {
 
-// A client that says who it is, and whether it is there. Thread-safe.
+// A client that sends an id, and whether it is connected. Thread-safe.
 class Presence {
  public:
-  // Gone since then. id: the engine's, with its namespace.
+  // Not connected, and gone since `gone`. id: the engine's id, with its namespace.
   Presence(std::string id, absl::Time gone)
       : id(std::move(id)), gone_ns_(absl::ToUnixNanos(gone)) {}
 
   const std::string id;
 
-  // When it went, or was heard of first without being there; infinite while it is there.
+  // When its last connection ended, or, if it never connected, when its id was first seen; infinite
+  // while it is connected.
   absl::Time gone_time() const {
     const int64_t ns = gone_ns_.load(std::memory_order_relaxed);
     return ns == kThere ? absl::InfiniteFuture() : absl::FromUnixNanos(ns);
@@ -34,18 +35,18 @@ class Presence {
   friend class PresenceTable;
   static constexpr int64_t kThere = INT64_MAX;
 
-  int64_t connection_count_ = 0;  // by the table's lock
+  int64_t connection_count_ = 0;  // guarded by the table's mutex
   std::atomic<int64_t> gone_ns_;
 };
 
-// How long a sequence that no client has named stays once all that used it are gone; it may change
-// while sequences are there. Thread-safe.
+// How long an unnamed sequence is kept after all clients that used it have gone. May change while
+// sequences exist. Thread-safe.
 class UnnamedGrace {
  public:
-  // time: infinite: until the sequence's ttl.
+  // If time is infinite, the sequence is kept until its ttl ends.
   explicit UnnamedGrace(absl::Duration time) { Set(time); }
   void Set(absl::Duration time) {
-    // An infinite one is the most there is.
+    // An infinite duration becomes INT64_MAX.
     ns_.store(absl::ToInt64Nanoseconds(time), std::memory_order_relaxed);
   }
   absl::Duration time() const {
@@ -57,45 +58,45 @@ class UnnamedGrace {
   std::atomic<int64_t> ns_;
 };
 
-// The clients that are there, and those whose going matters to a sequence. A client that comes
-// again under its id is the one that it was. Thread-safe.
+// The clients that are connected, and those that sequences refer to. A client that connects again
+// with its id is the same client. Thread-safe.
 class PresenceTable {
  public:
-  // That of the id, heard of first `now` unless it is known.
+  // The client with this id; if it is unknown, a new one, gone since `now`.
   std::shared_ptr<Presence> Of(std::string_view id, absl::Time now) ABSL_LOCKS_EXCLUDED(mutex_);
-  // One more connection says that the client is there, or one fewer.
+  // A connection of the client has begun (Come) or ended (Go).
   void Come(Presence& client) ABSL_LOCKS_EXCLUDED(mutex_);
   void Go(Presence& client, absl::Time now) ABSL_LOCKS_EXCLUDED(mutex_);
-  // From now on nobody goes: connections end because the daemon does.
+  // From now on no client counts as gone: connections end because the daemon ends.
   void Freeze() ABSL_LOCKS_EXCLUDED(mutex_);
-  // That are there.
+  // Number of connected clients.
   int64_t there_count() const ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:
   mutable Mutex mutex_;
-  // Held by their connections and sequences. Keys are the presences' own ids.
+  // Connections and sequences own the clients. Keys are the clients' ids.
   absl::flat_hash_map<std::string, std::weak_ptr<Presence>> clients_ ABSL_GUARDED_BY(mutex_);
-  size_t cleared_count_ ABSL_GUARDED_BY(mutex_) = 0;  // entries after the last clearing
+  size_t cleared_count_ ABSL_GUARDED_BY(mutex_) = 0;  // entries that the last clean-up left
   int64_t there_count_ ABSL_GUARDED_BY(mutex_) = 0;
   bool frozen_ ABSL_GUARDED_BY(mutex_) = false;
 };
 
-// Which clients have used a sequence, and since when none of them is there. Not thread-safe.
+// Which clients have used a sequence, and when the last of them went. Not thread-safe.
 class SequenceUsers {
  public:
-  // Null: a client that does not say who it is, and so never goes.
+  // Adds a client. Null: a client without an id, which never counts as gone.
   void Note(const std::shared_ptr<Presence>& client);
-  // When the last of them went; infinite while one is there or may be, and the infinite past
-  // where nobody has used it.
+  // When the last of them went; the infinite future while one is connected or may be, the infinite
+  // past if no client has used the sequence.
   absl::Time gone_time() const;
 
  private:
-  // Beyond it those that went first are forgotten: they would have to come again, and name the
-  // sequence, to be its users.
+  // Gone clients that are remembered, at most. Beyond that, the one that went first is forgotten:
+  // if it comes back, it must use the sequence by name to count again.
   static constexpr size_t kGoneCountMax = 16;
 
   bool unknown_ = false;
-  absl::Time forgotten_ = absl::InfinitePast();  // when the last that is forgotten went
+  absl::Time forgotten_ = absl::InfinitePast();  // when the last forgotten client went
   std::vector<std::shared_ptr<Presence>> clients_;
 };
 

@@ -9,10 +9,11 @@
 namespace spillway {
 namespace {
 
-// Of all, and of the layers of each: a device encodes one while the next one's rows arrive.
+// Sequences that are rebuilt at the same time, and layers of each: a device encodes one layer while
+// the rows of the next one arrive.
 constexpr int kSequencesAtOnce = 4;
 constexpr size_t kLayersAtOnce = 2;
-// Of a job: what a stop waits for.
+// Tokens of one job. Stop() waits until the running jobs have ended.
 constexpr int64_t kTokensAtOnce = 64 << 10;
 
 absl::Status Stopping(const Sequence& sequence) {
@@ -51,7 +52,7 @@ void Engine::Rebuilder::Ended(bool ok) {
     } else {
       --running_;
     }
-    // Under the lock: who waits may be gone as soon as it is released.
+    // Under the lock: the thread that waits may destroy this as soon as the lock is released.
     if (progress_.done_count + progress_.failed_count == progress_.sequence_count) {
       ended_.NotifyAll();
     }
@@ -71,7 +72,7 @@ bool Engine::Rebuilder::stopping() const {
 
 void Engine::Rebuilder::Stop() {
   MutexLock lock(mutex_);
-  // Those that wait run and find that they shall not.
+  // Those that wait still run, and end as soon as they see this.
   stopping_ = true;
   while (progress_.done_count + progress_.failed_count < progress_.sequence_count) {
     ended_.Wait(mutex_);
@@ -114,7 +115,7 @@ absl::Status Engine::RebuildOperation::Prepare() {
 
 void Engine::RebuildOperation::Run() {
   for (int layer = 0; layer < sequence_->record->layer_count(); ++layer) {
-    // The codes of its first rows may be another's.
+    // The codes of its first rows may have been taken over (ShareCodesOperation).
     if (sequence_->record->layer(layer).token_count() > sequence_->rows[layer].token_count()) {
       layers_.push_back(layer);
     }

@@ -11,8 +11,8 @@
 
 namespace spillway {
 
-// Makes the codes of a sequence whose rows an earlier process left, ahead of all that is asked of
-// it: device jobs that append rows which are there already.
+// Recomputes the codes of a sequence whose rows an earlier process left, before all requests for
+// the sequence. Its device jobs append rows that are there already.
 class Engine::RebuildOperation : public OrderedQueues::Operation {
  public:
   using Rebuilt = std::function<void(const Sequence&, const absl::Status&)>;
@@ -20,31 +20,32 @@ class Engine::RebuildOperation : public OrderedQueues::Operation {
   RebuildOperation(Engine* engine, std::shared_ptr<Sequence> sequence, Rebuilt rebuilt)
       : engine_(engine), sequence_(std::move(sequence)), rebuilt_(std::move(rebuilt)) {}
 
-  // Waits for the rebuilder.
+  // Adds the operation to the rebuilder, which calls Run().
   void Start() override;
   // Called by the rebuilder, once.
   void Run();
 
  private:
-  // The next piece of layer layers_[index].
+  // Submits the next tokens of layer layers_[index].
   void Submit(size_t index);
   void OnJobDone(size_t index, const Job& job) ABSL_LOCKS_EXCLUDED(mutex_);
   absl::Status Prepare();
-  // Lets the records follow, and requests be served.
+  // Ends the rebuilding. If it succeeded, the records follow the rows from then on, and requests
+  // are served.
   void End(absl::Status status);
 
   Engine* const engine_;
   const std::shared_ptr<Sequence> sequence_;
   const Rebuilt rebuilt_;
-  std::vector<int> layers_;  // that have rows
+  std::vector<int> layers_;  // that have rows without codes
   Mutex mutex_;
-  size_t next_ ABSL_GUARDED_BY(mutex_) = 0;     // of layers_
-  size_t running_ ABSL_GUARDED_BY(mutex_) = 0;  // layers
+  size_t next_ ABSL_GUARDED_BY(mutex_) = 0;     // index into layers_
+  size_t running_ ABSL_GUARDED_BY(mutex_) = 0;  // layers on the device
   absl::Status status_ ABSL_GUARDED_BY(mutex_);
 };
 
-// Takes over the codes of a beginning that two such sequences have in common, in the turns of
-// both: once those of `source` are made, and before the sequence's own are.
+// Takes over the codes of a prefix that two restored sequences share. Runs in the turns of both:
+// after the codes of `source` were computed, and before those of `sequence` are.
 class Engine::ShareCodesOperation : public OrderedQueues::Operation {
  public:
   ShareCodesOperation(Engine* engine, std::shared_ptr<Sequence> source,
@@ -54,7 +55,7 @@ class Engine::ShareCodesOperation : public OrderedQueues::Operation {
         sequence_(std::move(sequence)),
         token_count_(token_count) {}
 
-  // Where they cannot be taken over they are made anew.
+  // If they cannot be taken over, they are recomputed.
   void Start() override;
 
  private:
@@ -64,18 +65,18 @@ class Engine::ShareCodesOperation : public OrderedQueues::Operation {
   const int64_t token_count_;
 };
 
-// Lets a few sequences be rebuilt at a time. Thread-safe.
+// Limits how many sequences are rebuilt at the same time. Thread-safe.
 class Engine::Rebuilder {
  public:
-  // So many will be added, when their turn comes.
+  // Announces that `count` operations will be added, when their turns come.
   void Expect(int64_t count) ABSL_LOCKS_EXCLUDED(mutex_);
-  // Runs it, now or when another has ended.
+  // Runs the operation, now or when another one has ended.
   void Add(RebuildOperation* operation) ABSL_LOCKS_EXCLUDED(mutex_);
-  // One that ran has ended.
+  // Called when an operation that ran has ended.
   void Ended(bool ok) ABSL_LOCKS_EXCLUDED(mutex_);
   void CountRows(int64_t bytes) ABSL_LOCKS_EXCLUDED(mutex_);
   bool stopping() const ABSL_LOCKS_EXCLUDED(mutex_);
-  // Fails those that wait, or are still to be added, and returns when none runs.
+  // Fails operations that wait or are still to be added, and returns when all have ended.
   void Stop() ABSL_LOCKS_EXCLUDED(mutex_);
   RebuildProgress progress() const ABSL_LOCKS_EXCLUDED(mutex_);
 

@@ -28,7 +28,7 @@ std::shared_ptr<Region> ProcessRegion(const char* id, bool on_gpu) {
   auto region = std::make_shared<Region>();
   region->id = id;
   region->on_gpu = on_gpu;
-  // From address 0 on.
+  // It begins at address 0, so that offsets are addresses.
   region->bytes = {static_cast<std::byte*>(nullptr),
                    static_cast<size_t>(std::numeric_limits<int64_t>::max())};
   return region;
@@ -61,7 +61,7 @@ void RegionTable::Detached(Region& region) {
 }
 
 void RegionTable::CloseSession(const std::string& session) {
-  Regions gone;  // freed without the lock
+  Regions gone;  // freed after the lock is released
   {
     const MutexLock lock(mutex_);
     const auto found = sessions_.find(session);
@@ -166,7 +166,7 @@ absl::StatusOr<std::vector<std::shared_ptr<Region>>> RegionTable::ListOf(
 absl::Status RegionTable::Detach(const Caller& caller, const std::string& session,
                                  std::string_view id) {
   RETURN_IF_ERROR(CheckSessions());
-  std::shared_ptr<Region> gone;  // freed without the lock
+  std::shared_ptr<Region> gone;  // freed after the lock is released
   {
     const MutexLock lock(mutex_);
     const auto found = sessions_.find(session);

@@ -14,13 +14,13 @@
 
 namespace spillway {
 
-// K or V of a chunk, [layer_count, H_kv, count, d] in the model's dtype: of the
-// first layer, and how far layers are apart, bytes.
+// K or V of a chunk, [layer_count, H_kv, count, d] in the model's dtype: the first layer, and the
+// bytes from one layer to the next.
 struct ChunkSource {
   RowSource first;
   int64_t layer_stride = 0;
 
-  // In C order. bytes: of one row's K or V.
+  // Rows in C order. bytes: K or V of one row.
   static ChunkSource Dense(const void* data, int kv_head_count, int64_t count, int64_t bytes) {
     return {RowSource::Dense(data, count, bytes), kv_head_count * count * bytes};
   }
@@ -31,8 +31,8 @@ struct ChunkSource {
   }
 };
 
-// New K/V rows of consecutive tokens of consecutive layers. The bytes are not
-// owned: they stay until the request is answered.
+// New K/V rows of consecutive tokens, for consecutive layers. The bytes are not owned: they must
+// stay valid until the request is answered.
 struct Chunk {
   int layer_start = 0;
   int layer_count = 0;
@@ -41,14 +41,14 @@ struct Chunk {
   int64_t generation = 0;  // of the sequence, as the caller knows it
   ChunkSource k;
   ChunkSource v;
-  // Others may change the bytes meanwhile: whether they are finite shows when
-  // they have been copied. Else CheckFinite() is the caller's to do before.
+  // Others may change the bytes at any time, so they are checked for finite elements after they
+  // were copied. If false, the caller must call CheckFinite() first.
   bool shared_source = false;
-  // The source, which is shared, lies in the memory of a GPU of this process.
+  // The source is in the memory of a GPU of this process. shared_source is true then.
   bool on_gpu = false;
-  // Which GPU's, where that is known. Null: the device finds out.
+  // The GPU. Null: unknown, the device finds out.
   const Device* gpu = nullptr;
-  // What K and V lie in, where that is not the caller's to keep.
+  // Keep the memory of K and V alive, if the caller does not do so itself.
   std::shared_ptr<const void> k_memory = nullptr;
   std::shared_ptr<const void> v_memory = nullptr;
 };
@@ -56,60 +56,60 @@ struct Chunk {
 struct AppendRequest {
   std::shared_ptr<Sequence> sequence;
   Chunk chunk;
-  std::shared_ptr<CancelToken> cancel;  // looked at before the append starts
+  std::shared_ptr<CancelToken> cancel;  // checked before the append starts, and not later
 };
 
 struct AppendOutcome {
-  bool already_present = false;  // all of it was there with equal bytes
+  bool already_present = false;  // all rows were there with equal bytes
   std::vector<int64_t> layer_token_counts;
 };
 
 // Queries of one sequence.
 struct AttendItem {
   std::shared_ptr<Sequence> sequence;
-  // Appended first; one layer, the request's.
+  // Rows to append before the attend, for the request's layer only.
   std::optional<Chunk> append;
-  // Asked when the item's turn comes, with the layer's length; an error fails
-  // the item before anything happens. May be null.
+  // Called with the layer's length when the request's turn comes. An error fails the whole request
+  // before anything has changed. May be null.
   std::function<absl::Status(int64_t layer_token_count)> gate;
-  // policy, q_dtype, q, query_count and, unless the queries are causal over
-  // the last tokens, visible. q stays until the request is answered.
+  // The caller sets policy, q_dtype, q, query_count and, unless the queries are causal over the
+  // last tokens, visible. q must stay valid until the request is answered.
   AttendQuery attend;
-  // What q lies in, where that is not the caller's to keep.
+  // Keeps the memory of q alive, if the caller does not do so itself.
   std::shared_ptr<const void> q_memory = nullptr;
 };
 
-// One layer of sequences of one model, none twice.
+// Attention at one layer for sequences of one model, each at most once.
 struct AttendRequest {
   int layer = 0;
   std::vector<AttendItem> items;
   std::shared_ptr<CancelToken> cancel;  // may be null
   bool select_only = false;
-  // The outcome shall share each item's rows as they were attended.
+  // The outcome shares each item's rows, as they were attended to.
   bool share_rows = false;
   // The calling thread waits for the outcome (Job::waited_for).
   bool waited_for = false;
-  // By what its client's tracing knows the call; empty where it does not say.
+  // Trace id of the call (Caller::trace()); empty: none.
   std::string trace = {};
 };
 
-// One layer of a sequence, unaffected by what follows.
+// The rows of one layer of a sequence, unaffected by later operations.
 struct SharedRows {
   LayerRows rows;
-  Device* device;  // that the sequence lives on
+  Device* device;  // on which the sequence lives
 };
 
-// All layers of a sequence, unaffected by what follows.
+// The rows of all layers of a sequence, unaffected by later operations.
 struct SharedSequence {
-  std::vector<LayerRows> rows;  // of token_count tokens each
+  std::vector<LayerRows> rows;  // by layer, token_count tokens each
   int64_t token_count = 0;
   int64_t generation = 0;
 };
 
 struct AttendOutcome {
-  // The job as the device filled it; items have a status each.
+  // The job as the device filled it; each item has its own status.
   std::unique_ptr<Job> job;
-  // Per item with share_rows: the layer's rows, unaffected by what follows.
+  // With share_rows, by item: the layer's rows, unaffected by later operations.
   std::vector<LayerRows> rows;
 };
 

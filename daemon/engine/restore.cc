@@ -1,4 +1,4 @@
-// Models and sequences that a process before this one left in the store.
+// Restores models and sequences that an earlier process left in the store.
 #include <algorithm>
 #include <array>
 #include <optional>
@@ -17,15 +17,16 @@
 namespace spillway {
 namespace {
 
-// Which slabs rows lie in, and of which model: a slab is one pool's.
+// The slabs that contain rows, and the model that owns each: all pages of a slab belong to one
+// model's pool.
 class SlabClaims {
  public:
-  // rows_bytes: of the file that they lie in.
+  // rows_bytes: size of the file of rows.
   SlabClaims(int64_t slab_capacity, int64_t rows_bytes)
       : slab_capacity_(slab_capacity), rows_bytes_(rows_bytes) {}
 
-  // Claims what a sequence's rows lie in, all of it or none. DATA_LOSS for what cannot be;
-  // FAILED_PRECONDITION for slabs that are there, beyond the arena.
+  // Claims all slabs that contain the sequence's rows, or none. DATA_LOSS if the record cannot be
+  // right; FAILED_PRECONDITION if slabs are in the file but beyond the arena.
   absl::Status Add(const Model& model, SequenceRecord& record) {
     claimed_.clear();
     for (int layer = 0; layer < record.layer_count(); ++layer) {
@@ -41,7 +42,7 @@ class SlabClaims {
     return absl::OkStatus();
   }
 
-  // Of all that was claimed.
+  // All claimed slabs.
   std::vector<SlabRun> Runs() const {
     std::vector<int64_t> slabs;
     slabs.reserve(owners_.size());
@@ -82,10 +83,10 @@ class SlabClaims {
   const int64_t slab_capacity_;
   const int64_t rows_bytes_;
   absl::flat_hash_map<int64_t, const Model*> owners_;
-  std::vector<int64_t> claimed_;  // by the sequence, some more than once
+  std::vector<int64_t> claimed_;  // by the sequence of this Add(); a slab may occur twice
 };
 
-// The same error of a sequence or model, by name.
+// The same error, with the name of its sequence or model.
 absl::Status Of(const std::string& name, const absl::Status& status) {
   return WithMessage(status, absl::StrCat(name, ": ", status.message()));
 }
@@ -109,8 +110,8 @@ absl::Status CheckFits(const StoredSequence& description, SequenceRecord& record
       absl::StrCat("policy.", errors.front().field, ": ", errors.front().description));
 }
 
-// What the record says, but for itself, once its slabs are claimed. Errors as
-// SlabClaims::Add(), naming the sequence, and NOT_FOUND for its model.
+// Parses a record and claims its slabs. Does not set Found::record. Errors as SlabClaims::Add(),
+// with the sequence's name, and NOT_FOUND if there is no such model.
 absl::StatusOr<Found> Read(const SequenceRecord::Opened& opened, const Registry& registry,
                            SlabClaims& claims) {
   Found found;
@@ -143,7 +144,7 @@ absl::StatusOr<std::shared_ptr<Sequence>> Engine::Adopt(StoredSequence descripti
                                                         const std::shared_ptr<Model>& model,
                                                         std::unique_ptr<SequenceRecord> record) {
   Origin origin{description.named, nullptr};
-  // Its grace begins now, unless its client comes again.
+  // Its client counts as gone since now, so its grace time begins, until the client connects again.
   if (!description.client.empty()) origin.client = ClientOf(description.client);
   auto sequence = std::make_shared<Sequence>(
       description.id, model, accounts_.Of(NamespaceOf(description.id)), description.policy,
@@ -221,7 +222,7 @@ absl::StatusOr<RestoreReport> Engine::Restore(
     report.row_bytes += snapshot.row_bytes;
     sequences.push_back(std::move(sequence));
   }
-  // Looked for before the first of them changes its record.
+  // Computed before the first sequence changes its record.
   std::vector<std::optional<SharedPrefixes::Prefix>> prefixes;
   SharedPrefixes known;
   for (const std::shared_ptr<Sequence>& sequence : sequences) {

@@ -11,8 +11,8 @@
 namespace spillway {
 namespace {
 
-// Bookkeeping of a page: its reference in the tables of rows and of codes,
-// with the slack that a growing vector has.
+// Bytes of tables per page: its references in the tables of rows and of codes, with the slack of a
+// growing vector.
 constexpr int64_t kTableBytesPerPage = 4 * sizeof(PageRef);
 // Tables are charged in steps, so that few appends touch the budget.
 constexpr int64_t kTableStepBytes = 64 << 10;
@@ -74,7 +74,7 @@ absl::Time Sequence::grace_end() const {
     const MutexLock lock(mutex_);
     gone = users_.gone_time();
   }
-  // Of a client that does not keep a connection each call counts.
+  // If a client keeps no connection, the grace time begins again with each of its calls.
   return std::max(gone, last_use_time()) + grace;
 }
 
@@ -104,7 +104,7 @@ absl::Status Sequence::ReserveTables(MemoryBudget& budget) {
 }
 
 absl::Status Sequence::Charge() {
-  // Publish() settles what nobody limits.
+  // Without a limit, it is enough that Publish() updates the account.
   if (account->quota().bytes_max == 0) return absl::OkStatus();
   const int64_t bytes = RowBytes(rows) + device->index_bytes();
   RETURN_IF_ERROR(account->Charge(bytes - charged_bytes_));

@@ -20,7 +20,7 @@
 
 namespace spillway {
 
-// What can be told of a sequence while operations on it run.
+// State of a sequence that can be read while operations on it run.
 struct SequenceSnapshot {
   std::vector<int64_t> layer_token_counts;
   int64_t token_count = 0;  // the shortest layer's
@@ -30,23 +30,22 @@ struct SequenceSnapshot {
   bool sealed = false;
 };
 
-// Where a sequence comes from, which decides how long it stays without its clients.
+// How a sequence was created, which decides how long it is kept without its clients.
 struct Origin {
-  // Whether a client chose its id, and may so come for it again.
+  // Whether a client chose its id, and so may ask for it again.
   bool named = true;
-  // Who made it; null where that was not said.
+  // The client that created it; null: unknown.
   std::shared_ptr<Presence> client;
-  // By what its client's tracing knows the call (Caller::trace()); empty where it does not say.
+  // Trace id of the call that created it (Caller::trace()); empty: none.
   std::string trace = {};
 };
 
-// The K/V of one context. Its contents (rows, device, generation) belong to
-// the operation that heads its queue; the snapshot follows them and can be read
-// at any time.
+// The K/V of one text. Its contents (rows, device, generation) belong to the operation at the head
+// of its queue. The snapshot is updated by Publish(), and can be read at any time.
 class Sequence {
  public:
-  // account: charged with what it holds. grace: of those that are not named.
-  // REQUIRES: a ready model.
+  // account: charged with the bytes that it holds. grace: how long unnamed sequences are kept
+  // without clients. REQUIRES: the model is ready.
   Sequence(std::string id, std::shared_ptr<Model> model, std::shared_ptr<Account> account,
            const Policy& policy, absl::Duration ttl, absl::Time create_time, const Origin& origin,
            std::shared_ptr<const UnnamedGrace> grace);
@@ -54,17 +53,17 @@ class Sequence {
   Sequence(const Sequence&) = delete;
   Sequence& operator=(const Sequence&) = delete;
 
-  // Bytes of its tables before a token is appended.
+  // Bytes of its tables before the first append.
   static int64_t TableBytes(const ModelSpec& spec);
 
   const std::string id;    // the engine's, with its namespace
-  const std::string name;  // its client's
+  const std::string name;  // "sequences/{id}" with the client's id
   const std::shared_ptr<Model> model;
   const std::shared_ptr<Account> account;
   const Policy policy;
   const absl::Duration ttl;  // infinite: never expires
   const bool named;          // as Origin::named
-  const std::string client;  // the engine's id of who made it; empty where that was not said
+  const std::string client;  // engine's id of the client that created it; empty: unknown
   const std::string trace;   // as Origin::trace
   const absl::Time create_time;
   WorkCounters work;
@@ -76,51 +75,52 @@ class Sequence {
   absl::Time last_use_time() const {
     return absl::FromUnixNanos(last_use_ns_.load(std::memory_order_relaxed));
   }
-  // A client uses it; null: one that does not say who it is, and so never goes.
+  // Records that a client uses it. Null: a client without an id, which never counts as gone.
   void Use(const std::shared_ptr<Presence>& client) ABSL_LOCKS_EXCLUDED(mutex_);
-  // Whether it is not named and all that used it are gone.
+  // Whether it is unnamed and all clients that used it are gone.
   bool abandoned() const ABSL_LOCKS_EXCLUDED(mutex_);
-  // When it goes by its ttl; infinite for never.
+  // When its ttl ends; infinite if it has none.
   absl::Time idle_end() const { return last_use_time() + ttl; }
-  // When it goes for want of a client; infinite unless it is abandoned.
+  // When its grace time ends; infinite unless it is abandoned.
   absl::Time grace_end() const ABSL_LOCKS_EXCLUDED(mutex_);
   // The earlier of the two.
   absl::Time expire_time() const { return std::min(idle_end(), grace_end()); }
 
   SequenceSnapshot snapshot() const;
 
-  // Whether a decoder on a stream holds it: no request is taken then. Thread-safe.
+  // Whether a decoder on a stream holds it. Requests are refused then. Thread-safe.
   std::atomic<bool> held = false;
 
   // --- Contents: for the operation at the head of `queue`.
   OrderedQueues::Queue queue;
-  // What outlives the process; null where nothing does. Listed by the registry.
+  // The record that outlives the process; null without a store. The registry lists it.
   std::unique_ptr<SequenceRecord> record;
   std::vector<LayerRows> rows;  // per layer; empty once deleted
   std::unique_ptr<DeviceSequence> device;
   int64_t generation = 0;
-  // Whether its rows stay as they are, see CheckOpen().
+  // Whether appends and truncations are refused, see CheckOpen().
   bool sealed = false;
 
-  // Why it cannot be served, of one that an earlier process left.
+  // Why it cannot be served, if an earlier process left it; else OK.
   absl::Status failure;
 
   bool deleted() const { return rows.empty(); }
-  // NOT_FOUND once deleted, or its failure.
+  // NOT_FOUND if it is deleted, else `failure`.
   absl::Status Check() const;
-  // The same for what appends or truncates: also FAILED_PRECONDITION, reason SEQUENCE_SEALED.
+  // The same for appends and truncations: also FAILED_PRECONDITION, reason SEQUENCE_SEALED.
   absl::Status CheckOpen() const;
-  // The shortest layer's length.
+  // Length of the shortest layer.
   int64_t token_count() const;
-  // Charges what the page tables have grown by. RESOURCE_EXHAUSTED.
+  // Reserves memory for page tables that have grown. RESOURCE_EXHAUSTED.
   absl::Status ReserveTables(MemoryBudget& budget);
-  // Charges the account with what it has grown by. RESOURCE_EXHAUSTED: it is charged as before.
+  // Charges the account with the bytes by which it has grown. RESOURCE_EXHAUSTED leaves the charge
+  // as it was.
   absl::Status Charge();
-  // Gives every page and table back.
+  // Frees all pages and tables.
   void Clear();
-  // Lets the snapshot, and the account, follow the contents.
+  // Updates the snapshot and the account from the contents.
   void Publish();
-  // Lets it follow the record, for as long as the contents do not.
+  // The same from the record, while the contents do not have its tokens yet.
   void PublishRecord();
 
  private:

@@ -29,7 +29,7 @@ class Sha256 {
   const std::unique_ptr<evp_md_ctx_st, void (*)(evp_md_ctx_st*)> context_;
 };
 
-// Whether a text is so many lower-case hexadecimal digits, all or the first of a digest.
+// Whether a text is digit_count lower-case hexadecimal digits: a digest, or the beginning of one.
 bool IsDigest(std::string_view text, size_t digit_count);
 
 }  // namespace spillway

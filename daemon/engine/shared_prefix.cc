@@ -17,14 +17,14 @@ int64_t WholePages(SequenceRecord& record) {
   return tokens / kPageTokenCount;
 }
 
-// How many of the first `count` pages of a layer's KV head are the same.
+// How many of the first `count` pages are the same, for a KV head of a layer.
 int64_t SamePages(const LayerRecord& a, const LayerRecord& b, int kv_head, int64_t count) {
   int64_t page = 0;
   while (page < count && a.PageIndex(kv_head, page) == b.PageIndex(kv_head, page)) ++page;
   return page;
 }
 
-// The same of all layers and KV heads.
+// The same for all layers and KV heads.
 int64_t SamePages(SequenceRecord& a, SequenceRecord& b, int64_t count) {
   for (int layer = 0; layer < a.layer_count(); ++layer) {
     for (int head = 0; head < a.kv_head_count(); ++head) {
@@ -43,7 +43,7 @@ std::optional<SharedPrefixes::Prefix> SharedPrefixes::Add(const Model& model,
   const int64_t pages = WholePages(record);
   if (pages == 0) return std::nullopt;
   std::vector<size_t>& family = families_[{&model, record.layer(0).PageIndex(0, 0)}];
-  // One KV head tells which it is, as a rule.
+  // The candidates are compared by one KV head only, which is usually enough.
   Prefix best;
   int64_t best_pages = 0;
   for (size_t i = family.size() - std::min(family.size(), kLookedAtMax); i < family.size(); ++i) {

@@ -12,25 +12,25 @@
 
 namespace spillway {
 
-// Finds what sequences of a store have in common: forks list the same pages until one side
+// Finds the prefixes that sequences of a store share: forks refer to the same pages until one side
 // writes. Not thread-safe.
 class SharedPrefixes {
  public:
   struct Prefix {
-    size_t source = 0;        // counted in the order of Add()
+    size_t source = 0;        // index in the order of Add()
     int64_t token_count = 0;  // whole pages of every layer
   };
 
-  // Adds a sequence, and tells which of those before it has the longest beginning in common with
-  // it; none where no page is. The record stays as it is for as long as others are added.
+  // Adds a sequence. Returns the earlier one with the longest common prefix, or nothing if they
+  // share no page. The record must not change while others are added.
   std::optional<Prefix> Add(const Model& model, SequenceRecord& record);
 
  private:
-  // Of forks of one sequence the last ones are looked at, so that many cost little.
+  // Only so many forks of a sequence, the last ones, are compared, so that many forks cost little.
   static constexpr size_t kLookedAtMax = 64;
 
   std::vector<SequenceRecord*> records_;
-  // By the first page of all.
+  // Indices into records_, by model and first page of layer 0 and KV head 0.
   absl::flat_hash_map<std::pair<const Model*, uint32_t>, std::vector<size_t>> families_;
 };
 

@@ -13,27 +13,27 @@
 
 namespace spillway {
 
-// A request to attend at a layer that took long, and where its time went.
+// An attend of one layer that took long, and where its time went.
 struct SlowAttend {
-  std::string sequence;  // the longest of its sequences
+  std::string sequence;  // the longest one, if there are several
   int sequence_count = 0;
   std::string model;
   int layer = 0;
-  int64_t token_count = 0;        // of that sequence, which its last query sees
+  int64_t token_count = 0;        // of that sequence, visible to its last query
   int64_t query_count = 0;        // of that sequence
-  double seconds = 0;             // from the request to its answer
-  double wait_seconds = 0;        // of that, until its sequences' turn
+  double seconds = 0;             // from the request to its answer; the next three are parts of it
+  double wait_seconds = 0;        // until the turn of its sequences
   double queue_seconds = 0;       // then in the device's queue
   double device_seconds = 0;      // then on the device
-  std::vector<StageTime> stages;  // of these, where the device tells them
-  std::string trace;              // of the call (Caller::trace()); empty where it does not say
+  std::vector<StageTime> stages;  // parts of device_seconds, if the device reports them
+  std::string trace;              // trace id of the call (Caller::trace()); empty: none
 };
 
-// Those that nobody has looked at yet, up to a few. Thread-safe; one that is not slow costs a look
-// at the limit.
+// The slow attends since the last Take(), up to a few. Thread-safe. An attend that is not slow
+// costs one read of the limit.
 class SlowAttends {
  public:
-  // seconds: from how many on an attend is slow; 0: none is.
+  // seconds: an attend that takes at least this long is slow; 0: none is.
   explicit SlowAttends(double seconds) : seconds_(seconds) {}
   void SetSeconds(double seconds) { seconds_.store(seconds, std::memory_order_relaxed); }
   bool IsSlow(double seconds) const {
@@ -41,15 +41,15 @@ class SlowAttends {
     return limit > 0 && seconds >= limit;
   }
 
-  // The first that came, and how many there were beside these.
+  // The first ones, and how many more there were.
   struct Some {
     static constexpr size_t kCountMax = 5;
     std::vector<SlowAttend> attends;
     int64_t more_count = 0;
   };
   struct Taken {
-    Some steps;   // of decoding (JobKind::kStep)
-    Some others;  // prompts, and what chooses rows
+    Some steps;   // decode steps (JobKind::kStep)
+    Some others;  // prompts, and requests that only select rows
   };
   void Add(SlowAttend attend, bool is_step) ABSL_LOCKS_EXCLUDED(mutex_) {
     const MutexLock lock(mutex_);
@@ -60,7 +60,7 @@ class SlowAttends {
       ++some.more_count;
     }
   }
-  // All since the last call.
+  // All slow attends since the last call.
   Taken Take() ABSL_LOCKS_EXCLUDED(mutex_) {
     const MutexLock lock(mutex_);
     return std::exchange(taken_, {});

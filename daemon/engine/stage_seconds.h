@@ -13,7 +13,7 @@ namespace spillway {
 // How long the stages of jobs took. Thread-safe, each stage by itself.
 class StageSeconds {
  public:
-  // Of one job (Job::stages). What is no JobStage is left out.
+  // Adds the stages of one job (Job::stages). Stages that are no JobStage are left out.
   void Note(std::span<const StageTime> stages) {
     for (const StageTime& stage : stages) {
       for (size_t i = 0; i < kJobStageNames.size(); ++i) {

@@ -13,7 +13,7 @@
 namespace spillway {
 namespace {
 
-// Steps on their way.
+// Pending steps, at most.
 constexpr int kPendingMax = 2;
 
 }  // namespace
@@ -56,7 +56,7 @@ absl::StatusOr<std::unique_ptr<StreamDecoder>> StreamDecoder::Create(Engine* eng
 StreamDecoder::~StreamDecoder() {
   while (step_ != nullptr && step_->pending_count() > 0) {
     if (!Finish(last_stream_).ok() && !starts_.empty()) {
-      // The device does not answer: what is not known to be there is not there.
+      // The device does not answer: tokens that are not known to be written are dropped.
       step_.reset();
       for (size_t i = 0; i < parts_.size(); ++i) Truncate(i, starts_.front()[i]);
     }
@@ -149,7 +149,7 @@ absl::Status StreamDecoder::Settle() {
     first = WithMessage(outcome.parts[i], absl::StrCat(name, ": ", outcome.parts[i].message()));
   }
   if (outcome.ran && first.ok()) return first;
-  // Later steps saw the tokens that go now.
+  // Later steps attended to tokens that are truncated now.
   bool later_ran = false;
   while (step_->pending_count() > 0) {
     ASSIGN_OR_RETURN(const StreamStep::Outcome later, step_->Settle());
@@ -183,7 +183,7 @@ void StreamDecoder::Count(size_t part) {
   engine_->CountAppend(sequence, token_count_ * spec.kv_head_count * spec.layer_count);
   for (int layer = 0; layer < spec.layer_count; ++layer) {
     const Job& job = step_->settled(layer);
-    // A layer that attends to all rows tells no time.
+    // A layer that attends to all rows reports no time.
     if (part == 0 && job.device_time_us > 0) {
       engine_->counters_.attend_device.Note(job.device_time_us / 1e6);
       engine_->counters_.attend_stages.Note(job.stages);

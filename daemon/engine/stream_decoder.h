@@ -14,52 +14,53 @@
 
 namespace spillway {
 
-// Decodes some sequences of one model on streams of the caller's: each step's
-// attends are enqueued, from and to tensors in the device's memory, and can be
-// captured into a graph that runs for every step (StreamStep). Holds its sequences:
-// until it is gone, other requests for them are refused. One thread at a time.
+// Decodes sequences of one model on streams of the caller. Each step's attends are enqueued, with
+// tensors in the device's memory, and can be captured into a graph that runs for every step
+// (StreamStep). Holds its sequences: other requests for them are refused until it is destroyed. One
+// thread at a time.
 class StreamDecoder {
  public:
   using Part = Step::Part;
 
-  // token_count: new tokens of each sequence in a step; token_count_max: that a
-  // sequence may come to, for which memory is made. Waits for what was asked of
-  // the sequences before. INVALID_ARGUMENT for no parts or too many, a sequence
-  // twice or of another model, or counts out of range; OUT_OF_RANGE or ABORTED for a
-  // sequence that is not as its part says; FAILED_PRECONDITION for one that is held or
-  // sealed; UNIMPLEMENTED as Device::CreateStreamStep.
+  // token_count: new tokens of each sequence in a step. token_count_max: the length up to which a
+  // sequence may grow, for which memory is reserved. Waits for earlier requests for the sequences.
+  // INVALID_ARGUMENT for no parts or too many, for a sequence that is named twice or is of another
+  // model than the first one, or for counts out of range; NOT_FOUND for a deleted sequence;
+  // OUT_OF_RANGE or ABORTED if a sequence does not have the length or the generation of its part;
+  // FAILED_PRECONDITION if a sequence is held or sealed; UNIMPLEMENTED as
+  // Device::CreateStreamStep().
   static absl::StatusOr<std::unique_ptr<StreamDecoder>> Create(Engine* engine,
                                                                std::vector<Part> parts,
                                                                int64_t token_count,
                                                                int64_t token_count_max);
-  // Ends the step as Finish() on the stream that was used last, whose errors are
-  // lost, and lets the sequences go.
+  // Ends the step as Finish() does, on the stream that was used last, drops its errors, and
+  // releases the sequences.
   ~StreamDecoder();
 
   const Model& model() const { return *parts_.front().sequence->model; }
   int part_count() const { return static_cast<int>(parts_.size()); }
   int64_t token_count() const { return token_count_; }
-  // The device that the sequences live on.
+  // The device on which the sequences live.
   Device& home() const { return engine_->device_->HomeOf(*parts_.front().sequence->device); }
 
-  // Ends the step before and announces the next one's tokens on the stream. Waits
-  // only if the step before the one before has not ended. Errors of an earlier step
-  // come first, one a call: what it and later steps brought to the sequences that
-  // it is of is truncated. Else as Engine::Append and StreamStep::Announce.
+  // Ends the current step, and announces the tokens of the next one on the stream. Waits only if
+  // the step before the current one has not ended. Errors of earlier steps are returned first, one
+  // per call. Then the sequences that failed lose the tokens of the failed step, and all sequences
+  // lose those of later steps. Else errors are those of Engine::Append() and
+  // StreamStep::Announce().
   absl::Status Next(void* stream);
   // See StreamStep::version().
   uint64_t version() const { return step_->version(); }
   // Enqueues a layer of the step, see StreamStep::Attend().
   absl::Status Attend(int layer, const StepTensors& tensors, void* stream);
-  // Ends the step and waits for all: the tokens belong to the sequences now. The
-  // first error, as with Next(). A step of which no layer was attended is taken
-  // back without one.
+  // Ends the step, and waits for all steps: their tokens belong to the sequences then. Returns the
+  // first error, as Next() does. A step of which no layer was attended is undone without an error.
   absl::Status Finish(void* stream);
-  // What the layer of the last step that has ended came to; null before one has, and
-  // once another has begun.
+  // The job of a layer in the last step that has ended; null before a step has ended, and after the
+  // next one was announced.
   const Job* ended(int layer) const;
-  // Of the layer's steps that have ended well, all sequences. REQUIRES: a layer of the
-  // model.
+  // Sums over the steps of the layer that ended without an error, and over all sequences. REQUIRES:
+  // a layer of the model.
   const AttendSums& sums(int layer) const { return sums_[layer]; }
 
  private:
@@ -70,7 +71,7 @@ class StreamDecoder {
 
   absl::Status CheckLayers() const;
   absl::Status Prepare();
-  // Waits for the oldest step, and after an error for all.
+  // Waits for the oldest step, and after an error for all steps.
   absl::Status Settle();
   void Truncate(size_t part, int64_t token_count);
   void Count(size_t part);
@@ -80,7 +81,7 @@ class StreamDecoder {
   const int64_t token_count_;
   std::shared_ptr<Engine::HoldOperation> hold_;
   std::unique_ptr<StreamStep> step_;
-  // Of each step on its way, the parts' lengths before.
+  // For each pending step: the lengths of the parts before it.
   std::deque<std::vector<int64_t>> starts_;
   std::vector<AttendSums> sums_;
   bool has_ended_ = false;

@@ -25,7 +25,7 @@ using Response = httplib::Response;
 
 constexpr size_t kThreadCount = 4;
 constexpr time_t kTimeoutSeconds = 5;
-// A browser opens connections ahead of what it asks: those hold a thread for so long.
+// Browsers open connections before they need them. Each of those occupies a thread for this long.
 constexpr time_t kFirstByteSeconds = 2;
 
 constexpr char kJson[] = "application/json";
@@ -42,8 +42,8 @@ const httplib::Headers& SafeHeaders() {
   return *headers;
 }
 
-// Whether a Host header names this machine, as who reaches a loopback address must. A page of
-// another site whose name was made to mean 127.0.0.1 does not.
+// Whether a Host header names this machine, as it must in requests to a loopback address. With DNS
+// rebinding, a page of another site sends the site's name.
 bool NamesThisMachine(const std::string& header) {
   std::string host = header;
   if (const size_t colon = host.rfind(':');
@@ -55,8 +55,8 @@ bool NamesThisMachine(const std::string& header) {
   return inet_pton(AF_INET, host.c_str(), &address) == 1 && ntohl(address.s_addr) >> 24 == 127;
 }
 
-// By a provider, for the library compresses what it is given whole: with brotli a scrape would
-// take forty milliseconds of a core.
+// Uses a content provider, because the library compresses content that it gets at once. With brotli
+// a scrape would take 40 ms of a core.
 void Answer(Response& response, int status, std::string body, const char* type) {
   response.status = status;
   const size_t size = body.size();
@@ -131,7 +131,8 @@ absl::StatusOr<std::unique_ptr<HttpServer>> HttpServer::Start(const std::string&
   server.set_read_timeout(kTimeoutSeconds);
   server.set_write_timeout(kTimeoutSeconds);
   server.set_default_headers(SafeHeaders());
-  // Without the library's SO_REUSEPORT, by which two daemons would share an address.
+  // Without SO_REUSEPORT, which the library sets by default: it would let two daemons share an
+  // address.
   server.set_socket_options([](int socket) {
     const int on = 1;
     setsockopt(socket, SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
@@ -159,7 +160,7 @@ absl::StatusOr<std::unique_ptr<HttpServer>> HttpServer::Start(const std::string&
   }
   impl->address = absl::StrCat(host, ":", port);
   impl->thread = std::thread([&server] { server.listen_after_bind(); });
-  // The library cannot be stopped before.
+  // The library cannot be stopped before it runs.
   while (!server.is_running()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
   return std::unique_ptr<HttpServer>(new HttpServer(std::move(impl)));
 }

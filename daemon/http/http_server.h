@@ -8,20 +8,20 @@
 
 namespace spillway {
 
-// What an operator looks at, by HTTP: the status page at /, its numbers at /status.json, all
-// metrics for Prometheus at /metrics, /healthz while the process serves, and /readyz, which is
-// 503 while the daemon should get no new work. It only reads.
+// HTTP for operators: the status page at /, its numbers at /status.json, all metrics for Prometheus
+// at /metrics, /healthz (200 while the process serves), and /readyz (503 while the daemon should
+// get no new work). It changes nothing.
 class HttpServer {
  public:
-  // address: host:port, port 0 for any that is free. The metrics outlive this. allow_remote:
-  // answers whatever the request calls the host; else only where that is this machine, so that
-  // no other site's page can read this one. UNAVAILABLE where the system refuses.
+  // address: host:port; port 0: any free port. The metrics must outlive the server. allow_remote:
+  // answer any Host header. Otherwise only requests whose Host header names this machine are
+  // answered, so that pages of other sites cannot read this one. UNAVAILABLE if the system refuses.
   static absl::StatusOr<std::unique_ptr<HttpServer>> Start(const std::string& address,
                                                            bool allow_remote,
                                                            const Metrics& metrics);
   ~HttpServer();
 
-  // With the port in use.
+  // host:port with the port in use.
   const std::string& address() const;
 
  private:

@@ -18,11 +18,11 @@
 
 namespace spillway {
 
-// Calls of one method. Thread-safe, each counter by itself.
+// Counters of one method's calls. Thread-safe, but each counter separately.
 struct MethodCounters {
   MethodCounters(std::string method, bool is_work) : method(std::move(method)), is_work(is_work) {}
 
-  // code: as gRPC answers, and absl names it.
+  // code: gRPC's status code, which equals that of absl.
   void Note(int code, double seconds) {
     const auto at = static_cast<size_t>(code);
     counts[at < counts.size() ? at : static_cast<size_t>(absl::StatusCode::kUnknown)].fetch_add(
@@ -31,19 +31,19 @@ struct MethodCounters {
   }
 
   const std::string method;  // "AttentionService/Attend"
-  // Whether a daemon that is about to end refuses it, and waits for those that run.
+  // A draining daemon refuses new calls of work, and waits for running ones.
   const bool is_work;
-  std::atomic<int64_t> open_count{0};             // unary calls that have not ended
-  std::array<std::atomic<int64_t>, 17> counts{};  // by code, absl::StatusCode
-  SecondsDistribution seconds;                    // to the answer; of a stream to its end
+  std::atomic<int64_t> open_count{0};             // running unary calls
+  std::array<std::atomic<int64_t>, 17> counts{};  // by absl::StatusCode
+  SecondsDistribution seconds;                    // until the answer; of a stream until its end
 };
 
-// Counts one call, from its making on.
+// Counts one call. Its duration begins with the constructor.
 class CallTimer {
  public:
-  // counters: null where nobody counts.
+  // counters: null if the call is not counted.
   explicit CallTimer(MethodCounters* counters) : counters_(counters) {}
-  // Once.
+  // Call it only once.
   void End(int code) const {
     if (counters_ == nullptr) return;
     counters_->Note(code, std::chrono::duration<double>(Clock::now() - begin_).count());
@@ -55,21 +55,22 @@ class CallTimer {
   const Clock::time_point begin_ = Clock::now();
 };
 
-// Calls by method. The methods are known at the start: a client that makes names up adds none.
+// Counters by method. All methods are known at the start, so a client that invents names adds none.
 class CallCounters {
  public:
-  // name: gRPC's, "/spillway.v1.AttentionService/Attend". REQUIRES: before calls come.
+  // name: in gRPC's form, such as "/spillway.v1.AttentionService/Attend". REQUIRES: called before
+  // the first call.
   void Add(const std::string& name, bool is_work = true) {
     methods_.push_back(std::make_unique<MethodCounters>(name.substr(name.rfind('.') + 1), is_work));
     by_name_[name] = methods_.back().get();
   }
 
-  // Null for what was not added. Thread-safe.
+  // Null for a method that was not added. Thread-safe.
   MethodCounters* Find(std::string_view name) const {
     const auto found = by_name_.find(name);
     return found == by_name_.end() ? nullptr : found->second;
   }
-  // Unary calls of work that have not ended.
+  // Running unary calls of work.
   int64_t open_work_count() const {
     int64_t sum = 0;
     for (const auto& method : methods_) {

@@ -16,14 +16,14 @@ using prometheus::MetricFamily;
 using prometheus::MetricType;
 using Labels = std::vector<ClientMetric::Label>;
 
-// Families in the making.
+// Builds the list of metric families.
 class Families {
  public:
   void Counter(const char* name, const char* help) { Begin(name, help, MetricType::Counter); }
   void Gauge(const char* name, const char* help) { Begin(name, help, MetricType::Gauge); }
   void Histogram(const char* name, const char* help) { Begin(name, help, MetricType::Histogram); }
 
-  // Of the family that was begun last.
+  // Adds a value to the family that was begun last.
   void Value(double value, Labels labels = {}) {
     ClientMetric& metric = Add(std::move(labels));
     if (families_.back().type == MetricType::Counter) {
@@ -238,7 +238,7 @@ void AddDevices(const Engine& engine, const PastLosses& losses, Families& famili
   }
 }
 
-// Layers with series of their own; those beyond share one.
+// Layers beyond this number share one series.
 constexpr int kLayerCountMax = 256;
 
 std::string LayerName(int layer) {

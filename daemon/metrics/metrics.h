@@ -15,47 +15,47 @@
 
 namespace spillway {
 
-// What is known outside the engine.
+// Counts that the engine does not know.
 struct ServerCounts {
   int64_t open_connection_count = 0;
   int64_t shed_connection_count = 0;
   int64_t dropped_log_line_count = 0;
-  int64_t open_call_count = 0;    // unary calls of work, and those of doorbells
+  int64_t open_call_count = 0;    // running unary calls of work, and doorbell calls
   int64_t open_stream_count = 0;  // appends, decodes, fetches, uploads
-  // Of the grace; none: the daemon does not drain.
+  // Seconds of grace left; none if the daemon does not drain.
   std::optional<double> drain_seconds_left;
 };
 
-// Devices that processes before this one have lost, in whose place it runs.
+// Devices that the predecessors of this process lost before they restarted in place.
 struct PastLosses {
   int64_t count = 0;
-  std::string last;  // the device and why
+  std::string last;  // the device and the reason
 };
 
-// What models and sequences come to, which takes a look at each of them.
+// All models with sums over their sequences. Collecting this visits every model and sequence.
 struct Holdings {
   struct OfModel {
     std::shared_ptr<Model> model;
     int64_t sequence_count = 0;
     int64_t token_count = 0;
     int64_t free_token_count = 0;
-    std::vector<HeadAudit> heads;  // that were checked
+    std::vector<HeadAudit> heads;  // only heads that were checked
   };
-  std::vector<OfModel> models;  // the oldest first
+  std::vector<OfModel> models;  // oldest first
   int64_t sequence_count = 0;
   int64_t token_count = 0;
 };
 
-// Everything that can be told of the daemon in numbers, declared once: /metrics, the status page
-// and GetStatistics all say this. Numbers are counted where things happen, without locks, and
-// collected here only when somebody asks (docs/adr/0046). Thread-safe.
+// All numbers about the daemon, declared once: /metrics, the status page and GetStatistics use
+// them. Events are counted where they happen, without locks. The counts are collected here only on
+// request (docs/adr/0046). Thread-safe.
 class Metrics {
  public:
-  // Models with series of their own, the oldest ones: a scrape stays bounded whatever
-  // clients create. Totals have all.
+  // Only so many models, the oldest, have their own series, so that a scrape stays small whatever
+  // clients create. Totals include all models.
   static constexpr size_t kModelCountMax = 16;
 
-  // Why the daemon should get no new work, for people; empty: it should.
+  // Why the daemon should get no new work, for people; empty if it is ready.
   using NotReady = std::function<std::string()>;
 
   struct Sources {
@@ -68,12 +68,12 @@ class Metrics {
     absl::Time start_time;
     PastLosses losses;
   };
-  // What the sources name outlives this.
+  // All objects in `sources` must outlive this.
   explicit Metrics(Sources sources) : sources_(std::move(sources)) {}
 
   const Sources& sources() const { return sources_; }
   Holdings CollectHoldings() const;
-  // Every family, those without series too.
+  // All families, including those without series.
   std::vector<prometheus::MetricFamily> Collect() const;
 
  private:

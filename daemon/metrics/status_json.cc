@@ -12,7 +12,7 @@ namespace {
 
 using Json = nlohmann::json;
 
-// Of a model, those with the most violations.
+// Most heads per model: those with the most violations.
 constexpr size_t kHeadCountMax = 12;
 
 template <size_t N>

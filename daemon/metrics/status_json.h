@@ -6,9 +6,9 @@
 
 namespace spillway {
 
-// What the status page shows, as a JSON object: the daemon, memory by use, models with what still
-// fits and their audits by layer and head, devices, connections, distributions of latencies.
-// Counters only rise; the page makes rates of them.
+// The content of the status page as a JSON object: the daemon, memory by use, models with their
+// free tokens and their audits by layer and head, devices, connections, and distributions of
+// latencies. Counters only increase; the page computes rates from them.
 std::string StatusJson(const Metrics& metrics);
 
 }  // namespace spillway

@@ -17,10 +17,10 @@
 namespace spillway {
 namespace {
 
-// How long new connections wait, while descriptors are short, before another look.
+// Pause between two attempts to accept while too few descriptors are free.
 constexpr int kRetryMs = 50;
 
-// Which socket a descriptor stands for; 0 for none.
+// The inode of a descriptor's socket; 0 if the descriptor is not a socket.
 uint64_t SocketOf(int fd) {
   struct stat info {};
   return fstat(fd, &info) == 0 && S_ISSOCK(info.st_mode) ? info.st_ino : 0;
@@ -83,7 +83,8 @@ void Acceptor::Run() {
   for (const Descriptor& listener : listeners_) ready.push_back({listener.get(), POLLIN, 0});
   bool is_short = false;
   for (;;) {
-    // While descriptors are short, whether connections wait is no news.
+    // While too few descriptors are free, do not poll the listeners: they may stay ready all the
+    // time.
     const int count = poll(ready.data(), is_short ? 1 : ready.size(), is_short ? kRetryMs : -1);
     if (count < 0) continue;
     if (ready[0].revents != 0) {
@@ -116,7 +117,7 @@ bool Acceptor::Accept(int listener) {
   bool is_shed = false;
   {
     const MutexLock lock(mutex_);
-    // An older entry of the same number is closed.
+    // If there is an older entry with this number, its connection is closed.
     sockets_[connection.get()] = SocketOf(connection.get());
     if (static_cast<int64_t>(sockets_.size()) > connection_count_max_) ForgetClosed();
     if (static_cast<int64_t>(sockets_.size()) > connection_count_max_) {
@@ -126,7 +127,7 @@ bool Acceptor::Accept(int listener) {
     }
   }
   if (is_shed) {
-    // Before it is closed: who sees that finds the reason in the log.
+    // Logged before the connection is closed, so that a client that notices finds the reason there.
     events_.Warning("connection_shed",
                     {{"connection_count_max", absl::StrCat(connection_count_max_.load())}});
     return true;

@@ -18,32 +18,32 @@
 
 namespace spillway {
 
-// Accepts connections for a gRPC server, in a thread of its own. While descriptors
-// are short it leaves them in the sockets' backlog; beyond a number of connections
-// it closes new ones at once. Both are logged (docs/adr/0043). Thread-safe.
+// Accepts connections for a gRPC server, in a thread of its own. While too few descriptors are
+// free, it leaves new connections in the backlog of the sockets. Beyond the limit on connections it
+// closes new ones at once. Both are logged (docs/adr/0043). Thread-safe.
 class Acceptor {
  public:
-  // For the server that `builder` makes. Connections are what the credentials say.
-  // The log outlives this.
+  // For the server that `builder` builds. Connections use `credentials`. The event log must outlive
+  // the acceptor.
   Acceptor(std::vector<Descriptor> listeners, int64_t connection_count_max,
            const std::shared_ptr<grpc::ServerCredentials>& credentials,
            grpc::ServerBuilder& builder, EventLog& events);
-  // Stops.
+  // Calls Stop().
   ~Acceptor();
   Acceptor(const Acceptor&) = delete;
   Acceptor& operator=(const Acceptor&) = delete;
 
-  // REQUIRES: once, the server has started.
+  // REQUIRES: the server has started; called only once.
   void Start();
-  // Closes the sockets: who connects is refused. REQUIRES: the server is not shut
-  // down yet. Does nothing a second time.
+  // Closes the sockets, so that new connections are refused. REQUIRES: the server is not shut down
+  // yet. A second call does nothing.
   void Stop();
 
-  // Whether its thread is at work: DEADLINE_EXCEEDED where it does not answer within the time.
-  // OK after Stop. REQUIRES: started.
+  // Checks that the thread is running. DEADLINE_EXCEEDED if it does not answer within the timeout.
+  // OK after Stop(). REQUIRES: started.
   absl::Status Check(absl::Duration timeout) ABSL_LOCKS_EXCLUDED(mutex_);
 
-  // What is open beyond it stays so.
+  // Connections that are open already stay open.
   void SetConnectionCountMax(int64_t count) { connection_count_max_ = count; }
 
   int64_t open_connection_count() ABSL_LOCKS_EXCLUDED(mutex_);
@@ -53,7 +53,7 @@ class Acceptor {
  private:
   void Run() ABSL_LOCKS_EXCLUDED(mutex_);
   void Wake();
-  // One connection; false where descriptors are short.
+  // Accepts one connection; false if too few descriptors are free.
   bool Accept(int listener) ABSL_LOCKS_EXCLUDED(mutex_);
   void ForgetClosed() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
 
@@ -69,8 +69,8 @@ class Acceptor {
   CondVar woken_;
   int64_t wake_count_ ABSL_GUARDED_BY(mutex_) = 0;
   bool stopped_ ABSL_GUARDED_BY(mutex_) = false;
-  // Those that may be open, and the socket that each was: gRPC closes them, and
-  // tells nobody.
+  // Connections that may be open: descriptor and inode of the socket. gRPC closes connections
+  // without telling us.
   std::map<int, uint64_t> sockets_ ABSL_GUARDED_BY(mutex_);
 };
 

@@ -8,10 +8,10 @@
 
 namespace spillway {
 
-// Serves until one of the signals comes, then drains; SIGHUP has it read its settings again, unless
-// `read` is null. Returns the process's exit code; errors are logged. After SIGUSR2, and where a
-// device is lost, another process of the same program takes this one's place, where rows outlive
-// it (Relaunch). REQUIRES: the signals are blocked in every thread.
+// Runs the daemon until one of the signals arrives, then drains it. On SIGHUP it reads its settings
+// again, unless `read` is null. Returns the exit code of the process; errors are logged. If rows
+// outlive the process, the program replaces it after SIGUSR2 or the loss of a device (Relaunch).
+// REQUIRES: the signals are blocked in every thread.
 int RunDaemon(const Config& config, const Topology& topology, const sigset_t& signals,
               const ReadConfig& read);
 

@@ -4,13 +4,12 @@
 
 namespace spillway {
 
-// Raises the process's limit of descriptors to what it may raise it to. The limit
-// in force.
+// Raises the soft limit on descriptors to the hard limit. Returns the limit in force.
 int64_t RaiseDescriptorLimit();
 
-// Whether a connection would leave too few descriptors for what the daemon opens
-// itself: regions, saved sequences, GPUs. Below an eighth of the limit, and 256, is
-// too few.
+// Whether one more connection would leave too few free descriptors for what the daemon itself
+// opens: regions, saved sequences, GPUs. It keeps an eighth of the limit free, at most 256
+// descriptors.
 bool IsShortOfDescriptors();
 
 }  // namespace spillway

@@ -17,7 +17,7 @@ namespace {
 std::string OrdinalName(int ordinal) { return absl::StrCat("cuda:", ordinal); }
 
 #ifdef SPILLWAY_HAS_CUDA
-// nullptr if there is no GPU and none is asked for.
+// nullptr if the setting is "auto" and there is no GPU.
 absl::StatusOr<std::unique_ptr<Device>> OpenGpus(const Config& config, MemoryBudget* budget) {
   std::vector<GpuName> gpus;
   for (const CudaDeviceInfo& gpu : ListCudaDevices()) gpus.push_back({gpu.ordinal, gpu.uuid});

@@ -11,22 +11,22 @@
 
 namespace spillway {
 
-// A GPU of this machine by its two names: "cuda:<ordinal>" and its UUID.
+// The two names of a GPU of this machine: "cuda:<ordinal>" and its UUID.
 struct GpuName {
   int ordinal = 0;
   std::string uuid;
 };
 
-// The ordinals of the GPUs that Config::devices names, in its order; of all
-// GPUs with "auto". NOT_FOUND for one that is not among `gpus`;
-// INVALID_ARGUMENT for one that is named by ordinal and UUID both.
+// The ordinals of the GPUs in Config::devices, in the same order; of all GPUs if it is "auto".
+// NOT_FOUND for a name that is not among `gpus`; INVALID_ARGUMENT if one GPU is named twice, by
+// ordinal and by UUID.
 absl::StatusOr<std::vector<int>> ChooseGpus(const std::vector<std::string>& names,
                                             const std::vector<GpuName>& gpus);
 
-// The device that the config names; one over several GPUs if it names several
-// (see CreatePlacedDevice). NOT_FOUND for a GPU that is not there;
-// INVALID_ARGUMENT for one named twice; UNIMPLEMENTED for any GPU in a build
-// without CUDA. arena and budget outlive the device.
+// Opens the device that the config names. Several GPUs become one device (see CreatePlacedDevice).
+// NOT_FOUND for a GPU that does not exist; INVALID_ARGUMENT for one that is named twice;
+// UNIMPLEMENTED for any GPU in a build without CUDA. The budget must outlive the device, and the
+// arena the models that the device creates.
 absl::StatusOr<std::unique_ptr<Device>> OpenDevice(const Config& config, Arena* arena,
                                                    MemoryBudget* budget);
 

@@ -13,12 +13,12 @@
 namespace spillway {
 namespace {
 
-// An idle client of gRPC's looks at its connections every five seconds. One that did not notice
-// the end loses the first call that it makes to the next process.
+// An idle gRPC client checks its connections every five seconds. A client that has not noticed the
+// shutdown loses its first call to the next process.
 constexpr absl::Duration kNoticeMax = absl::Seconds(6);
 constexpr timespec kLook = {0, 10'000'000};
 constexpr absl::Duration kTell = absl::Seconds(1);
-// The log is told less and less often.
+// The pause between two log lines doubles, up to this.
 constexpr absl::Duration kLogMax = absl::Minutes(1);
 
 std::vector<LogField> Fields(const DrainProgress& progress) {
@@ -27,7 +27,7 @@ std::vector<LogField> Fields(const DrainProgress& progress) {
           {"seconds_left", absl::StrFormat("%.1f", progress.seconds_left)}};
 }
 
-// What the manager is told while a server drains.
+// Reports the progress to the service manager, if there is one.
 void Tell(const ServiceManager* manager, const DrainProgress& progress) {
   if (manager == nullptr) return;
   manager->Stopping(
@@ -51,7 +51,7 @@ void DrainAndStop(Server& server, absl::Duration grace, const sigset_t& signals,
     progress = server.drain_progress();
     if (signal == SIGTERM || signal == SIGINT) {
       Log(LogLevel::kWarning, "drain_cut_short", Fields(progress));
-      // Whoever asks a third time means it.
+      // From now on a signal kills the process.
       pthread_sigmask(SIG_UNBLOCK, &signals, nullptr);
       break;
     }

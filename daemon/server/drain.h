@@ -8,10 +8,10 @@
 
 namespace spillway {
 
-// Drains the server until nothing runs any more, the grace is over, or one of the signals comes
-// again, and stops it. Says in the log how far that is, and to the service manager unless that is
-// null: the service does not stop where another process takes this one's place. After a second
-// signal a third ends the process where it stands. REQUIRES: the signals are blocked.
+// Drains the server until no work runs any more, the grace is over, or a second SIGTERM or SIGINT
+// arrives. Then stops it. Reports the progress in the log and to the service manager. The manager
+// is null if another process will replace this one: then the service does not stop. After a second
+// signal, a third one kills the process. REQUIRES: the signals are blocked.
 void DrainAndStop(Server& server, absl::Duration grace, const sigset_t& signals,
                   const ServiceManager* manager);
 

@@ -18,34 +18,36 @@ class Step;
 class StreamDecoder;
 struct Job;
 
-// An engine in this process, which no other reaches: the daemon's services
-// without a socket. Thread-safe.
+// An engine that only this process can reach: the services of the daemon without a socket.
+// Thread-safe.
 class Embedded {
  public:
-  // settings: names as in the daemon's settings file, "memory.limit", and
-  // values as text; INVALID_ARGUMENT names the one that is wrong. Errors
-  // otherwise as Home::Open. Logs errors to standard error unless log.level says
-  // otherwise; of several engines in a process the first decides.
+  // settings: names as in the daemon's settings file, such as "memory.limit", and values as text.
+  // INVALID_ARGUMENT names the setting that is wrong; other errors as Home::Open. Logs errors to
+  // standard error, unless log.level says otherwise. The first engine of a process determines the
+  // logging of all.
   static absl::StatusOr<std::unique_ptr<Embedded>> Open(
       const std::vector<std::pair<std::string, std::string>>& settings);
-  // Cancels what runs, waits for its end and frees everything. Calls on the
-  // channel are UNAVAILABLE afterwards.
+  // Cancels running calls, waits until they have ended, and frees everything. Later calls on the
+  // channel fail with UNAVAILABLE.
   ~Embedded();
 
-  // For any number of clients.
+  // May be used by any number of clients.
   const std::shared_ptr<grpc::Channel>& channel() const { return channel_; }
 
-  // A decode step that skips messages: a serialised v1::DecodeStep announces it.
-  // It goes before this. trace: gets what the log names it by, also where it is refused.
+  // Begins a decode step without gRPC messages, described by a serialised v1::DecodeStep. The step
+  // must be destroyed before this object. trace: receives the id that the log uses for the step,
+  // also if it is refused.
   absl::StatusOr<std::unique_ptr<Step>> BeginStep(std::string_view description, std::string& trace);
-  // A decoder of the sequences that a serialised v1::DecodeStep describes, on streams of
-  // the caller's. It goes before this. trace: as of BeginStep().
+  // Opens a decoder on streams of the caller, for the sequences in a serialised v1::DecodeStep. The
+  // decoder must be destroyed before this object. trace: as for BeginStep().
   absl::StatusOr<std::unique_ptr<StreamDecoder>> OpenDecoder(std::string_view description,
                                                              int64_t token_count_max,
                                                              std::string& trace);
-  // A serialised v1::AttendResponse without tensors, of a step's attend; empty of null.
+  // The result of an attend of a step: a serialised v1::AttendResponse without tensors. Empty if
+  // `job` is null.
   std::string ResultsOf(const Job* job) const;
-  // A serialised google.rpc.Status; the error is logged. trace: what the line names.
+  // The error as a serialised google.rpc.Status. Also logs it, with `trace`.
   std::string DetailsOf(const absl::Status& status, std::string_view trace) const;
 
  private:

@@ -8,10 +8,10 @@
 namespace spillway {
 namespace {
 
-// Lines of one kind between two calls of Flush.
+// Most lines of one kind between two calls of Flush().
 constexpr int64_t kLineCountMax = 5;
 
-// And the call's trace, where it has one.
+// Adds the trace of the call, if it has one.
 std::vector<LogField> WithTrace(std::vector<LogField> fields, std::string_view trace) {
   if (!trace.empty()) fields.push_back({"trace", std::string(trace)});
   return fields;
@@ -105,7 +105,7 @@ void EventLog::Warning(const std::string& event, const std::vector<LogField>& fi
 
 void EventLog::Library(LogLevel level, const std::string& library, const std::string& file,
                        int line, const std::string& message) {
-  // An error is heard beside any number of warnings.
+  // Errors are a separate kind, so that warnings cannot suppress them.
   Admit(level, "library", absl::StrCat(library, level == LogLevel::kError ? " error" : ""),
         {{"library", library},
          {"message", message},

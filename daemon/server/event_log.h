@@ -14,28 +14,28 @@
 
 namespace spillway {
 
-// Logs what goes wrong with calls, and what ends by itself: of each kind a few
-// lines between two calls of Flush, which says how many more there were. A
-// client that tries over and over fills no disk. Thread-safe.
+// Logs errors of calls, expired sequences and slow attends. Between two calls of Flush() it logs
+// only a few lines of each kind, and Flush() logs how many more there were. So a client that
+// repeats an error does not fill the disk. Thread-safe.
 class EventLog {
  public:
-  // An error that is answered: "failed" at level error where the daemon or its
-  // device is at fault, "refused" at level warning where memory or another
-  // quota is, and at level info where the request is. What the client
-  // cancelled, and what a daemon that ends refuses, is no news.
-  // trace: of the call (Caller::trace()); empty where it does not say.
+  // An error that is sent to a client. Logged as "failed" at level error if the daemon or its
+  // device is at fault; as "refused" at level warning if memory or another quota is exhausted, and
+  // at level info if the request is at fault. CANCELLED, and UNAVAILABLE (for example from a
+  // draining daemon), are not logged.
+  // trace: of the call (Caller::trace()); may be empty.
   void Refused(const absl::Status& status, const std::string& reason, std::string_view trace = {});
   // A sequence that expired: "expired" at level info.
   void Expired(const ExpiredSequence& sequence);
-  // Requests to attend that took long: "slow_step" at level warning where they were of decoding,
-  // "slow_attend" at level info for others, which may take long by right.
+  // Slow requests to attend: decode steps as "slow_step" at level warning, others, which may take
+  // long, as "slow_attend" at level info.
   void Slow(const SlowAttends::Taken& taken);
-  // What is amiss beside calls, at level warning.
+  // A problem that does not belong to a call, at level warning.
   void Warning(const std::string& event, const std::vector<LogField>& fields);
-  // What a library says: "library", with the place in its source.
+  // A message of a library: "library", with its file and line.
   void Library(LogLevel level, const std::string& library, const std::string& file, int line,
                const std::string& message);
-  // Begins anew. For a timer, and for the end.
+  // Logs how many lines were suppressed, and resets the counts. For a timer, and for the end.
   void Flush() ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:
@@ -50,7 +50,7 @@ class EventLog {
       ABSL_LOCKS_EXCLUDED(mutex_);
 
   Mutex mutex_;
-  // Since Flush, by event and kind.
+  // Lines since the last Flush(), by event and kind.
   absl::flat_hash_map<std::string, Kind> kinds_ ABSL_GUARDED_BY(mutex_);
 };
 

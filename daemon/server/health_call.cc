@@ -11,7 +11,7 @@ absl::Status AskHealth(const std::shared_ptr<grpc::Channel>& channel, absl::Dura
   grpc::GenericStub stub(channel);
   grpc::ClientContext context;
   context.set_deadline(absl::ToChronoTime(absl::Now() + timeout));
-  // An empty HealthCheckRequest, which asks of the whole server.
+  // An empty HealthCheckRequest asks about the whole server.
   const grpc::Slice nothing;
   const grpc::ByteBuffer request(&nothing, 1);
   grpc::ByteBuffer response;

@@ -31,7 +31,7 @@ absl::Status Failed(const std::string& what, int error) {
   return absl::UnavailableError(absl::StrCat(what, ": ", std::strerror(error)));
 }
 
-// What posix_spawn is told.
+// Owns the arguments of posix_spawn.
 struct SpawnSettings {
   SpawnSettings() {
     posix_spawn_file_actions_init(&actions);
@@ -64,7 +64,7 @@ std::string Read(int fd) {
   return text;
 }
 
-// Whether the process that `process` stands for ends until then.
+// Whether the process of the pidfd `process` ends before the deadline.
 bool EndsUntil(int process, absl::Time deadline) {
   for (;;) {
     const int64_t left_ms = absl::ToInt64Milliseconds(deadline - absl::Now());
@@ -89,8 +89,8 @@ int Reap(pid_t pid) {
 absl::StatusOr<HelperResult> RunHelper(const HelperProgram& program) {
   assert(!program.arguments.empty());
   const std::string& name = program.arguments.front();
-  // Files rather than pipes: what a program leaves running may keep its output
-  // open, and nobody waits for a reader.
+  // Files, not pipes: processes that the program leaves running may keep its output open, so a pipe
+  // might never end, and a program could wait for a reader.
   const Descriptor input(memfd_create("input", MFD_CLOEXEC));
   const Descriptor output(memfd_create("output", MFD_CLOEXEC));
   if (input.get() < 0 || output.get() < 0) {
@@ -103,8 +103,8 @@ absl::StatusOr<HelperResult> RunHelper(const HelperProgram& program) {
   for (const int fd : {STDOUT_FILENO, STDERR_FILENO}) {
     if (error == 0) error = posix_spawn_file_actions_adddup2(&settings.actions, output.get(), fd);
   }
-  // The daemon waits for signals that it has blocked, and ignores SIGPIPE; what it
-  // starts must not.
+  // The daemon blocks the signals that it waits for, and ignores SIGPIPE. The program must not
+  // inherit this.
   sigset_t none;
   sigemptyset(&none);
   sigset_t pipe;
@@ -145,7 +145,7 @@ absl::StatusOr<HelperResult> RunHelper(const HelperProgram& program) {
   if (result.ended) {
     result.exit_status = Reap(pid);
   } else if (!program.may_go_on) {
-    // With what it has started.
+    // Kills its whole process group.
     kill(-pid, SIGKILL);
     Reap(pid);
   }

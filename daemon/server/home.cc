@@ -11,7 +11,7 @@
 namespace spillway {
 namespace {
 
-// Of the memory limit, what rows and codes never take beside the messages' share.
+// Rows and codes leave 1/32 of the memory limit free, in addition to the share for messages.
 constexpr int64_t kAttendShare = 32;
 
 }  // namespace
@@ -28,7 +28,7 @@ Home::Home(const Config& config, const std::string& limit_name)
 Home::~Home() {
   if (auditor_ != nullptr) auditor_->Stop();
   engine_.reset();
-  // What is registered goes while the device still lives.
+  // The arena unregisters its extents with the device, so it is destroyed first.
   arena_.reset();
   if (store_ != nullptr) store_->records().Observe({}).IgnoreError();
 }
@@ -39,10 +39,11 @@ absl::StatusOr<std::unique_ptr<Home>> Home::Open(const Config& config,
   std::unique_ptr<Home> home(new Home(config, limit_name));
   const int64_t limit_bytes = config.memory_limit_bytes;
   ArenaOptions options;
-  // Rows and codes leave room for page tables and workspaces, so that what
-  // fills the rest can be attended to.
+  // Rows and codes leave room for page tables and workspaces, so that attends work even when the
+  // arena is full.
   options.limit_bytes = limit_bytes - home->budget_.message_bytes() - limit_bytes / kAttendShare;
-  // The arena comes before the device, which takes memory from it.
+  // The device takes memory from the arena, so the observer refers to a device that is created
+  // later.
   std::unique_ptr<Device>& device = home->device_;
   Arena::ExtentObserver observer;
   observer.committed = [&device](std::span<std::byte> extent) {
@@ -74,7 +75,7 @@ absl::StatusOr<std::unique_ptr<Home>> Home::Open(const Config& config,
                                              .store = home->store_.get(),
                                              .device_lost = std::move(device_lost)});
   if (home->store_ != nullptr) {
-    // Lengths lie there, which devices write.
+    // Devices write the lengths of layers in the records, so this memory is registered too.
     RETURN_IF_ERROR(home->store_->records().Observe({observer.committed, observer.released}));
     RETURN_IF_ERROR(home->Restore());
   }

@@ -10,19 +10,19 @@
 
 namespace spillway {
 
-// EngineOptions::unnamed_grace as the settings have it.
+// The value of EngineOptions::unnamed_grace that the settings ask for.
 absl::Duration UnnamedGraceOf(const Config& config);
 
-// An engine and what it stands on: memory, device, audit. The daemon has one,
-// and so has a program that runs the engine in its own process.
+// An engine and all that it needs: memory, device, store, audit. The daemon has one, and so has a
+// program with an embedded engine.
 class Home {
  public:
-  // limit_name: what a refusal for want of memory calls the limit. device_lost: see
-  // EngineOptions; it may be called before this returns. Errors as OpenDevice and Arena::Create.
+  // limit_name: the name of the memory limit in errors. device_lost: see EngineOptions; it may be
+  // called before Open() returns. Errors as OpenDevice, Store::Open and Arena::Create.
   static absl::StatusOr<std::unique_ptr<Home>> Open(const Config& config,
                                                     const std::string& limit_name,
                                                     DeviceWatch::OnLost device_lost = nullptr);
-  // REQUIRES: nothing is running.
+  // REQUIRES: no operation is running.
   ~Home();
   Home(const Home&) = delete;
   Home& operator=(const Home&) = delete;
@@ -32,12 +32,12 @@ class Home {
 
  private:
   Home(const Config& config, const std::string& limit_name);
-  // Goes on with what the store has, and logs it.
+  // Restores the models and sequences in the store, and logs them.
   absl::Status Restore();
 
   MemoryBudget budget_;
-  std::unique_ptr<Store> store_;  // or null
-  // Before the arena, which registers its extents with it until it goes.
+  std::unique_ptr<Store> store_;  // null: rows end with the process
+  // Must outlive the arena, which registers its extents with it until it is destroyed.
   std::unique_ptr<Device> device_;
   std::unique_ptr<Arena> arena_;
   std::unique_ptr<Auditor> auditor_;

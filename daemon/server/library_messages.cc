@@ -9,10 +9,10 @@
 namespace spillway {
 namespace {
 
-// How long the last words before an abort may take to be written.
+// How long to wait until the last message before an abort is written.
 constexpr absl::Duration kLastWords = absl::Milliseconds(200);
 
-// Libraries log until the process's end.
+// Never deleted, because libraries log until the process ends.
 EventLog& Events() {
   static auto* const events = new EventLog;
   return *events;
@@ -20,7 +20,7 @@ EventLog& Events() {
 
 void LogGrpc(gpr_log_func_args* args) {
   const std::string_view message(args->message);
-  // What GPR_ASSERT says before it aborts.
+  // GPR_ASSERT logs this before it aborts.
   const bool fatal = message.starts_with("assertion failed");
   LogLevel level = LogLevel::kInfo;
   if (args->severity == GPR_LOG_SEVERITY_ERROR) level = LogLevel::kWarning;

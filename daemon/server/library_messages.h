@@ -2,12 +2,12 @@
 
 namespace spillway {
 
-// Has gRPC's and libprotobuf's messages logged as events "library", a few lines a
-// second: a client can provoke them, and by themselves they go to standard error
-// at any log level. REQUIRES: once, after SetUpQueuedLogging, before threads start.
+// Logs messages of gRPC and libprotobuf as events "library", a few lines per second. By default
+// they go to standard error at any log level, and clients can cause any number of them. REQUIRES:
+// called once, after SetUpQueuedLogging, before threads start.
 void LogLibraryMessages();
 
-// Says how many messages of the libraries were left out, and begins anew. For a timer.
+// Logs how many messages of the libraries were suppressed since the last call. For a timer.
 void FlushLibraryMessages();
 
 }  // namespace spillway

@@ -9,9 +9,9 @@
 
 namespace spillway {
 
-// A unix socket of a type such as SOCK_STREAM that listens at a path where nothing
-// is, whatever the umask. UNAVAILABLE where the system refuses; PERMISSION_DENIED
-// where this user may not give it to that group.
+// A unix socket of the given type, such as SOCK_STREAM, that listens at a path where no file
+// exists. The umask has no effect. INVALID_ARGUMENT if the path is too long; UNAVAILABLE if the
+// system refuses; PERMISSION_DENIED if this user may not give the socket to the group.
 absl::StatusOr<Descriptor> ListenAtPath(const std::string& path, int type,
                                         const SocketAccess& access);
 
@@ -20,8 +20,8 @@ struct TcpListeners {
   int port = 0;
 };
 
-// Sockets that listen at host:port, or [host]:port; at port 0 at one that is free.
-// UNAVAILABLE where the host is not found, or somebody else listens there.
+// Sockets that listen at host:port or [host]:port; port 0 chooses a free port. UNAVAILABLE if the
+// host is not found, or the address is in use.
 absl::StatusOr<TcpListeners> ListenAtTcp(const std::string& address);
 
 }  // namespace spillway

@@ -18,8 +18,8 @@
 namespace spillway {
 namespace {
 
-// False where it cannot be written. Not by stdio: its lock would be held for as
-// long as nobody reads, and the process's end asks for it.
+// False if the text cannot be written. Does not use stdio: stdio would hold its lock as long as
+// nobody reads, and the end of the process needs this lock.
 bool WriteAll(int fd, std::string_view text) {
   while (!text.empty()) {
     const ssize_t count = write(fd, text.data(), text.size());
@@ -28,7 +28,7 @@ bool WriteAll(int fd, std::string_view text) {
       continue;
     }
     if (errno == EINTR) continue;
-    // Somebody who shares the descriptor made it non-blocking.
+    // EAGAIN: another process that shares the descriptor made it non-blocking.
     if (errno != EAGAIN) return false;
     pollfd wait = {fd, POLLOUT, 0};
     poll(&wait, 1, -1);
@@ -38,13 +38,13 @@ bool WriteAll(int fd, std::string_view text) {
 
 }  // namespace
 
-// Used by the pool's one thread, but for the counts.
+// Used only by the one thread of the pool, except for the counts.
 class LogQueue::Sink : public spdlog::sinks::base_sink<spdlog::details::null_mutex> {
  public:
   Sink(int fd, std::function<std::string(int64_t)> dropped_line)
       : fd_(fd), dropped_line_(std::move(dropped_line)) {}
 
-  // REQUIRES: once, before lines come.
+  // REQUIRES: called once, before the first line.
   void SetPool(spdlog::details::thread_pool* pool) { pool_ = pool; }
 
   int64_t dropped_line_count() const {
@@ -114,7 +114,7 @@ int64_t LogQueue::dropped_line_count() const { return sink_->dropped_line_count(
 
 bool LogQueue::WaitUntilWritten(absl::Duration time) {
   const int64_t before = sink_->flush_count();
-  // Goes through the queue as a line does.
+  // The flush goes through the queue like a line.
   logger_->flush();
   return sink_->WaitForFlush(before, time);
 }

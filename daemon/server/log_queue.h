@@ -17,25 +17,26 @@ class thread_pool;
 
 namespace spillway {
 
-// Lines of spdlog on their way to a descriptor, which a thread of its own writes:
-// nobody who logs waits for who reads. Beyond so many lines the oldest are dropped,
-// and counted; so are lines that cannot be written. Before the next line that gets
-// through stands one that says how many. Thread-safe.
+// A queue of spdlog lines that its own thread writes to a descriptor, so that no logging thread
+// waits for a slow reader. If the queue is full, the oldest lines are dropped. Dropped lines, and
+// lines that cannot be written, are counted, and a line with their number is written before the
+// next line. Thread-safe.
 class LogQueue {
  public:
-  // dropped_line: the message of that line, by their number since the last one.
-  // Neither owns nor closes the descriptor.
+  // dropped_line: returns the message of that line, given the number of lines lost since the last
+  // one. The descriptor is not owned and not closed.
   LogQueue(int fd, size_t line_count_max, std::function<std::string(int64_t)> dropped_line);
-  // Waits until all is written, and so for who reads.
+  // Waits until all lines are written, and so for the reader.
   ~LogQueue();
   LogQueue(const LogQueue&) = delete;
   LogQueue& operator=(const LogQueue&) = delete;
 
-  // Writes to this. Its pattern and level are the caller's to set. This outlives its use.
+  // A logger that writes to this queue. The caller sets its pattern and level. The queue must
+  // outlive its use.
   const std::shared_ptr<spdlog::logger>& logger() const { return logger_; }
   // Since the start.
   int64_t dropped_line_count() const;
-  // Waits until what was logged before is written; false where that takes longer.
+  // Waits until all earlier lines are written; false if that takes longer than `time`.
   bool WaitUntilWritten(absl::Duration time);
 
  private:
@@ -43,7 +44,7 @@ class LogQueue {
 
   std::shared_ptr<Sink> sink_;
   std::shared_ptr<spdlog::logger> logger_;
-  // Last: its thread, which ends first, uses the others.
+  // Declared last, so that it is destroyed first: its thread uses the other members.
   std::shared_ptr<spdlog::details::thread_pool> pool_;
 };
 

@@ -20,8 +20,8 @@ std::string Quoted(const std::string& value) {
   return nlohmann::json(value).dump(-1, ' ', false, replace);
 }
 
-// Lines that wait for who reads standard error; with kValueBytesMax this bounds
-// what they take.
+// Most lines that wait for the reader of standard error. Together with kValueBytesMax this bounds
+// their memory.
 constexpr size_t kQueuedLineCountMax = 1024;
 constexpr size_t kValueBytesMax = 4096;
 
@@ -39,7 +39,7 @@ spdlog::level::level_enum ToSpdlog(LogLevel level) {
   return spdlog::level::err;
 }
 
-// What stands in a line beside time and level.
+// The part of a line after time and level.
 std::string Message(const std::string& event, const std::vector<LogField>& fields) {
   std::string line = json_lines ? absl::StrCat("\"event\":", Quoted(event)) : event;
   for (const LogField& field : fields) {
@@ -73,7 +73,7 @@ void SetUpLogging(const Config& config) {
 }
 
 void SetUpQueuedLogging(const Config& config) {
-  // Never deleted: its thread may be waiting for a reader for ever.
+  // Never deleted, because its thread may wait forever for a reader.
   auto* const made = new LogQueue(STDERR_FILENO, kQueuedLineCountMax, [](int64_t count) {
     return Message("log_lines_dropped", {{"lines", absl::StrCat(count)}});
   });

@@ -12,8 +12,8 @@ absl::Status Refused(std::string why) {
   return absl::FailedPreconditionError(absl::StrCat("--mps on: ", why));
 }
 
-// The user that a control daemon serves in place of this one. CUDA would wait
-// for that user's clients to end. A server of root may be one for all users.
+// The user that the control daemon serves instead of `user`, if any. CUDA would wait until the
+// clients of that other user end. A server that belongs to root may serve all users.
 std::optional<int64_t> OtherUser(const MpsControl& control, int64_t user) {
   const auto& users = control.server_users;
   if (std::find(users.begin(), users.end(), user) != users.end()) return std::nullopt;
@@ -22,8 +22,7 @@ std::optional<int64_t> OtherUser(const MpsControl& control, int64_t user) {
   return other == users.end() ? std::nullopt : std::optional(*other);
 }
 
-// Why CUDA should be kept from the control daemon that was asked; empty: it
-// should not.
+// Why CUDA should be kept from the control daemon that was queried; empty if CUDA may use it.
 std::string Trouble(const MpsControl& control, const MpsSystem& system) {
   if (control.answer == MpsAnswer::kSilent) {
     return absl::StrCat("the control daemon at ", system.Directory(),
@@ -63,7 +62,7 @@ absl::StatusOr<Mps> Mps::Prepare(const Config& config, MpsSystem* system) {
     mps.why_ = absl::StrCat("a control daemon answers at ", directory);
     mps.found_ = true;
   } else if (has_pipe) {
-    // In a container that is given the pipe alone CUDA attaches all the same.
+    // In a container that has only the pipe and not the program, CUDA attaches anyway.
     mps.why_ = absl::StrCat("a control daemon's pipe is at ", directory, ", but there is no ",
                             kMpsControlProgram, " to query it");
     mps.found_ = true;
@@ -96,7 +95,7 @@ absl::StatusOr<std::optional<Mps::Report>> Mps::Check(
   std::vector<std::string> apart;
   bool unknown = false;
   for (const DeviceInfo& device : devices) {
-    if (device.uuid.empty()) continue;  // no GPU
+    if (device.uuid.empty()) continue;  // not a GPU
     unknown |= !device.mps.has_value();
     (device.mps.value_or(false) ? shared : apart).push_back(device.name);
   }

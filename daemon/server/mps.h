@@ -13,60 +13,60 @@
 
 namespace spillway {
 
-// Asks, starts and ends a control daemon of CUDA MPS.
+// The program that queries, starts and ends a control daemon of CUDA MPS.
 inline constexpr char kMpsControlProgram[] = "nvidia-cuda-mps-control";
 
-// What asking for a control daemon of CUDA MPS has shown.
+// The result of a query for a control daemon of CUDA MPS.
 enum class MpsAnswer {
   kAnswers,
-  kAbsent,     // its program says that none runs
-  kSilent,     // one seems to run and did not answer in time
-  kNoProgram,  // there is no program to ask or start it with
+  kAbsent,     // the program says that no control daemon runs
+  kSilent,     // a control daemon seems to run, but did not answer in time
+  kNoProgram,  // there is no program to query or start it
 };
 
 struct MpsControl {
   MpsAnswer answer = MpsAnswer::kAbsent;
-  std::string detail;  // for people: of no program, why
-  // The users whose servers run, as far as this process may see them.
+  std::string detail;  // for people: why there is no program
+  // User ids of the running MPS servers that this process can see.
   std::vector<int64_t> server_users;
 };
 
-// What decides about MPS asks of the system, and may do there. Used by one
-// thread.
+// The system calls and programs that the decision about MPS needs. Used by one thread.
 class MpsSystem {
  public:
   virtual ~MpsSystem() = default;
-  // Where control daemon and clients meet: CUDA_MPS_PIPE_DIRECTORY, or its default.
+  // The directory in which clients find the control daemon: CUDA_MPS_PIPE_DIRECTORY, or its
+  // default.
   virtual std::string Directory() const = 0;
-  // Whether there is a control daemon's pipe, be it one of another container.
+  // Whether the pipe of a control daemon exists, which may run in another container.
   virtual bool HasPipe() const = 0;
   virtual int64_t User() const = 0;
-  // Takes seconds at most.
+  // Queries the control daemon. Takes at most a few seconds.
   virtual MpsControl Ask() = 0;
-  // Starts a control daemon for all GPUs. OK when it answers; ALREADY_EXISTS when
-  // one answers that somebody else has started meanwhile.
+  // Starts a control daemon for all GPUs. OK when it answers; ALREADY_EXISTS if another process has
+  // started one in the meantime and that one answers.
   virtual absl::Status Start() = 0;
-  // Asks the control daemon to end, which it does when its last client has gone.
+  // Asks the control daemon to end. It ends when its last client has ended.
   virtual void Quit() = 0;
-  // Keeps CUDA in this process from any control daemon. REQUIRES: before the first
-  // CUDA call, and before threads start.
+  // Keeps CUDA in this process from using any control daemon. REQUIRES: called before the first
+  // CUDA call and before threads start.
   virtual void KeepAway() = 0;
 };
 
-// Decides whether a daemon's GPUs are shared by way of MPS, and sees to it. A
-// process attaches with its first CUDA call: Prepare comes before, Check after.
+// Decides whether the GPUs of the daemon are shared through MPS, and sets this up. A process
+// attaches to MPS with its first CUDA call: call Prepare() before that, and Check() after it.
 class Mps {
  public:
   struct Report {
     bool attached = false;
-    bool warning = false;  // a control daemon is there, and is not used
-    std::string reason;    // for people: why it is so
+    bool warning = false;  // a control daemon exists, but is not used
+    std::string reason;    // for people: why MPS is used or not
     std::string advice;    // for people: what to do
   };
 
-  // FAILED_PRECONDITION with MpsMode::kOn where no control daemon answers and
-  // none can be started, or where the one that answers serves another user. Does
-  // nothing for the CPU alone. The system outlives this.
+  // FAILED_PRECONDITION with MpsMode::kOn if no control daemon answers and none can be started, if
+  // the one that answers serves another user, or if the device is the CPU. `system` must outlive
+  // the result.
   static absl::StatusOr<Mps> Prepare(const Config& config, MpsSystem* system);
 
   Mps(Mps&& other) noexcept
@@ -79,8 +79,8 @@ class Mps {
   // Ends a control daemon that Prepare started.
   ~Mps();
 
-  // What came of it, by the devices that were opened; nothing where none is a GPU.
-  // FAILED_PRECONDITION where it is not what the mode asks for.
+  // Whether the opened devices use MPS; nothing if none is a GPU. FAILED_PRECONDITION if this is
+  // not what the mode asks for.
   absl::StatusOr<std::optional<Report>> Check(const std::vector<DeviceInfo>& devices) const;
   // Whether Prepare has started the control daemon.
   bool started() const { return started_; }
@@ -91,8 +91,8 @@ class Mps {
   const MpsMode mode_;
   MpsSystem* const system_;
   bool started_ = false;
-  bool found_ = false;  // a control daemon, one of its own too
-  std::string why_;     // for people: what Prepare has found
+  bool found_ = false;  // a control daemon exists, perhaps one that Prepare has started
+  std::string why_;     // for people: the findings of Prepare
 };
 
 }  // namespace spillway

@@ -20,11 +20,11 @@ namespace {
 
 constexpr char kPipeVariable[] = "CUDA_MPS_PIPE_DIRECTORY";
 constexpr char kLogVariable[] = "CUDA_MPS_LOG_DIRECTORY";
-// No directory, so that CUDA finds no control daemon and goes on without.
+// Not a directory, so CUDA finds no control daemon and continues without one.
 constexpr char kNowhere[] = "/dev/null";
 constexpr absl::Duration kAskTimeout = absl::Seconds(5);
 constexpr absl::Duration kStartTimeout = absl::Seconds(10);
-// A control daemon ends when its last client has, this process among them.
+// Short, because a control daemon ends only after its last client, and this process is a client.
 constexpr absl::Duration kQuitTimeout = absl::Seconds(2);
 constexpr size_t kServerCountMax = 64;
 
@@ -33,7 +33,7 @@ std::string Variable(const char* name) {
   return value == nullptr ? "" : value;
 }
 
-// The users of the processes that a list of servers names, one a line.
+// The users of the processes in a list of servers, which has one process id per line.
 std::vector<int64_t> UsersOf(const std::string& list) {
   std::vector<int64_t> users;
   for (const absl::string_view line : absl::StrSplit(list, '\n')) {
@@ -41,7 +41,7 @@ std::vector<int64_t> UsersOf(const std::string& list) {
     struct stat info = {};
     if (users.size() == kServerCountMax) break;
     if (!absl::SimpleAtoi(line, &pid) || pid <= 0) continue;
-    // One of another container is not seen here.
+    // A process in another container has no entry in /proc here.
     if (stat(absl::StrCat("/proc/", pid).c_str(), &info) == 0) users.push_back(info.st_uid);
   }
   return users;
@@ -74,7 +74,7 @@ class NvidiaMps final : public MpsSystem {
     for (const char* variable : {kPipeVariable, kLogVariable}) {
       if (absl::Status status = MakeDirectory(variable); !status.ok()) return status;
     }
-    // With CUDA_VISIBLE_DEVICES it would serve those GPUs alone, under other numbers.
+    // With CUDA_VISIBLE_DEVICES it would serve only those GPUs, and number them differently.
     const absl::StatusOr<HelperResult> started = RunHelper({.arguments = {kMpsControlProgram, "-d"},
                                                             .input = "",
                                                             .unset = {"CUDA_VISIBLE_DEVICES"},
@@ -85,7 +85,7 @@ class NvidiaMps final : public MpsSystem {
           absl::StrCat("it had not started after ", absl::FormatDuration(kStartTimeout)));
     }
     if (started->exit_status != 0) {
-      // Another process was faster.
+      // Perhaps another process has started one in the meantime.
       if (Ask().answer == MpsAnswer::kAnswers) return absl::AlreadyExistsError("it runs already");
       return absl::FailedPreconditionError(
           absl::StrCat("exit status ", started->exit_status, ": ",
@@ -106,7 +106,7 @@ class NvidiaMps final : public MpsSystem {
   }
 
   void Quit() override {
-    // Nobody is left to tell if it cannot be run.
+    // If the program cannot be run, there is nobody left to report this to.
     RunHelper({.arguments = {kMpsControlProgram},
                .input = "quit\n",
                .unset = {},
@@ -131,7 +131,7 @@ class NvidiaMps final : public MpsSystem {
     return {MpsAnswer::kAnswers, "", UsersOf(asked->output)};
   }
 
-  // As CUDA reads it with its first call; KeepAway changes it.
+  // Read once, because KeepAway changes the variable, which CUDA reads in its first call.
   const std::string directory_ = [] {
     const std::string directory = Variable(kPipeVariable);
     return directory.empty() ? "/tmp/nvidia-mps" : directory;

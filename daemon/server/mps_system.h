@@ -6,9 +6,8 @@
 
 namespace spillway {
 
-// The system that NVIDIA's driver comes with: nvidia-cuda-mps-control, found in
-// PATH, which meets its clients in CUDA_MPS_PIPE_DIRECTORY (/tmp/nvidia-mps where
-// that is not set).
+// MPS as NVIDIA's driver provides it: the program nvidia-cuda-mps-control in PATH. Its clients find
+// the control daemon in CUDA_MPS_PIPE_DIRECTORY, or in /tmp/nvidia-mps if that is not set.
 std::unique_ptr<MpsSystem> CreateMpsSystem();
 
 }  // namespace spillway

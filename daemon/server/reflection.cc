@@ -17,8 +17,8 @@ void EnableReflection() {
   grpc::reflection::InitProtoReflectionServerBuilderPlugin();
   google::protobuf::FileDescriptorSet files;
   if (!files.ParseFromArray(kDescriptors, static_cast<int>(kDescriptorsSize))) return;
-  // What generated code does for itself, but lite code does not: protobuf has
-  // this function for it alone. It keeps the bytes where they are.
+  // Generated code registers its descriptors itself, but lite code does not. This protobuf function
+  // is meant for generated code only. It keeps the pointers, so the bytes are never freed.
   for (const google::protobuf::FileDescriptorProto& file : files.file()) {
     const auto* const bytes = new std::string(file.SerializeAsString());
     google::protobuf::DescriptorPool::InternalAddGeneratedFile(bytes->data(),

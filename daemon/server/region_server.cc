@@ -23,16 +23,16 @@ namespace {
 
 constexpr size_t kNameBytesMax = 256;
 constexpr std::string_view kCollection = "regions/";
-// Sessions at once: beyond it a process waits for others to end.
+// Most sessions at the same time; further connections are closed at once.
 constexpr size_t kSessionCountMax = 1024;
-// How long new ones wait, while descriptors are short, before another look.
+// Pause between two attempts to accept while too few descriptors are free.
 constexpr int kRetryMs = 50;
 
 absl::Status Failed(const std::string& what) {
   return absl::UnavailableError(absl::StrCat(what, ": ", std::strerror(errno)));
 }
 
-// Of the process at the other end; not valid where the kernel does not tell.
+// A pidfd of the process at the other end; not valid if the kernel does not report the process.
 Descriptor ProcessOf(int connection) {
   ucred peer = {};
   socklen_t size = sizeof(peer);
@@ -42,8 +42,8 @@ Descriptor ProcessOf(int connection) {
   return Descriptor(static_cast<int>(syscall(SYS_pidfd_open, peer.pid, 0)));
 }
 
-// One message, with a descriptor unless that is -1. A client that does not read
-// loses its answer.
+// Sends one message, with `descriptor` unless that is -1. If the client does not read, the message
+// is lost.
 void Send(int connection, const std::string& text, int descriptor = -1) {
   iovec part = {const_cast<char*>(text.data()), text.size()};
   msghdr message = {};
@@ -98,7 +98,8 @@ class RegionServer::Loop {
         const auto process = processes_.find(fd);
         if (process == processes_.end() && Serve(fd)) continue;
         Close(process == processes_.end() ? fd : process->second);
-        // Its descriptors may be others' by the next event.
+        // Descriptor numbers in the other events may belong to new sessions by then: wait for new
+        // events.
         break;
       }
     }
@@ -126,7 +127,8 @@ class RegionServer::Loop {
   void Accept() {
     Descriptor connection(accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
     if (!connection.valid() && (errno == EMFILE || errno == ENFILE)) {
-      // Without a descriptor it stays ready: no more of it before the next look.
+      // The listener stays ready as long as no descriptor is free. So do not watch it until the
+      // next retry.
       epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, listener_.get(), nullptr);
       is_short_ = true;
     }
@@ -142,7 +144,7 @@ class RegionServer::Loop {
     sessions_.emplace(fd, std::move(session));
   }
 
-  // Answers one message; false when the connection has ended.
+  // Answers one message; false if the connection has ended.
   bool Serve(int fd) {
     std::array<char, kNameBytesMax> buffer;
     const ssize_t size = recv(fd, buffer.data(), buffer.size(), MSG_DONTWAIT);
@@ -166,7 +168,7 @@ class RegionServer::Loop {
     return true;
   }
 
-  // Closing takes the descriptors out of epoll.
+  // Closing the descriptors also removes them from epoll.
   void Close(int fd) {
     const auto session = sessions_.find(fd);
     if (session == sessions_.end()) return;
@@ -177,9 +179,9 @@ class RegionServer::Loop {
 
   RegionTable* const regions_;
   Descriptor listener_, epoll_, stop_;
-  bool is_short_ = false;            // of descriptors
-  std::map<int, Session> sessions_;  // by connection
-  std::map<int, int> processes_;     // connections by their process
+  bool is_short_ = false;            // too few descriptors are free
+  std::map<int, Session> sessions_;  // key: descriptor of the connection
+  std::map<int, int> processes_;     // key: pidfd; value: descriptor of the connection
 };
 
 absl::StatusOr<std::unique_ptr<RegionServer>> RegionServer::Start(const std::string& path,

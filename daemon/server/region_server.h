@@ -10,13 +10,13 @@
 
 namespace spillway {
 
-// Hands the descriptors of regions to the processes that attached them, over a
-// unix socket (proto/spillway/v1/memory_service.proto says how), and ends a
-// session when its socket closes or its process ends. One thread.
+// Passes the descriptors of regions to the processes that attached them, over a unix socket
+// (proto/spillway/v1/memory_service.proto describes it). A session ends when its socket closes or
+// its process ends. Uses one thread.
 class RegionServer {
  public:
-  // Serves those whom `access` lets in at `path`, whose directory is the daemon's own; a socket
-  // that a dead daemon left there is removed. The table outlives the server.
+  // Listens at `path`, for the users that `access` allows. The directory of `path` belongs to the
+  // daemon. A socket that a dead daemon left there is removed. The table must outlive the server.
   static absl::StatusOr<std::unique_ptr<RegionServer>> Start(const std::string& path,
                                                              const SocketAccess& access,
                                                              RegionTable* regions);

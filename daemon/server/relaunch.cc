@@ -23,7 +23,7 @@ namespace fs = std::filesystem;
 
 constexpr char kOwnProgram[] = "/proc/self/exe";
 
-// Of this process, as they were given.
+// The command line of this process, as it was given.
 std::vector<std::string> Arguments() {
   std::ifstream file("/proc/self/cmdline", std::ios::binary);
   std::string text((std::istreambuf_iterator<char>(file)), {});
@@ -31,7 +31,7 @@ std::vector<std::string> Arguments() {
   return absl::StrSplit(text, '\0');
 }
 
-// Descriptors but the standard ones go with the program; those that libraries made too.
+// Marks all descriptors except the standard ones, also those of libraries, to be closed by execve.
 void CloseOnExec() {
   std::error_code ignored;
   for (const fs::directory_entry& entry : fs::directory_iterator("/proc/self/fd", ignored)) {
@@ -95,7 +95,7 @@ absl::Status Relaunch::Execute(const sigset_t& signals) const {
   std::vector<char*> argv;
   for (const std::string& argument : arguments) argv.push_back(const_cast<char*>(argument.c_str()));
   argv.push_back(nullptr);
-  // Not setenv(): other threads may read the environment now.
+  // Not setenv(), because other threads may be reading the environment.
   std::string variable = absl::StrCat(kVariable, "=", ToText());
   std::vector<char*> environment = {variable.data()};
   for (char** each = environ; *each != nullptr; ++each) {
@@ -103,9 +103,9 @@ absl::Status Relaunch::Execute(const sigset_t& signals) const {
   }
   environment.push_back(nullptr);
   CloseOnExec();
-  // A thread of a library's may have blocked others, which the program counts on.
+  // This may be a thread of a library that has blocked other signals, which the program needs.
   pthread_sigmask(SIG_SETMASK, &signals, nullptr);
-  // By its own name, where the program is still there, so that the process keeps its name.
+  // Execute the file by its real path if it still exists, so that the process keeps its name.
   std::error_code error;
   if (const fs::path program = fs::read_symlink(kOwnProgram, error); !error) {
     execve(program.c_str(), argv.data(), environment.data());

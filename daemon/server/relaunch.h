@@ -10,38 +10,38 @@
 
 namespace spillway {
 
-// How a daemon takes its own place (execve): the same program, arguments and process id, with
-// nothing of what CUDA has left in the process. What it has to know of those before it passes
-// through the environment. Not thread-safe but for Execute().
+// How a daemon replaces itself (execve): the process keeps program, arguments and id, but loses all
+// CUDA state. An environment variable tells the new process about earlier losses. Not thread-safe,
+// except for Execute().
 class Relaunch {
  public:
-  // More within kLossWindow are refused: what ends the device each time is perhaps what is asked.
+  // More losses within kLossWindow are refused: perhaps a request causes them each time.
   static constexpr int kLossCountMax = 5;
   static constexpr absl::Duration kLossWindow = absl::Minutes(10);
-  // The variable of the environment.
+  // The environment variable.
   static constexpr char kVariable[] = "SPILLWAYD_RELAUNCH";
 
-  // What the process before has left; nothing where this one was started by somebody else.
+  // The state that the previous process passed on; empty if this process is not a relaunch.
   static Relaunch FromEnvironment();
-  // The same of the variable's text; nothing where that is none of ours.
+  // The same from the text of the variable; empty if the text is not valid.
   static Relaunch FromText(const std::string& text);
   std::string ToText() const;
 
-  // Times that a device was lost, and why the last time. 0: never.
+  // How many times a device was lost (0: never), and the reason for the last loss.
   int64_t loss_count() const { return loss_count_; }
   const std::string& reason() const { return reason_; }
-  // The devices of those before; those must be there again.
+  // The devices that the previous process used. The same devices must come back.
   const std::vector<std::string>& devices() const { return devices_; }
-  // Times since the last loss that the devices could not be opened.
+  // How many times the devices could not be opened since the last loss.
   int64_t attempt_count() const { return attempt_count_; }
 
-  // What the successor is to know after a loss. RESOURCE_EXHAUSTED where that came too often.
+  // Records a loss for the next process. RESOURCE_EXHAUSTED if there were too many recently.
   absl::Status NoteLoss(const std::string& reason, std::vector<std::string> devices,
                         absl::Time now);
   void NoteAttempt() { ++attempt_count_; }
 
-  // Replaces the process. Returns only where the system refuses. Any thread. `signals` stay
-  // blocked, so that the successor finds those that come meanwhile; no others are.
+  // Replaces the process. Returns only if the system refuses. May be called by any thread. Exactly
+  // `signals` stay blocked, so that the new process finds those that arrive in between.
   absl::Status Execute(const sigset_t& signals) const;
 
  private:
@@ -49,7 +49,7 @@ class Relaunch {
   std::string reason_;
   std::vector<std::string> devices_;
   int64_t attempt_count_ = 0;
-  std::vector<int64_t> losses_s_;  // since 1970, the last ones
+  std::vector<int64_t> losses_s_;  // times of the last losses, seconds since 1970
 };
 
 }  // namespace spillway

@@ -7,13 +7,13 @@
 
 namespace spillway {
 
-// Reads the settings anew, as at the start.
+// Reads the settings again, in the same way as at the start.
 using ReadConfig = std::function<absl::StatusOr<Config>()>;
 
-// Reads the settings and has those applied that may change while the daemon serves. Logs each
-// that changed, with "setting_changed", and each that waits for the next start, with
-// "setting_needs_restart"; where they cannot be read, logs "not_reloaded" and changes nothing.
-// running: what is in force, which becomes what is in force then.
+// Reads the settings, and applies those that may change while the daemon serves. Logs each of these
+// that changed with "setting_changed", and each changed setting that needs a restart with
+// "setting_needs_restart". If the settings cannot be read, logs "not_reloaded" and changes nothing.
+// running: the settings in force; updated.
 void Reload(const ReadConfig& read, const std::function<void(const Config&)>& apply,
             Config& running);
 

@@ -41,20 +41,21 @@
 namespace spillway {
 namespace {
 
-// Buffers of messages that gRPC holds before a handler sees them.
+// Limit on the buffers of messages that gRPC holds before a handler sees them.
 constexpr int64_t kTransportBytesMax = int64_t{256} << 20;
-constexpr int kTransportShare = 8;  // of the memory limit, at most
-// The health service's name of what a balancer asks; "" is whether the daemon serves.
+constexpr int kTransportShare = 8;  // and at most 1/8 of the memory limit
+// The name with which a load balancer asks the health service whether to send new work. The empty
+// name asks whether the daemon serves at all.
 constexpr char kReadiness[] = "readiness";
 constexpr int kBackgroundThreadCount = 2;
-// Calls at once that save or load sequences.
+// Most calls at the same time that save or load sequences.
 constexpr int kFileThreadCountMax = 8;
-// Calls at once that create models.
+// Most calls at the same time that create models.
 constexpr int kModelThreadCountMax = 32;
 
 bool IsUnix(const Config& config) { return config.listen.starts_with("unix:"); }
 
-// Path of the unix socket; empty: none.
+// Path of the unix socket; empty if there is none.
 std::string UnixPath(const Config& config) {
   const std::string& target = IsUnix(config) ? config.listen : config.local_socket;
   return target.empty() ? "" : target.substr(5);
@@ -76,7 +77,8 @@ CallLimits::Values LimitsOf(const Config& config) {
           .decode_in_flight_max = config.decode_in_flight_max};
 }
 
-// Of a server that listens nowhere: the process, which is there to its end.
+// The client of a server that listens nowhere: its process, which stays connected until it ends.
+// Null for other servers.
 std::shared_ptr<Presence> OwnClient(const Config& config, Engine& engine) {
   if (!config.listen.empty()) return nullptr;
   std::shared_ptr<Presence> client = engine.ClientOf(RandomId());
@@ -95,12 +97,13 @@ struct Server::Impl {
         status(
             boot_id, engine.store_id(),
             [this, &engine](const absl::Status& error) {
-              // The largest may be another's.
+              // The largest holder of memory may belong to another tenant.
               return tokens == nullptr ? NameHolders(error, engine) : error;
             },
             [this, &engine](const absl::Status& error, const std::string& reason,
                             std::string_view trace) {
-              // Before it is answered: who is not answered asks the daemon's successor.
+              // Before the error is answered: if a device is lost, the daemon restarts in place
+              // here, and the client, without an answer, asks the new process.
               if (absl::IsInternal(error)) engine.CheckDevices();
               events.Refused(error, reason, trace);
             }),
@@ -153,7 +156,7 @@ struct Server::Impl {
     events.Flush();
   }
 
-  // Takes files anew that have changed.
+  // Reads changed files of TLS and tokens again.
   void Reload() {
     if (tls != nullptr) Tell("tls", tls->Reload(), "the certificate of before is shown on");
     if (tokens != nullptr) Tell("tokens", tokens->Reload(), "the earlier tokens stay in force");
@@ -168,7 +171,7 @@ struct Server::Impl {
     }
   }
 
-  // Why the daemon should get no new work; empty: it should.
+  // Why the daemon should get no new work; empty if it is ready.
   std::string NotReady() const {
     if (drain.begun()) {
       const ServerCounts counts = Counts();
@@ -200,8 +203,8 @@ struct Server::Impl {
     return counts;
   }
 
-  const std::unique_ptr<Tls> tls;            // null: none
-  const std::unique_ptr<TokenTable> tokens;  // null: calls need none
+  const std::unique_ptr<Tls> tls;            // null: no TLS
+  const std::unique_ptr<TokenTable> tokens;  // null: calls need no token
   const std::string boot_id;
   EventLog events;
   const StatusConverter status;
@@ -214,7 +217,7 @@ struct Server::Impl {
   CallThreads model_threads;
   DrainState drain;
   std::atomic<bool> stopping{false};
-  // Of the server, once it serves.
+  // The health service of `server`. Null until the server has started.
   std::atomic<grpc::HealthCheckServiceInterface*> health{nullptr};
   CallCounters calls;
   const Metrics metrics;
@@ -228,10 +231,11 @@ struct Server::Impl {
   std::unique_ptr<RegionServer> region_server;
   std::string address;
   std::unique_ptr<grpc::Server> server;
-  // Before the server, to which they hand connections. Of a unix socket, and of a TCP address; none
-  // where the server listens nowhere.
+  // One for the unix socket and one for the TCP address, as far as the server listens there.
+  // Declared after `server`, to which they pass connections, so that they are destroyed before it.
   std::vector<std::unique_ptr<Acceptor>> acceptors;
-  // Last, for it goes first: its thread reads the rest, to report whether the server is ready.
+  // Declared last, so that it is destroyed first: its thread reads the other members to report
+  // whether the server is ready.
   Sweeper sweeper;
 };
 
@@ -293,8 +297,9 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Config& config, Engi
   builder.SetMaxSendMessageSize(kMessageBytesMax);
   builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS, config.stream_count_max);
   grpc::ResourceQuota quota("spillwayd");
-  // Requests that wait hold gRPC's own memory, which is charged to the messages' share: a quota
-  // that they can fill would have connections closed in place of calls refused.
+  // Waiting requests use gRPC's own memory, which is charged to the share for messages. The quota
+  // is larger than this share: if requests could fill it, gRPC would close connections where the
+  // daemon should refuse calls.
   quota.Resize(static_cast<size_t>(
       MemoryBudget::MessageShare(config.memory_limit_bytes) +
       std::min(kTransportBytesMax, config.memory_limit_bytes / kTransportShare)));
@@ -343,16 +348,16 @@ absl::Status Server::CheckServing(absl::Duration timeout) {
     return absl::UnavailableError("all devices are lost");
   }
   const absl::Status answered = AskHealth(InProcessChannel(), timeout);
-  // What shuts down answers no more, and is none the worse for it.
+  // A server that shuts down does not answer any more. This is not a failure.
   return impl_->stopping ? absl::OkStatus() : answered;
 }
 
 void Server::BeginDrain(absl::Duration grace) {
   impl_->drain.Begin(DrainState::Clock::now() + absl::ToChronoNanoseconds(grace));
-  // Their connections end with the daemon.
+  // Connections now end because the daemon ends.
   impl_->context.engine.clients().Freeze();
   impl_->server->GetHealthCheckService()->SetServingStatus(false);
-  // What waits for its codes would wait in vain.
+  // Calls that wait for codes to be rebuilt would otherwise wait in vain.
   impl_->context.engine.StopRebuilding();
   impl_->streams.Drain();
   impl_->doorbells.Drain();
@@ -366,8 +371,8 @@ DrainProgress Server::drain_progress() const {
 }
 
 void Server::Stop(absl::Duration last) {
-  // Keeps gRPC's own threads to the process's end: clean-up would wait up to
-  // ten seconds for the one that polls after a large write.
+  // This keeps gRPC's own threads alive until the process ends. Their clean-up would wait up to ten
+  // seconds for the thread that polls after a large write.
   grpc_init();
   impl_->stopping = true;
   for (const std::unique_ptr<Acceptor>& acceptor : impl_->acceptors) acceptor->Stop();

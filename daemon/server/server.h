@@ -15,21 +15,21 @@
 
 namespace spillway {
 
-// What a drain waits for.
+// How far a drain is.
 struct DrainProgress {
   bool open() const { return open_call_count + open_stream_count > 0; }
 
-  int64_t open_call_count = 0;  // gRPC's, and those of doorbells
+  int64_t open_call_count = 0;  // running unary calls and doorbell calls
   int64_t open_stream_count = 0;
-  double seconds_left = 0;  // of the grace
+  double seconds_left = 0;  // until the grace ends
 };
 
 // The gRPC server with its services and health.
 class Server {
  public:
-  // Starts to serve, where config.listen is empty to this process alone. The
-  // engine outlives it.
-  // sweep_period: between two looks for expired sequences and silent clients.
+  // Starts to serve. If config.listen is empty, only this process can connect, through
+  // InProcessChannel(). The engine must outlive the server.
+  // sweep_period: time between two checks for expired sequences and silent clients.
   static absl::StatusOr<std::unique_ptr<Server>> Start(
       const Config& config, Engine& engine, PastLosses losses = {},
       absl::Duration sweep_period = absl::Seconds(1));
@@ -38,30 +38,31 @@ class Server {
   // A channel to this server within the process.
   std::shared_ptr<grpc::Channel> InProcessChannel();
   const StatusConverter& status() const;
-  // Of a server that listens nowhere: its process.
+  // The caller of a server that listens nowhere: the process itself.
   Caller own_caller() const;
-  // What clients connect to: unix:/path, or host:port with the port in use and with TLS
-  // tls:host:port; empty where the server listens nowhere.
+  // The address for clients: unix:/path, host:port or, with TLS, tls:host:port. The port is the one
+  // in use. Empty if the server listens nowhere.
   const std::string& address() const;
   const std::string& boot_id() const;
-  // What the daemon counts. Thread-safe.
+  // All metrics of the daemon. Thread-safe.
   const Metrics& metrics() const;
 
-  // Takes the settings that may change while it serves.
+  // Applies the settings that may change while the server runs.
   void Apply(const Config& config);
 
-  // Whether clients are served: that connections are accepted, calls answered, sequences looked
-  // after, and some device does not only fail. Takes so long at most for each, but where gRPC
-  // itself hangs. OK once it stops. For a watchdog.
+  // For a watchdog: checks that connections are accepted, that calls are answered, that the sweeper
+  // runs, and that not all devices are lost. Each check takes at most `timeout`, unless gRPC itself
+  // hangs. OK once Stop() has begun.
   absl::Status CheckServing(absl::Duration timeout);
 
-  // Refuses new work with UNAVAILABLE, reason DRAINING, and reports NOT_SERVING; GetStatistics is
-  // still answered. What runs goes on. Once.
+  // From now on refuses new work with UNAVAILABLE, reason DRAINING, and reports NOT_SERVING.
+  // GetStatistics is still answered. Running work continues. Call it only once.
   void BeginDrain(absl::Duration grace);
-  // REQUIRES: it drains.
+  // REQUIRES: BeginDrain() was called.
   DrainProgress drain_progress() const;
-  // Takes no more calls, and after so long cancels those that run and closes connections whose
-  // clients have not noticed. Returns when all is over. REQUIRES: it drains.
+  // Accepts no more calls. After `last` it cancels the running calls, and closes connections whose
+  // clients have not noticed the shutdown. Returns when all calls have ended. REQUIRES:
+  // BeginDrain() was called.
   void Stop(absl::Duration last);
 
  private:

@@ -14,7 +14,7 @@
 namespace spillway {
 namespace {
 
-// Assignments stand on lines of their own, so a value has one line.
+// Each assignment is one line, so line breaks in the value are replaced.
 std::string Status(const std::string& status) {
   return absl::StrCat("STATUS=", absl::StrReplaceAll(status, {{"\n", " "}}), "\n");
 }
@@ -37,7 +37,7 @@ void ServiceManager::Ready(const std::string& status) const {
 }
 
 void ServiceManager::Reloading() const {
-  // By which the manager tells this reload's end from an older one's.
+  // With this time the manager distinguishes the end of this reload from that of an earlier one.
   timespec now = {};
   clock_gettime(CLOCK_MONOTONIC, &now);
   const int64_t now_us = int64_t{now.tv_sec} * 1'000'000 + now.tv_nsec / 1000;
@@ -53,7 +53,7 @@ void ServiceManager::Beat() const { Send("WATCHDOG=1\n"); }
 
 void ServiceManager::Send([[maybe_unused]] const std::string& assignments) const {
 #ifdef SPILLWAY_SYSTEMD
-  // Who does not listen any more is not told; there is nobody else to tell.
+  // Errors are ignored: there is nobody else to report to.
   if (listens_) (void)sd_notify(0, assignments.c_str());
 #endif
 }

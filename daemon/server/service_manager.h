@@ -6,27 +6,28 @@
 
 namespace spillway {
 
-// What giving memory back takes at most, after the last call: it is pinned, and in huge pages.
+// Limit on the time to free memory after the last call. The memory is pinned and in huge pages.
 constexpr absl::Duration kGiveBackTime = absl::Minutes(1);
 
-// Tells the service manager that started the process (systemd) how the daemon fares, through the
-// socket $NOTIFY_SOCKET. Says nothing where that is not set, and in builds without libsystemd.
+// Reports the state of the daemon to the service manager that started it (systemd), through the
+// socket $NOTIFY_SOCKET. Does nothing if the variable is not set, or in builds without libsystemd.
 // Thread-safe.
 class ServiceManager {
  public:
   // Reads the environment.
   ServiceManager();
 
-  // Whether something listens.
+  // Whether $NOTIFY_SOCKET is set.
   bool listens() const { return listens_; }
-  // The longest between two beats, after which the process is killed; infinite: nobody minds.
+  // The longest time between two beats; after that the manager kills the process. Infinite if no
+  // beats are expected.
   absl::Duration beat_interval_max() const { return beat_interval_max_; }
 
-  // The daemon serves, for the first time or after Reloading. status: a line for people.
+  // The daemon serves, for the first time or after Reloading(). status: a line for people.
   void Ready(const std::string& status) const;
-  // It reads its settings again.
+  // The daemon reads its settings again.
   void Reloading() const;
-  // It ends, and takes `time` at most until it says so again or is gone.
+  // The daemon is stopping. It calls this again, or ends, within `time`.
   void Stopping(const std::string& status, absl::Duration time) const;
   void Beat() const;
 

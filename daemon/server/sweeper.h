@@ -15,12 +15,12 @@
 
 namespace spillway {
 
-// Once a period, in a thread of its own, as long as it lives: deletes expired
-// sequences, ends streams whose clients are silent, gives memory back that stays free, logs attends
-// that were slow, and flushes the logs of events.
+// Runs a thread that once per period deletes expired sequences, ends streams whose clients are
+// silent, returns idle memory of the arena to the system, logs slow attends, and flushes the event
+// logs.
 class Sweeper {
  public:
-  // also: what else is to be done then.
+  // also: further work for each turn. All references must outlive the sweeper.
   Sweeper(absl::Duration period, Engine& engine, EventLog& events, StreamSet& streams,
           std::function<void()> also)
       : period_(period),
@@ -30,7 +30,7 @@ class Sweeper {
         also_(std::move(also)),
         thread_([this] { Run(); }) {}
   absl::Duration period() const { return period_; }
-  // For how long it has been at its present turn, or waits for the next.
+  // Time since the last turn ended.
   std::chrono::steady_clock::duration since_last_turn() const {
     return std::chrono::steady_clock::now() - last_turn_.load();
   }

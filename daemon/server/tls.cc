@@ -26,14 +26,14 @@ constexpr std::array<const char*, 3> kSettings = {"tls.certificate (--tls-certif
 
 std::string FileOf(const Descriptor& held) { return absl::StrCat("/proc/self/fd/", held.get()); }
 
-// Why OpenSSL refused last.
+// OpenSSL's last error.
 std::string Reason() {
   const char* reason = nullptr;
   while (const unsigned long code = ERR_get_error()) reason = ERR_reason_error_string(code);
   return reason == nullptr ? "it cannot be read" : reason;
 }
 
-// Nobody is there to ask for the password of a key.
+// Makes keys with a password an error: nobody can be asked for it.
 int NoPassword(char*, int, int, void*) { return -1; }
 
 absl::StatusOr<Descriptor> Hold(const std::string& text) {
@@ -82,7 +82,7 @@ absl::StatusOr<std::vector<Descriptor>> Tls::Check(const Texts& texts) const {
   if (SSL_CTX_use_certificate_chain_file(context.get(), FileOf(files[kCertificate]).c_str()) != 1) {
     return wrong(kCertificate, "holds no certificate in PEM");
   }
-  // It is compared with the certificate.
+  // OpenSSL also compares the key with the certificate.
   if (SSL_CTX_use_PrivateKey_file(context.get(), FileOf(files[kKey]).c_str(), SSL_FILETYPE_PEM) !=
       1) {
     return wrong(kKey, absl::StrCat("holds no key in PEM, without a password, of the certificate ",
@@ -101,7 +101,8 @@ absl::Status Tls::Take(const Texts& texts) {
   for (int part = 0; part < kPartCount; ++part) {
     if (!held_[part].valid()) {
       held_[part] = std::move(files[part]);
-      // Under its number gRPC finds the whole of the old file, or of the new one.
+      // dup3 is atomic: under this number gRPC finds either the whole old file or the whole new
+      // one.
     } else if (dup3(files[part].get(), held_[part].get(), O_CLOEXEC) < 0) {
       return absl::ResourceExhaustedError(absl::StrCat("memory for TLS: ", std::strerror(errno)));
     }
@@ -118,8 +119,8 @@ absl::StatusOr<std::unique_ptr<Tls>> Tls::Open(const Config& config) {
 }
 
 std::shared_ptr<grpc::ServerCredentials> Tls::Credentials() const {
-  // gRPC would refuse everybody while the files that it reads are wrong. So it reads none of the
-  // user's, but those that were found good.
+  // While the files that gRPC reads are wrong, it refuses all connections. So it does not read the
+  // user's files, but copies that were checked.
   auto provider = std::make_shared<grpc::experimental::FileWatcherCertificateProvider>(
       FileOf(held_[kKey]), FileOf(held_[kCertificate]), is_mutual() ? FileOf(held_[kClientCa]) : "",
       kReadSeconds);
@@ -134,7 +135,7 @@ std::shared_ptr<grpc::ServerCredentials> Tls::Credentials() const {
 
 absl::StatusOr<bool> Tls::Reload() {
   absl::StatusOr<Texts> texts = Read();
-  // A file that is gone for a while is about to come again.
+  // A file that is missing now is probably being replaced.
   if (!texts.ok() || *texts == seen_) return false;
   seen_ = *std::move(texts);
   RETURN_IF_ERROR(Take(seen_));

@@ -14,24 +14,25 @@
 
 namespace spillway {
 
-// The certificate, the key and the clients' authorities that a server's TLS takes from files, and
-// takes anew when they change. Not thread-safe, but for the credentials.
+// The files of a server's TLS: the certificate, its key, and the authorities that sign clients'
+// certificates. They are read again when they change. Not thread-safe, except for the credentials.
 class Tls {
  public:
-  // What Config::tls_certificate, tls_key and tls_client_ca name. Null where no certificate is.
-  // INVALID_ARGUMENT names the setting and the file: it cannot be read, holds no PEM of its kind,
-  // or key and certificate are no pair.
+  // Reads the files Config::tls_certificate, tls_key and tls_client_ca. Null if no certificate is
+  // set. INVALID_ARGUMENT names the setting and the file if the file cannot be read, has no PEM
+  // data of its kind, or has a key that does not fit the certificate.
   static absl::StatusOr<std::unique_ptr<Tls>> Open(const Config& config);
   Tls(const Tls&) = delete;
   Tls& operator=(const Tls&) = delete;
 
-  // For one server, while this lives. Clients need a certificate of the authorities where
-  // there are any.
+  // Credentials for one server, which this must outlive. If there are authorities, clients need a
+  // certificate signed by one of them.
   std::shared_ptr<grpc::ServerCredentials> Credentials() const;
   bool is_mutual() const { return !paths_[kClientCa].empty(); }
 
-  // Reads the files again. Where they have changed connections that come a second later get what
-  // they say now: true. Errors as Open, once for each change: what was said before stays.
+  // Reads the files again. True if they have changed: connections after one second or more use the
+  // new contents. Wrong contents are not used, and give one error for each change, as from Open().
+  // A file that cannot be read counts as unchanged.
   absl::StatusOr<bool> Reload();
 
  private:
@@ -40,13 +41,13 @@ class Tls {
 
   explicit Tls(std::array<std::string, kPartCount> paths) : paths_(std::move(paths)) {}
   absl::StatusOr<Texts> Read() const;
-  // INVALID_ARGUMENT, or what Take needs.
+  // Files in memory that hold the texts; INVALID_ARGUMENT if they are wrong.
   absl::StatusOr<std::vector<Descriptor>> Check(const Texts& texts) const;
   absl::Status Take(const Texts& texts);
 
   const std::array<std::string, kPartCount> paths_;
-  Texts seen_;  // the last time, good or not
-  // Files in memory that hold what was good last, which gRPC reads once a second.
+  Texts seen_;  // the texts read last, valid or not
+  // Files in memory with the last valid texts. gRPC reads them once per second.
   std::array<Descriptor, kPartCount> held_;
 };
 

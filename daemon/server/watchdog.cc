@@ -9,7 +9,7 @@
 namespace spillway {
 namespace {
 
-constexpr int kRetries = 8;  // a period
+constexpr int kRetries = 8;  // per period, after a failed check
 
 }  // namespace
 

@@ -10,14 +10,14 @@
 
 namespace spillway {
 
-// While it lives, asks in a thread of its own whether the daemon serves, and beats where it does.
-// Where it does not, or where the check hangs, no beat comes, and who listens for them acts.
+// Runs a thread that checks whether the daemon serves, and calls `beat` if it does. If the check
+// fails or hangs, no beat is sent, and whoever listens for beats acts.
 class Watchdog {
  public:
-  // Asks once a period; after a check that failed sooner, so that a passing failure costs no
-  // beat's turn. Failed checks are logged, one of those that fail alike.
+  // Checks once per period. After a failed check it repeats sooner, so that a short failure does
+  // not cost a beat. Of consecutive checks that fail with the same error, only the first is logged.
   Watchdog(absl::Duration period, std::function<absl::Status()> check, std::function<void()> beat);
-  // Waits for a check that runs.
+  // Waits for a running check.
   ~Watchdog();
   Watchdog(const Watchdog&) = delete;
   Watchdog& operator=(const Watchdog&) = delete;

@@ -26,8 +26,7 @@ void FillMemory(Engine& engine, int64_t row_bytes, int64_t index_bytes,
   memory.set_limit_bytes(engine.budget().limit_bytes());
   const int64_t other_bytes =
       engine.budget().used_bytes() - engine.budget().used_bytes(MemoryUse::kPages);
-  // The budget is charged for whole chunks; slabs that are free in them are for
-  // whoever asks next.
+  // The budget is charged for whole chunks; free slabs in them can be used by others.
   memory.set_used_bytes(arena.used_bytes + other_bytes);
   memory.set_arena_committed_bytes(arena.committed_bytes);
   memory.set_arena_huge_page_bytes(arena.huge_page_bytes);
@@ -36,7 +35,7 @@ void FillMemory(Engine& engine, int64_t row_bytes, int64_t index_bytes,
   memory.set_other_bytes(other_bytes);
 }
 
-// The same for a tenant: what is its own.
+// The same for a tenant: only its own memory.
 void FillMemory(Engine& engine, const Account& account, int64_t row_bytes, int64_t index_bytes,
                 v1::MemoryStatistics& memory) {
   const int64_t quota = account.quota().bytes_max;
@@ -47,7 +46,7 @@ void FillMemory(Engine& engine, const Account& account, int64_t row_bytes, int64
   memory.set_index_bytes(index_bytes);
 }
 
-// Of a daemon that asks for no tokens, all.
+// What the caller may see: everything if the daemon requires no tokens.
 std::vector<std::shared_ptr<Model>> ModelsOf(Engine& engine, const Caller& caller) {
   const Registry& registry = engine.registry();
   return caller.is_tenant() ? registry.ListModelsOf(caller.name_space(), "", kAll).items
@@ -59,7 +58,7 @@ std::vector<std::shared_ptr<Sequence>> SequencesOf(Engine& engine, const Caller&
                             : registry.ListSequences(nullptr, "", kAll).items;
 }
 
-// What the sequences come to.
+// Sums over the sequences.
 struct Sums {
   struct OfModel {
     int64_t sequence_count = 0;
@@ -81,7 +80,7 @@ Sums SumUp(Engine& engine, const Caller& caller) {
   return sums;
 }
 
-// Tokens that fit before the daemon's memory, or the account's quota, is exhausted.
+// How many more tokens fit before the daemon's memory or the account's quota is exhausted.
 int64_t FreeTokenCount(const Model& model, const Account& account, const Engine& engine) {
   const int64_t fit = engine.FreeTokenCount(model);
   const int64_t most = account.quota().bytes_max;
@@ -116,8 +115,8 @@ v1::SequenceStatistics SequenceToProto(const Sequence& sequence) {
   return out;
 }
 
-// The audit of the caller's models, and the heads of one, which may be null. Returns the bytes of
-// those models' rows.
+// Fills in the audit of the caller's models, and the heads of `of_heads`, which may be null.
+// Returns the bytes of the rows of the caller's models.
 int64_t FillAudit(Engine& engine, const Caller& caller, const Model* of_heads,
                   v1::GetStatisticsResponse& response) {
   v1::AuditStatistics& audit = *response.mutable_audit();
@@ -167,7 +166,7 @@ grpc::ServerUnaryReactor* AdminService::GetServerInfo(grpc::CallbackServerContex
     if (const std::optional<DeviceMemory> memory = part->memory()) {
       device.set_memory_limit_bytes(memory->limit_bytes);
       device.set_resident_limit_bytes(memory->resident_limit_bytes);
-      if (caller.is_tenant()) continue;  // others' is in use, too
+      if (caller.is_tenant()) continue;  // the rest includes memory of other tenants
       device.set_memory_used_bytes(memory->used_bytes);
       device.set_resident_used_bytes(memory->resident_used_bytes);
       device.set_shared_used_bytes(memory->shared_used_bytes);

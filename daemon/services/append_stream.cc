@@ -72,7 +72,7 @@ void AppendStream::OnReadDone(bool ok) {
     if (!ok) {
       ended_ = true;
     } else if (!reservation.ok()) {
-      // What came before is appended all the same.
+      // The messages before this one are still appended.
       read_.Clear();
       ended_ = true;
       refused_ = reservation.status();
@@ -89,7 +89,7 @@ AppendStream::Step AppendStream::Next() {
   if (appending_ || finished_) return Step::kNothing;
   if (status_.ok() && waiting_) {
     std::swap(read_, current_);
-    // The memory of a larger message before stays with request_.
+    // request_ keeps the memory of the largest message so far, so keep the larger reservation.
     if (read_reservation_.bytes() > reservation_.bytes())
       std::swap(read_reservation_, reservation_);
     read_reservation_.Release();
@@ -139,7 +139,7 @@ void AppendStream::OnAppended(absl::StatusOr<AppendOutcome> outcome) {
     appending_ = false;
     idle_.Renew();
     if (status_.ok()) status_ = outcome.status();
-    // With the next message at hand its memory is used again.
+    // If the next message is waiting, it reuses this memory.
     if (!waiting_ || !status_.ok()) {
       request_ = v1::AppendRequest();
       reservation_.Release();

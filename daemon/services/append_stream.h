@@ -10,8 +10,8 @@
 
 namespace spillway {
 
-// One Append: chunks are committed one after the other; the next is read while
-// one is being appended.
+// One Append call. Chunks are committed one after the other; while one is appended, the next is
+// read.
 class AppendStream final : public grpc::ServerReadReactor<grpc::ByteBuffer>, public OpenStream {
  public:
   AppendStream(const ServiceContext& services, const grpc::CallbackServerContext& context,
@@ -23,14 +23,15 @@ class AppendStream final : public grpc::ServerReadReactor<grpc::ByteBuffer>, pub
   void OnDone() override;
   void CheckIdle(Clock::time_point now) override ABSL_LOCKS_EXCLUDED(mutex_);
 
-  // What to do next: append what was read, if nothing is being appended; end
-  // the call when there is no more. Decided under the lock that made the
-  // change: once it is released another thread may end the call.
+  // The next step: append the message that was read if no append is running; end the call if there
+  // are no more messages. Decided under the lock that guards the change, because after the lock is
+  // released another thread may end the call.
   enum class Step { kNothing, kAppend, kFinish };
   Step Next() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Do(Step step) ABSL_LOCKS_EXCLUDED(mutex_);
   absl::StatusOr<AppendRequest> Parse(const v1::AppendRequest& request);
-  // The error of a message that cannot be read, with what was applied before it.
+  // Adds to the error of a message that cannot be charged or parsed how many chunks were applied
+  // before it.
   absl::Status WithProgress(const absl::Status& status) const;
   void OnAppended(absl::StatusOr<AppendOutcome> outcome) ABSL_LOCKS_EXCLUDED(mutex_);
 
@@ -45,13 +46,13 @@ class AppendStream final : public grpc::ServerReadReactor<grpc::ByteBuffer>, pub
   MemoryReservation read_reservation_;
   grpc::ByteBuffer current_;                        // being appended
   v1::AppendRequest request_;                       // current_, parsed
-  MemoryReservation reservation_;                   // of the memory that request_ has
+  MemoryReservation reservation_;                   // charges the memory of request_
   bool waiting_ ABSL_GUARDED_BY(mutex_) = false;    // read_ is complete
   bool appending_ ABSL_GUARDED_BY(mutex_) = false;  // current_ is in the engine
-  bool ended_ ABSL_GUARDED_BY(mutex_) = false;      // the client sends no more
+  bool ended_ ABSL_GUARDED_BY(mutex_) = false;      // the client sends no more messages
   bool finished_ ABSL_GUARDED_BY(mutex_) = false;
   absl::Status status_ ABSL_GUARDED_BY(mutex_);
-  absl::Status refused_ ABSL_GUARDED_BY(mutex_);  // of the message after all that was appended
+  absl::Status refused_ ABSL_GUARDED_BY(mutex_);  // why a message could not be charged
 };
 
 }  // namespace spillway

@@ -5,8 +5,8 @@
 
 namespace spillway {
 
-// Unary Attend and Select. Request and response live until the reactor is
-// done, so the engine reads the request's bytes in place.
+// The unary calls Attend and Select. Request and response live until the reactor is done, so the
+// engine reads the request's bytes in place.
 grpc::ServerUnaryReactor* StartAttend(const ServiceContext& services,
                                       grpc::CallbackServerContext& context, const Caller& caller,
                                       const v1::AttendRequest& request,
@@ -16,8 +16,8 @@ grpc::ServerUnaryReactor* StartSelect(const ServiceContext& services,
                                       const v1::SelectRequest& request,
                                       v1::SelectResponse* response);
 
-// One item of a request: its sequence found, its work checked. path: of the
-// item in the request.
+// Converts one item of a request: finds its sequence and checks its query. path: of the item in the
+// request, for errors.
 absl::StatusOr<AttendItem> ItemFromProto(const ServiceContext& services, const Caller& caller,
                                          const v1::AttendItem& item, const std::string& path);
 

@@ -5,7 +5,7 @@
 
 namespace spillway {
 
-// Appends and attends; each RPC is a file of its own beside this one.
+// Appends and attends. Each RPC has its own file in this folder.
 class AttentionService final : public Service {
  public:
   explicit AttentionService(const ServiceContext& services);

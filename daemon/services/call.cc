@@ -15,7 +15,7 @@ namespace {
 
 CancelToken::Clock::time_point DeadlineOf(const grpc::CallbackServerContext& context) {
   using System = std::chrono::system_clock;
-  // Beyond a year the clocks' arithmetic would be all that matters.
+  // A deadline more than a year away counts as no deadline.
   constexpr auto kFar = std::chrono::hours(24 * 365);
   const System::time_point deadline = context.deadline();
   const System::time_point now = System::now();
@@ -24,7 +24,7 @@ CancelToken::Clock::time_point DeadlineOf(const grpc::CallbackServerContext& con
          std::chrono::duration_cast<CancelToken::Clock::duration>(deadline - now);
 }
 
-// Asks the call itself, while it lives.
+// Reads the state of the call itself. Valid only as long as the call.
 class CallCancelToken final : public CancelToken {
  public:
   explicit CallCancelToken(const grpc::CallbackServerContext& context)
@@ -42,7 +42,7 @@ absl::StatusOr<Caller> CallerOf(const ServiceContext& services,
   const auto& metadata = context.client_metadata();
   Caller caller;
   if (services.tokens != nullptr) {
-    // Of two it would not be known who is meant.
+    // With two headers it would be unclear which one counts.
     const auto [first, last] = metadata.equal_range("authorization");
     const bool one = first != last && std::next(first) == last;
     ASSIGN_OR_RETURN(caller, services.tokens->Authenticate(

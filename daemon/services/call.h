@@ -13,29 +13,30 @@
 
 namespace spillway {
 
-// Metadata by which a call says which client it is of; who does not is taken for one that never
-// goes.
+// The metadata with which a call names its client. A call without it counts as one of a client that
+// never disconnects.
 inline constexpr char kClientMetadata[] = "spillway-client";
 
-// Whose the call is, and of which client. UNAUTHENTICATED where tokens are asked for and it brings
-// none that is good, INVALID_ARGUMENT for an id that is none.
+// The namespace and the client of the call. UNAUTHENTICATED if tokens are required and the call has
+// no valid one; INVALID_ARGUMENT for an invalid client id.
 absl::StatusOr<Caller> CallerOf(const ServiceContext& services,
                                 const grpc::CallbackServerContext& context);
 
-// By what the client's tracing knows the call: the id of the trace that its `traceparent` names, or
-// else its `x-request-id`; empty where it has neither, or none that is valid, or several.
+// The id of the call in the client's tracing: the trace id of `traceparent`, or else
+// `x-request-id`. A header that is invalid or occurs more than once is ignored. Empty if there is
+// no id.
 std::string TraceOf(const grpc::CallbackServerContext& context);
 
-// The client that the caller says it is. INVALID_ARGUMENT names the field.
+// The client with an id that the caller sent. INVALID_ARGUMENT names `field` if the id is invalid.
 absl::StatusOr<std::shared_ptr<Presence>> ClientOf(const ServiceContext& services,
                                                    const Caller& caller, std::string_view id,
                                                    const std::string& field);
 
-// Stops with the call's deadline.
+// A token that is cancelled at the deadline of the call.
 std::shared_ptr<CancelToken> MakeCancelToken(const grpc::CallbackServerContext& context);
 
-// A unary call that is answered later, through gRPC's own reactor: one of ours
-// would have a thread woken beside every answer, to be told of its end.
+// A unary call that is answered later. It uses gRPC's own reactor, because with a reactor of ours
+// gRPC would wake a thread after every answer to report its end.
 class UnaryCall {
  public:
   UnaryCall(const ServiceContext& services, grpc::CallbackServerContext& context);
@@ -43,11 +44,11 @@ class UnaryCall {
   UnaryCall(const UnaryCall&) = delete;
   UnaryCall& operator=(const UnaryCall&) = delete;
 
-  // What the handler returns; asked before the call may end.
+  // The handler returns this. REQUIRES: called before the call may end.
   grpc::ServerUnaryReactor* reactor() const { return reactor_; }
-  // Stops with the call and its deadline; not to be looked at after End.
+  // Cancelled with the call and at its deadline. Must not be used after End().
   const std::shared_ptr<CancelToken>& cancel() const { return cancel_; }
-  // Answers, and deletes this. Called once, from any thread.
+  // Answers the call and deletes this. Called once, by any thread.
   void End(const absl::Status& status) {
     End(services_.status.ToGrpc(status, status.ok() ? std::string() : TraceOf(context_)));
   }

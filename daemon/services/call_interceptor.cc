@@ -12,7 +12,7 @@ class CallInterceptor final : public grpc::experimental::Interceptor {
       : timer_(counters), unary_(is_unary ? counters : nullptr) {
     if (unary_ != nullptr) ++unary_->open_count;
   }
-  // The call has ended, and its answer is sent.
+  // Runs when the call has ended and its answer has been sent.
   ~CallInterceptor() override {
     if (unary_ != nullptr) --unary_->open_count;
   }
@@ -26,14 +26,14 @@ class CallInterceptor final : public grpc::experimental::Interceptor {
 
  private:
   const CallTimer timer_;
-  MethodCounters* const unary_;  // null: a stream, which is counted elsewhere
+  MethodCounters* const unary_;  // null: a stream, which StreamSet counts
 };
 
 class Factory final : public grpc::experimental::ServerInterceptorFactoryInterface {
  public:
   explicit Factory(const CallCounters& counters) : counters_(counters) {}
 
-  // Null: the call goes on without one.
+  // Null: the call has no interceptor.
   grpc::experimental::Interceptor* CreateServerInterceptor(ServerRpcInfo* info) override {
     if (info->type() == ServerRpcInfo::Type::BIDI_STREAMING) return nullptr;
     MethodCounters* const counters = counters_.Find(info->method());

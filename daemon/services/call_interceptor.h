@@ -8,9 +8,9 @@
 
 namespace spillway {
 
-// For ServerBuilder::experimental(): counts every call with its status and its time, but for
-// streams in both directions, whose every message would pay for it: they count themselves. The
-// counters outlive the server.
+// For ServerBuilder::experimental(): counts calls with their status and duration. Bidirectional
+// streams are not intercepted, because each of their messages would cost time; they count
+// themselves. The counters must outlive the server.
 std::vector<std::unique_ptr<grpc::experimental::ServerInterceptorFactoryInterface>>
 CallInterceptors(const CallCounters& counters);
 

@@ -7,13 +7,13 @@
 
 namespace spillway {
 
-// Settings of calls that may change while the daemon serves: what begins later has the new
-// values. Thread-safe, each value by itself.
+// Settings of calls that may change while the daemon serves. New calls and sequences use the new
+// values; decode_in_flight_max also applies to open streams. Thread-safe, each value separately.
 class CallLimits {
  public:
   struct Values {
-    double ttl_seconds = 0;          // 0: for ever
-    double stream_idle_seconds = 0;  // 0: for ever
+    double ttl_seconds = 0;          // 0: forever
+    double stream_idle_seconds = 0;  // 0: forever
     int decode_in_flight_max = 0;
   };
   explicit CallLimits(const Values& values) { Set(values); }
@@ -24,17 +24,17 @@ class CallLimits {
     decode_in_flight_max_ = values.decode_in_flight_max;
   }
 
-  // Of sequences that name none.
+  // The ttl of sequences that name none.
   absl::Duration ttl_default() const {
     const double seconds = ttl_seconds_;
     return seconds == 0 ? absl::InfiniteDuration() : absl::Seconds(seconds);
   }
-  // How long the client of an Append or an upload may be silent, and that of a FetchPages read
-  // nothing; 0: for ever.
+  // How long the client of an Append or an upload may send nothing, and the client of a FetchPages
+  // may read nothing; 0: forever.
   std::chrono::duration<double> stream_idle_max() const {
     return std::chrono::duration<double>(stream_idle_seconds_);
   }
-  // Messages of one Decode stream.
+  // Most messages of one Decode stream that are in flight.
   int decode_in_flight_max() const { return decode_in_flight_max_.load(std::memory_order_relaxed); }
 
  private:

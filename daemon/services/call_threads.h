@@ -13,20 +13,20 @@
 
 namespace spillway {
 
-// Threads of calls that wait for files or compute for long: one each, so that neither the threads
-// that serve calls nor those that compute for others wait with them. Thread-safe.
+// One thread for each call that waits for files or computes for a long time. So these calls occupy
+// neither gRPC's threads nor the workers that compute for other calls. Thread-safe.
 class CallThreads {
  public:
-  // what: that these calls do, "sequences are being saved".
+  // what: what these calls do, for an error, such as "models are being created".
   CallThreads(int count_max, std::string what) : count_max_(count_max), what_(std::move(what)) {}
-  // Waits until all that runs has ended.
+  // Waits until all threads have ended their work.
   ~CallThreads() {
     const MutexLock lock(mutex_);
     while (count_ > 0) ended_.Wait(mutex_);
   }
 
-  // Runs it in a thread of its own. RESOURCE_EXHAUSTED, reason CALL_THREADS_EXHAUSTED, without
-  // having run it where the most run already.
+  // Runs `work` in its own thread. RESOURCE_EXHAUSTED, reason CALL_THREADS_EXHAUSTED, if count_max
+  // threads are running already; then `work` does not run.
   absl::Status Run(std::function<void()> work) ABSL_LOCKS_EXCLUDED(mutex_) {
     {
       const MutexLock lock(mutex_);

@@ -8,7 +8,7 @@
 
 namespace spillway {
 
-// One Connect: its client is there until it ends, however it ends.
+// One Connect call. Its client counts as connected until the call ends, for whatever reason.
 class ConnectStream final : public grpc::ServerWriteReactor<v1::ConnectResponse>,
                             public OpenStream {
  public:
@@ -16,19 +16,19 @@ class ConnectStream final : public grpc::ServerWriteReactor<v1::ConnectResponse>
                 const absl::StatusOr<const v1::ConnectRequest*>& request);
 
   void Drain() override;
-  // Not how long the client is silent, which it is always, but whether its token is good.
+  // Ends the stream if the caller's token was revoked. The client is always silent.
   void CheckIdle(Clock::time_point now) override;
 
  private:
   void OnCancel() override;
   void OnDone() override;
 
-  // Once.
+  // Ends the call; later calls do nothing.
   void End(const absl::Status& status);
 
   const ServiceContext& services_;
   const Caller caller_;
-  std::shared_ptr<Presence> client_;  // null where it was refused
+  std::shared_ptr<Presence> client_;  // null if the call was refused
   std::atomic<bool> ended_ = false;
 };
 

@@ -20,34 +20,34 @@
 
 namespace spillway {
 
-// What every service needs; outlives them.
+// What every service needs. Must outlive the services.
 struct ServiceContext {
   Engine& engine;
-  // Of a server that is reached from its own process alone: every call's client. Null: calls say
-  // which they are of.
+  // The client of every call of a server that only its own process can reach. Null: each call names
+  // its client.
   std::shared_ptr<Presence> own_client;
-  // Who may call; null: whoever connects.
+  // The tokens of those who may call. Null: calls need no token.
   const TokenTable* tokens;
   const StatusConverter& status;
   StreamSet& streams;
   RegionTable& regions;
   DoorbellServer& doorbells;
-  // Runs what takes its time (regions' pages, uploaded weights), so that it does
-  // not hold up the threads that serve calls.
+  // Runs work that takes long (filling the pages of regions, uploaded weights), so that it does not
+  // delay the threads that serve calls.
   tbb::task_arena& background;
   CallCounters& calls;
   const Metrics& metrics;
-  // Of calls that wait for files.
+  // For calls that save or load sequences.
   CallThreads& file_threads;
-  // Of calls that create models, whose rotations may take half a minute.
+  // For calls that create models: computing the rotations may take half a minute.
   CallThreads& model_threads;
   const DrainState& drain;
   std::string version;
   std::string boot_id;
   absl::Time start_time;
   const CallLimits& limits;
-  std::string region_socket;    // beside the server's own; empty: none
-  std::string snapshot_folder;  // as the setting; empty: none
+  std::string region_socket;    // file name, in the folder of the server's own socket; empty: none
+  std::string snapshot_folder;  // the setting snapshots.folder; empty: none
 };
 
 }  // namespace spillway

@@ -11,11 +11,11 @@
 namespace spillway {
 namespace {
 
-// Most that a message and its answer may take to be used again.
+// A message is kept for reuse only if it and its answer are at most this large.
 constexpr int64_t kSpareBytesMax = 64 << 10;
-// Names of sequences are shorter.
+// Valid names of sequences are shorter.
 constexpr size_t kNameBytesMax = 128;
-// What a blocked layer takes.
+// Memory charged for a blocked layer.
 constexpr int64_t kBlockedBytes = 256;
 
 }  // namespace
@@ -89,8 +89,7 @@ DecodeStream::Step DecodeStream::Next() {
     reading_ = spare_ != nullptr ? std::move(spare_) : std::make_unique<Message>();
     read_active_ = read_starting_ = step.read = true;
   }
-  // A read that waits for the client does not hold up a drain: it ends with
-  // the call.
+  // A read that waits for the client does not delay a drain: it ends with the call.
   if (stop && message_count_ == 0 && !write_active_ && !read_starting_) {
     finished_ = step.finish = true;
     step.status = draining_ && !ended_ ? services_.drain.CheckNewWork() : end_;
@@ -99,8 +98,8 @@ DecodeStream::Step DecodeStream::Next() {
 }
 
 void DecodeStream::Do(const Step& step) {
-  // The answer goes first. With a read about to start the call cannot end
-  // under this: what would finish it waits for read_starting_.
+  // Writes before it reads. While a read is about to start, no other thread can end the call:
+  // Next() does not finish as long as read_starting_ is set.
   if (step.write != nullptr) StartWrite(&step.write->response);
   if (step.read) {
     StartRead(&reading_->received);
@@ -151,8 +150,8 @@ void DecodeStream::OnReadDone(bool ok) {
       ++message_count_;
     }
   }
-  // The next message is not read before this one has its place in its
-  // sequence's queue, whoever else has something to start meanwhile.
+  // The next message is read only when this one has its place in the queue of its sequence, even if
+  // another thread calls Next() in between.
   if (message != nullptr) Serve(message, refusal);
   {
     const MutexLock lock(mutex_);
@@ -245,7 +244,7 @@ void DecodeStream::Serve(Message* message, const absl::Status& refusal) {
   }
   absl::StatusOr<AttendItem> item = Parse(*message, problem);
   if (!item.ok()) {
-    // No layer to block: there is no such sequence.
+    // The sequence does not exist, so there is no layer to block.
     message->DropContents();
     Fail(*message, item.status());
     return Answered(message);
@@ -253,7 +252,8 @@ void DecodeStream::Serve(Message* message, const absl::Status& refusal) {
   const std::shared_ptr<Sequence> sequence = item->sequence;
   const int layer_count = sequence->model->spec.layer_count;
   AttendRequest request;
-  // A layer that does not exist fails in its turn like any other problem.
+  // A layer that does not exist fails when it is the message's turn, like any other problem. Layer
+  // 0 is a placeholder.
   request.layer = message->request.layer() >= 0 && message->request.layer() < layer_count
                       ? message->request.layer()
                       : 0;
@@ -311,7 +311,7 @@ void DecodeStream::Answered(Message* message) {
   {
     const MutexLock lock(mutex_);
     message->answered = true;
-    // Its sequence's, up to the first that is not answered.
+    // Queues the answers of this sequence, up to the first message without an answer.
     const std::string& sequence = message->sequence();
     for (auto it = in_flight_.begin(); it != in_flight_.end();) {
       if ((*it)->sequence() != sequence) {

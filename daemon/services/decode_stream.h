@@ -16,9 +16,9 @@
 
 namespace spillway {
 
-// One Decode stream: several messages are in flight, answers come in order per
-// sequence. After a message that failed, its (sequence, layer) is blocked
-// until one starts at the layer's length.
+// One Decode stream. Several messages may be in flight; within each sequence, the answers come in
+// the order of the messages. After a message failed, its (sequence, layer) is blocked until a
+// message appends at the layer's length.
 class DecodeStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, v1::DecodeResponse>,
                            public OpenStream {
  public:
@@ -28,21 +28,21 @@ class DecodeStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, v1::
  private:
   // One message and its answer.
   struct Message {
-    // Answers come in order among those of one.
+    // Answers of the same sequence are written in order.
     const std::string& sequence() const { return request.sequence(); }
-    // Ready for another message, in the same memory.
+    // Prepares for another message that reuses the memory.
     void Clear();
-    // Frees all but what an error's answer needs.
+    // Frees everything that the answer with an error does not need.
     void DropContents();
 
-    grpc::ByteBuffer received;  // until it is parsed
+    grpc::ByteBuffer received;  // emptied when parsed
     int64_t received_bytes = 0;
     v1::DecodeRequest request;
     v1::DecodeResponse response;
     MemoryReservation request_reservation;
     MemoryReservation result_reservation;
     ResultPlaces places;
-    std::string trace;  // its own; empty: the stream's
+    std::string trace;  // empty: the stream's trace
     bool answered = false;
   };
 
@@ -51,40 +51,41 @@ class DecodeStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, v1::
   void OnCancel() override { cancel_->Cancel(); }
   void OnDone() override;
 
-  // Charges and parses what was read. The first error ends the stream: nothing can be answered
-  // to a message that cannot be read. The second, RESOURCE_EXHAUSTED, is the message's own.
+  // Charges and parses the message. An error that is returned ends the stream, because a message
+  // that does not parse cannot be answered. An error in `refusal`, RESOURCE_EXHAUSTED, is the
+  // answer to this message only.
   absl::Status Open(Message& message, absl::Status& refusal);
   void Serve(Message* message, const absl::Status& refusal);
-  // A checked message as the engine's. When the sequence exists but something
-  // else is wrong, `problem` says it and the item is only good for its turn:
-  // an error is answered, and blocks its layer, in order too.
+  // Converts and checks a message. Fails if the sequence does not exist. For any other error it
+  // sets `problem`, and returns an item that only waits for its turn: the error is answered, and
+  // blocks its layer, in order too.
   absl::StatusOr<AttendItem> Parse(Message& message, absl::Status& problem);
   absl::Status CheckMessage(Message& message, AttendItem& item);
-  // The gate of a message in its turn.
+  // Called when it is the message's turn: whether the message may run.
   absl::Status Admit(const Message& message, const absl::Status& problem, int64_t layer_token_count)
       ABSL_LOCKS_EXCLUDED(mutex_);
   void OnAttended(Message* message, const Sequence& sequence,
                   absl::StatusOr<AttendOutcome> outcome);
   void Fail(Message& message, const absl::Status& status);
-  // By what the log names it.
+  // The id that the log uses for the message.
   const std::string& TraceOf(const Message& message) const {
     return message.trace.empty() ? caller_.trace() : message.trace;
   }
-  // Blocks the message's layer until one starts at its length. Ends the stream where there is no
-  // memory left to know that.
+  // Blocks the layer of the message until a message appends at its length. If there is no memory
+  // left to record this, ends the stream.
   void Block(const Message& message) ABSL_LOCKS_EXCLUDED(mutex_);
-  // The message has its answer: queue what can be written now.
+  // The message has its answer. Queues all answers of its sequence that can be written now.
   void Answered(Message* message) ABSL_LOCKS_EXCLUDED(mutex_);
 
-  // What to start next.
+  // What to start next, decided by Next().
   struct Step {
     bool read = false;
     Message* write = nullptr;
     bool finish = false;
-    absl::Status status;  // to finish with
+    absl::Status status;  // for Finish()
   };
-  // Decided under the lock that made the change: once it is released another
-  // thread may end the call and the stream with it, unless the step holds it.
+  // Decided under the lock that guards the change. After the lock is released, another thread may
+  // end the call and delete the stream, unless the step itself prevents this.
   Step Next() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Do(const Step& step) ABSL_LOCKS_EXCLUDED(mutex_);
   void Drain() override ABSL_LOCKS_EXCLUDED(mutex_);
@@ -98,21 +99,21 @@ class DecodeStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, v1::
 
   Mutex mutex_;
   std::unique_ptr<Message> reading_;
-  // In the order they came.
+  // In the order of arrival.
   std::vector<std::unique_ptr<Message>> in_flight_ ABSL_GUARDED_BY(mutex_);
   std::deque<std::unique_ptr<Message>> to_write_ ABSL_GUARDED_BY(mutex_);
-  // One that was written, small and cleared: the next read's. Null: none.
+  // A small message that was written and cleared, for the next read. Null: none.
   std::unique_ptr<Message> spare_ ABSL_GUARDED_BY(mutex_);
   absl::flat_hash_set<LayerKey> blocked_ ABSL_GUARDED_BY(mutex_);
   MemoryReservation blocked_reservation_ ABSL_GUARDED_BY(mutex_);
-  int64_t read_count_ = 0;                              // messages that could be read
+  int64_t read_count_ = 0;                              // messages that were parsed
   absl::Status end_ ABSL_GUARDED_BY(mutex_);            // why no more messages are read
-  int message_count_ ABSL_GUARDED_BY(mutex_) = 0;       // read and not yet written
-  bool read_active_ ABSL_GUARDED_BY(mutex_) = false;    // or its message not yet served
-  bool read_starting_ ABSL_GUARDED_BY(mutex_) = false;  // decided, not yet begun
+  int message_count_ ABSL_GUARDED_BY(mutex_) = 0;       // read, but answer not yet written
+  bool read_active_ ABSL_GUARDED_BY(mutex_) = false;    // reading, or message not yet served
+  bool read_starting_ ABSL_GUARDED_BY(mutex_) = false;  // a read is decided on, but not started
   bool write_active_ ABSL_GUARDED_BY(mutex_) = false;
-  bool ended_ ABSL_GUARDED_BY(mutex_) = false;   // no more messages come
-  bool broken_ ABSL_GUARDED_BY(mutex_) = false;  // nothing can be written
+  bool ended_ ABSL_GUARDED_BY(mutex_) = false;   // no more messages are read
+  bool broken_ ABSL_GUARDED_BY(mutex_) = false;  // a write has failed
   bool draining_ ABSL_GUARDED_BY(mutex_) = false;
   bool finished_ ABSL_GUARDED_BY(mutex_) = false;
 };

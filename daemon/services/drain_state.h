@@ -9,23 +9,23 @@
 
 namespace spillway {
 
-// Whether the daemon is about to end, and how long what runs may still run. Thread-safe.
+// Whether the daemon drains, and how long running work may continue. Thread-safe.
 class DrainState {
  public:
   using Clock = std::chrono::steady_clock;
 
-  // Once.
+  // Call it only once.
   void Begin(Clock::time_point deadline) {
     deadline_ = deadline;
     begun_ = true;
   }
   bool begun() const { return begun_; }
-  // 0 once that is over. REQUIRES: begun.
+  // Seconds until the grace ends; 0 after that. REQUIRES: begun().
   double seconds_left() const {
     const std::chrono::duration<double> left = deadline_.load() - Clock::now();
     return left.count() > 0 ? left.count() : 0;
   }
-  // What new work is answered with: OK, or UNAVAILABLE, reason DRAINING.
+  // Whether new work is accepted: OK, or UNAVAILABLE, reason DRAINING.
   absl::Status CheckNewWork() const {
     if (!begun()) return absl::OkStatus();
     return WithReason(

@@ -41,7 +41,7 @@ absl::StatusOr<FetchChoice> SelectionFromProto(const v1::Selection& selection,
     return InvalidField("selection.indices.shape",
                         absl::StrCat("is not [", count, "], the last offset"));
   }
-  // By division: count * 4 may overflow.
+  // Divides, because count * 4 may overflow.
   if (tensor.data().size() % sizeof(uint32_t) != 0 ||
       static_cast<int64_t>(tensor.data().size() / sizeof(uint32_t)) != count) {
     return InvalidField("selection.indices.data",

@@ -13,12 +13,12 @@
 
 namespace spillway {
 
-// The rows of a FetchPages: of every KV head a run of tokens, or a list.
+// The rows of a FetchPages call: the same range of tokens for every KV head, or a list per KV head.
 struct FetchChoice {
-  // Of every KV head; not looked at with lists.
+  // The range, for every KV head; not used if there are lists.
   int64_t start = 0;
   int64_t count = 0;
-  // [H_kv]; log-weights and strata where the daemon chose.
+  // [H_kv]; with log-weights and strata if the daemon chose the rows.
   std::optional<std::vector<Selection>> lists;
 
   int64_t CountOf(size_t kv_head) const {
@@ -29,11 +29,11 @@ struct FetchChoice {
   }
 };
 
-// The client's own choice, tokens or a selection, checked in all but what needs the
-// layer's length. INVALID_ARGUMENT names the field.
+// The rows that the client chose: tokens or a selection. Checks everything that does not need the
+// length of the layer. INVALID_ARGUMENT names the field.
 absl::StatusOr<FetchChoice> ChoiceFromProto(const v1::FetchPagesRequest& request,
                                             const ModelSpec& spec);
-// OUT_OF_RANGE, reason TOKEN_OUT_OF_RANGE, for tokens that the layer has not.
+// OUT_OF_RANGE, reason TOKEN_OUT_OF_RANGE, for tokens beyond the length of the layer.
 absl::Status CheckTokens(const FetchChoice& choice, int64_t layer_token_count);
 
 }  // namespace spillway

@@ -130,7 +130,7 @@ absl::Status FetchStream::ParseTargets(const v1::FetchPagesRequest& request) {
 }
 
 void FetchStream::CopyRows(SharedRows shared) {
-  // The last dimension is a row's; the one before, tokens or all rows.
+  // The last dimension is a row; the one before is tokens, or with lists all rows.
   const auto rows_at = [&](const TensorTarget& target) {
     return choice_.lists ? RowTarget{target.data, 0, target.strides[0]}
                          : RowTarget{target.data, target.strides[0], target.strides[1]};
@@ -222,12 +222,13 @@ void FetchStream::CheckIdle(Clock::time_point now) {
     writing_ = false;
     cut_off_ = services_.status.ToGrpc(status, caller_.trace());
     message = cut_off_.error_message();
-    // While a write is under way nobody else looks at them. It may last: a process that is stopped
-    // does not even take the status, and what is in its connection waits for it.
+    // While a write is pending, no other thread uses the rows. The write may stay pending for long:
+    // a client process that is stopped does not even read the status. So free the rows now.
     rows.swap(rows_);
   }
-  // Finish would send its status after what the client does not read. This sends one before it,
-  // and has the write fail. The stream is there until the set of streams has let go of it.
+  // Finish would queue its status behind data that the client does not read. This sends a status
+  // before them and makes the write fail. The stream still exists: OnDone waits for the lock of the
+  // set of streams, which the caller holds.
   grpc_call_cancel_with_status(context_.c_call(), GRPC_STATUS_ABORTED, message.c_str(), nullptr);
 }
 

@@ -12,10 +12,10 @@
 
 namespace spillway {
 
-// One FetchPages: the rows are chosen and shared in the sequence's turn, then
-// streamed at the client's pace, or written where it wants them, while the
-// sequence goes on. A request that could not be opened ends it with its error, and a client that
-// reads nothing for too long is cut off.
+// One FetchPages call. When it is the request's turn in the sequence, the rows are chosen and
+// shared. Then they are streamed at the client's pace, or written to the client's targets, while
+// the sequence continues. If `request` is an error, the call ends with it. A client that reads
+// nothing for too long is cut off.
 class FetchStream final : public grpc::ServerWriteReactor<v1::FetchPagesResponse>,
                           public OpenStream {
  public:
@@ -31,9 +31,9 @@ class FetchStream final : public grpc::ServerWriteReactor<v1::FetchPagesResponse
   absl::Status Start(const v1::FetchPagesRequest& request);
   absl::Status StartChoice(const v1::FetchPagesRequest& request);
   absl::Status StartGiven(const v1::FetchPagesRequest& request);
-  // Where the rows of choice_ shall be written.
+  // Reads the targets of the rows from the request, if there are any.
   absl::Status ParseTargets(const v1::FetchPagesRequest& request);
-  // Has the device write the rows to the targets, and ends the call.
+  // Lets the device write the rows to the targets, then ends the call.
   void CopyRows(SharedRows shared);
   // Writes the next rows, or ends the call.
   void WriteNext() ABSL_LOCKS_EXCLUDED(mutex_);
@@ -45,10 +45,10 @@ class FetchStream final : public grpc::ServerWriteReactor<v1::FetchPagesResponse
   std::shared_ptr<Model> model_;
   FetchChoice choice_;
   std::optional<LayerRows> rows_;
-  bool weighted_ = false;  // the daemon chose
+  bool weighted_ = false;  // the daemon chose the rows
   int head_ = 0;
-  int64_t row_ = 0;  // next of the head's
-  // With targets: rows go there.
+  int64_t row_ = 0;  // the next row of head_
+  // Targets for the rows, if the request has any.
   std::optional<TensorTarget> k_;
   std::optional<TensorTarget> v_;
   std::optional<FetchWork> work_;
@@ -58,7 +58,7 @@ class FetchStream final : public grpc::ServerWriteReactor<v1::FetchPagesResponse
   Mutex mutex_;
   bool writing_ ABSL_GUARDED_BY(mutex_) = false;  // a write waits for the client
   IdleTime idle_ ABSL_GUARDED_BY(mutex_);
-  grpc::Status cut_off_ ABSL_GUARDED_BY(mutex_);  // why, where it was
+  grpc::Status cut_off_ ABSL_GUARDED_BY(mutex_);  // the reason if the client was cut off
 };
 
 }  // namespace spillway

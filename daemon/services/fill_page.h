@@ -10,11 +10,11 @@
 
 namespace spillway {
 
-// Of a list's page. A message has room for more, and for what comes beside.
+// Most bytes of a list's page. A message has room for more, for the last item and other fields.
 inline constexpr int64_t kPageBytesMax = int64_t{2} << 20;
 
-// Adds convert(item) of the page's items, as many as fit a message, and returns the token of what
-// follows, empty where nothing does.
+// Adds convert(item) for the items of the page, as many as fit into a message. Returns the token of
+// the next page; empty if there is none.
 template <typename T, typename Out, typename Convert>
 std::string FillPage(const Page<T>& page, google::protobuf::RepeatedPtrField<Out>& list,
                      const Convert& convert) {

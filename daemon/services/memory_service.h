@@ -24,7 +24,7 @@ class MemoryService final : public Service {
                                            const v1::AttachDoorbellRequest* request,
                                            v1::AttachDoorbellResponse* response);
 
-  // Answers with the region that `attach` makes.
+  // Runs `attach` in the background, and answers with its region.
   template <typename Response, typename Attach>
   grpc::ServerUnaryReactor* AnswerAttached(grpc::CallbackServerContext* context, Response& response,
                                            Attach attach);

@@ -9,7 +9,8 @@
 namespace spillway {
 namespace {
 
-// A message of no bytes takes its object's memory: one of 4 MiB could hold two million.
+// Even an empty submessage takes the memory of its object, and a message of 4 MiB could contain two
+// million of them.
 constexpr int kFieldCountMax = 16384;
 
 absl::Status Unreadable(const google::protobuf::MessageLite& message, const std::string& why) {
@@ -18,7 +19,7 @@ absl::Status Unreadable(const google::protobuf::MessageLite& message, const std:
                     "MESSAGE_UNREADABLE", {{"message", message.GetTypeName()}});
 }
 
-// Whether there are more fields than any request needs, looked up without their contents.
+// Whether the message has more fields than any request needs. Skips the contents of the fields.
 bool HasTooManyFields(grpc::ByteBuffer& bytes) {
   grpc::ProtoBufferReader reader(&bytes);
   if (!reader.status().ok()) return false;
@@ -53,7 +54,7 @@ absl::Status ParseMessage(grpc::ByteBuffer& bytes, google::protobuf::MessageLite
   const size_t length = bytes.Length();
   bytes.Clear();
   if (parsed) return absl::OkStatus();
-  // gRPC passes on as they are those that are compressed in a way that it does not know.
+  // gRPC passes on messages with an unknown compression without decompressing them.
   return Unreadable(
       message, absl::StrCat("its ", length,
                             " bytes do not parse; only gzip and deflate compression is supported"));

@@ -12,24 +12,26 @@
 
 namespace spillway {
 
-// Messages reach handlers as bytes. Where gRPC parses them itself, one that does not parse ends
-// a stream as if the client had ended it, and a unary call without a word; and nothing is known
-// of its size before it is in memory twice (docs/adr/0044).
+// Messages reach the handlers as bytes. If gRPC parsed them, a message that does not parse would
+// end a stream as if the client had ended it, and a unary call without an explanation. Also, its
+// size would be known only after it is in memory twice (docs/adr/0044).
 
-// Charges what a message takes until it is done. RESOURCE_EXHAUSTED.
+// Charges the memory of a message until the reservation is released. RESOURCE_EXHAUSTED if it does
+// not fit.
 absl::StatusOr<MemoryReservation> ChargeMessage(const grpc::ByteBuffer& bytes,
                                                 MemoryBudget& budget);
 
-// Parses the message, and lets its bytes go. INVALID_ARGUMENT, reason MESSAGE_UNREADABLE, names
-// its type: it does not parse, or has more fields than any request needs.
+// Parses the message and frees its bytes. INVALID_ARGUMENT, reason MESSAGE_UNREADABLE, names the
+// type of the message if it does not parse, or has more fields than any request needs.
 absl::Status ParseMessage(grpc::ByteBuffer& bytes, google::protobuf::MessageLite& message);
 
-// The request of a unary call, or of one that is answered by a stream. It is charged from its
-// opening until gRPC is done with the call.
+// The request of a unary call or of a call that is answered by a stream. It is charged from Open()
+// until gRPC has finished the call.
 template <typename T>
 class Received {
  public:
-  // Charges and parses it, once. The message lives as long as this. Errors as above.
+  // Charges and parses the request. The message lives as long as this object. Errors as above. Call
+  // it only once.
   absl::StatusOr<const T*> Open(MemoryBudget& budget) {
     absl::StatusOr<MemoryReservation> reservation = ChargeMessage(bytes_, budget);
     if (!reservation.ok()) return reservation.status();
@@ -49,7 +51,7 @@ class Received {
 
 namespace grpc {
 
-// How gRPC hands one over: as it is.
+// Makes gRPC pass the bytes unparsed.
 template <typename T>
 class SerializationTraits<spillway::Received<T>, void> {
  public:

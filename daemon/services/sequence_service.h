@@ -42,7 +42,7 @@ class SequenceService final : public Service {
                                          const v1::LoadSequenceRequest* request,
                                          v1::LoadSequenceResponse* response);
 
-  // Answers with what `work`, which waits for files, comes to in a thread of its own.
+  // Runs `work`, which waits for files, in its own thread, and answers with its result.
   template <typename Work>
   grpc::ServerUnaryReactor* AnswerLater(grpc::CallbackServerContext* context, Work work);
   absl::StatusOr<std::shared_ptr<Sequence>> Create(const Caller& caller,

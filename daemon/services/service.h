@@ -14,13 +14,14 @@
 
 namespace spillway {
 
-// A gRPC service that lets callers in, and whose requests are charged and parsed here; streams get
-// their messages as bytes. Methods are named in full, "/spillway.v1.ModelService/GetModel".
+// A gRPC service that checks callers, and charges and parses requests. Streams of messages get
+// their messages as bytes. Methods have their full names, such as
+// "/spillway.v1.ModelService/GetModel".
 class Service : public grpc::Service {
  protected:
   explicit Service(const ServiceContext& services) : services_(services) {}
 
-  // is_work: a daemon that drains refuses it.
+  // is_work: a draining daemon refuses the method.
   template <typename Self, typename Request, typename Response>
   void Unary(const char* name,
              grpc::ServerUnaryReactor* (Self::*handler)(grpc::CallbackServerContext*, const Caller&,
@@ -40,7 +41,7 @@ class Service : public grpc::Service {
         is_work);
   }
 
-  // A request that is answered by a stream.
+  // One request that is answered by a stream.
   template <typename Request, typename Response>
   void ServerStream(
       const char* name,
@@ -93,7 +94,7 @@ class Service : public grpc::Service {
   const ServiceContext& services_;
 
  private:
-  // Whose the call is, if it is one that is served.
+  // The caller, if the call is accepted.
   absl::StatusOr<Caller> LetIn(const grpc::CallbackServerContext& context, bool is_work = true) {
     absl::StatusOr<Caller> caller = CallerOf(services_, context);
     if (!caller.ok() || !is_work) return caller;
@@ -101,7 +102,7 @@ class Service : public grpc::Service {
     return caller;
   }
 
-  // A stream that ends as it begins.
+  // A stream that ends at once with `status`.
   template <typename Reactor>
   Reactor* Refuse(const grpc::CallbackServerContext& context, const absl::Status& status) {
     class Refused final : public Reactor {
@@ -112,7 +113,7 @@ class Service : public grpc::Service {
     return new Refused(services_.status.ToGrpc(status, TraceOf(context)));
   }
 
-  // gRPC lets handlers see a request only as const; it is theirs alone.
+  // gRPC passes requests to handlers as const, but only the handler uses them.
   template <typename Request>
   absl::StatusOr<const Request*> Open(const Received<Request>* received) {
     return const_cast<Received<Request>*>(received)->Open(services_.engine.budget());

@@ -29,7 +29,7 @@ absl::Status Differs(const SnapshotFolder& folder, const std::string& why) {
       "SNAPSHOT_MODEL_DIFFERS", {{"folder", folder.path()}});
 }
 
-// Below the setting's folder: every namespace has one of its own there.
+// The folder below snapshots.folder. Every namespace has its own folder there.
 absl::StatusOr<std::string> FolderOf(const ServiceContext& services, const Caller& caller,
                                      const std::string& asked) {
   if (!caller.is_tenant()) return asked;
@@ -41,7 +41,8 @@ absl::StatusOr<std::string> FolderOf(const ServiceContext& services, const Calle
   return absl::StrCat(std::string(caller.name_space()), "/", asked);
 }
 
-// The model that the rows are loaded for, created where the request names none.
+// The model into which the rows are loaded. It is created if the request names no model and it does
+// not exist.
 absl::StatusOr<std::shared_ptr<Model>> ModelOf(Engine& engine, const Caller& caller,
                                                const SnapshotFolder& folder, const v1::Model& saved,
                                                const ModelDescription& description,
@@ -73,7 +74,7 @@ absl::StatusOr<std::shared_ptr<Model>> ModelOf(Engine& engine, const Caller& cal
   if (!difference.empty()) {
     return Differs(folder, absl::StrCat((*model)->name, " is another model: ", difference));
   }
-  // A model that awaits its weights is refused as always.
+  // A model that waits for its weights is refused later, as in all calls.
   if ((*model)->ready() && (*model)->weights_sha256() != weights_sha256) {
     return Differs(folder,
                    absl::StrCat((*model)->name, " has other hash weights: their SHA-256 is ",
@@ -110,7 +111,7 @@ absl::Status SaveSequence(const ServiceContext& services, const Caller& caller,
   Manifest manifest;
   const Model& model = *sequence->model;
   v1::Model made = ToProto(model, services.engine);
-  made.clear_create_time();  // saved again it is the same
+  made.clear_create_time();  // so that saving again gives the same bytes
   manifest.model_json = DescribeModel(model.name, model.spec);
   manifest.model_message = made.SerializeAsString();
   manifest.sequence_message = kept.SerializeAsString();
@@ -133,7 +134,7 @@ absl::Status LoadSequence(const ServiceContext& services, const Caller& caller,
                           v1::LoadSequenceResponse& response) {
   Engine& engine = services.engine;
   ASSIGN_OR_RETURN(const std::string id, ChooseId(request.sequence_id(), "sequence_id"));
-  // Before the work; again when it is listed.
+  // Checked before the work, and again when the sequence is listed.
   if (engine.registry().FindSequence(caller.IdOf(id)).ok()) {
     return WithReason(absl::AlreadyExistsError(absl::StrCat("sequences/", id, " exists already")),
                       "SEQUENCE_EXISTS", {{"name", absl::StrCat("sequences/", id)}});

@@ -12,8 +12,8 @@
 
 namespace spillway {
 
-// The two calls of snapshots, in the calling thread, which waits for files and for the
-// sequence's turn. Errors as the API says. Thread-safe.
+// The two calls about snapshots. They run in the calling thread, which waits for files and for the
+// turn of the sequence. Errors as the API says. Thread-safe.
 absl::Status SaveSequence(const ServiceContext& services, const Caller& caller,
                           const v1::SaveSequenceRequest& request,
                           const std::shared_ptr<CancelToken>& cancel,

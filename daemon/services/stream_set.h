@@ -13,32 +13,34 @@
 
 namespace spillway {
 
-// A stream as the set of them sees it. What it does when asked must not call the set.
+// A stream in a StreamSet. These functions are called under the lock of the set, so they must not
+// call it.
 class OpenStream {
  public:
   using Clock = std::chrono::steady_clock;
 
   virtual ~OpenStream() = default;
-  // The daemon is shutting down; asked once. For streams that have no end of their own.
+  // The daemon is shutting down; called once. For streams that do not end by themselves.
   virtual void Drain() {}
-  // Asked about once a second: the stream ends where its client has been silent for too long.
+  // Called once per sweep, about once per second. The stream ends itself if its client was silent
+  // for too long.
   virtual void CheckIdle(Clock::time_point /*now*/) {}
 };
 
-// The streams that are open. Thread-safe.
+// The open streams. Thread-safe.
 class StreamSet {
  public:
-  // Of all connections together.
+  // count_max: for all connections together.
   explicit StreamSet(int count_max) : count_max_(count_max) {}
 
-  // What is open beyond it stays so.
+  // Streams that are open already stay open.
   void SetCountMax(int count_max) ABSL_LOCKS_EXCLUDED(mutex_) {
     const MutexLock lock(mutex_);
     count_max_ = count_max;
   }
 
-  // RESOURCE_EXHAUSTED, reason STREAM_COUNT_EXHAUSTED, where the most are open. Asks the stream to
-  // drain at once if that has begun.
+  // RESOURCE_EXHAUSTED, reason STREAM_COUNT_EXHAUSTED, if too many streams are open. If a drain has
+  // begun, asks the stream to drain at once.
   absl::Status Add(OpenStream* stream) ABSL_LOCKS_EXCLUDED(mutex_) {
     const MutexLock lock(mutex_);
     if (static_cast<int>(streams_.size()) >= count_max_) {
@@ -52,13 +54,14 @@ class StreamSet {
     if (draining_) stream->Drain();
     return absl::OkStatus();
   }
-  // The same of a stream that says no more than that its client is there.
+  // Adds a stream that only shows that its client is connected. It does not count towards the
+  // limit.
   void AddUncounted(OpenStream* stream) ABSL_LOCKS_EXCLUDED(mutex_) {
     const MutexLock lock(mutex_);
     uncounted_.insert(stream);
     if (draining_) stream->Drain();
   }
-  // After it returns the stream is not asked any more.
+  // After this returns, the stream is not called any more.
   void Remove(OpenStream* stream) ABSL_LOCKS_EXCLUDED(mutex_) {
     const MutexLock lock(mutex_);
     if (streams_.erase(stream) == 0) uncounted_.erase(stream);
@@ -87,21 +90,20 @@ class StreamSet {
   std::unordered_set<OpenStream*> uncounted_ ABSL_GUARDED_BY(mutex_);
 };
 
-// When a client was heard of last, or has read last, and for how long it may do neither. Not
-// thread-safe.
+// The last time that a client sent or read a message, and how long it may be idle. Not thread-safe.
 class IdleTime {
  public:
-  // max: 0 for ever.
+  // max: 0 means forever.
   explicit IdleTime(std::chrono::duration<double> max)
       : max_(max), last_(OpenStream::Clock::now()) {}
   void Renew() { last_ = OpenStream::Clock::now(); }
-  // ABORTED, reason STREAM_IDLE, where it has been silent for too long.
+  // ABORTED, reason STREAM_IDLE, if the client was silent for too long.
   absl::Status Check(OpenStream::Clock::time_point now) const {
     return Within(now) ? absl::OkStatus()
                        : Idle(absl::StrCat("the stream had no message for ", max_.count(),
                                            " seconds, the longest that a client may be silent"));
   }
-  // The same where it is the client that should read.
+  // The same for a client that should read.
   absl::Status CheckReader(OpenStream::Clock::time_point now) const {
     return Within(now) ? absl::OkStatus()
                        : Idle(absl::StrCat("the client has read nothing for ", max_.count(),

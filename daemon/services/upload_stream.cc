@@ -83,7 +83,8 @@ absl::Status UploadStream::Begin(const v1::UploadHashWeightsRequest& request) {
   }
   model_ = std::move(model);
   owns_upload_ = true;
-  // Addresses, not memory: that comes as it is written, and is charged as it arrives.
+  // Reserves only addresses: the pages are allocated when they are written, and are charged as the
+  // bytes arrive.
   file_.reserve(static_cast<size_t>(total_bytes_));
   return absl::OkStatus();
 }
@@ -141,7 +142,7 @@ void UploadStream::Complete() {
 }
 
 void UploadStream::End(const absl::Status& status) {
-  // Before the client hears of it, and may try again.
+  // Before the client gets the answer, because it may then try again.
   file_ = {};
   reservation_.Release();
   if (owns_upload_) model_->uploading.clear(std::memory_order_release);

@@ -11,8 +11,8 @@
 
 namespace spillway {
 
-// One upload of hash weights: collects the file, then hands it to the engine.
-// A model takes one upload at a time.
+// One upload of hash weights. Collects the file, then passes it to the engine. A model takes one
+// upload at a time.
 class UploadStream final : public grpc::ServerReadReactor<grpc::ByteBuffer>, public OpenStream {
  public:
   UploadStream(const ServiceContext& services, const grpc::CallbackServerContext& context,
@@ -25,11 +25,11 @@ class UploadStream final : public grpc::ServerReadReactor<grpc::ByteBuffer>, pub
   void CheckIdle(Clock::time_point now) override ABSL_LOCKS_EXCLUDED(mutex_);
 
   void Read() ABSL_LOCKS_EXCLUDED(mutex_);
-  // Takes the message that was read.
+  // Handles the message that was read.
   absl::Status Take();
   absl::Status Begin(const v1::UploadHashWeightsRequest& request);
   void Complete();
-  // Gives up what the upload holds, and answers.
+  // Frees everything that the upload holds, and ends the call.
   void End(const absl::Status& status);
 
   const ServiceContext& services_;
@@ -38,14 +38,14 @@ class UploadStream final : public grpc::ServerReadReactor<grpc::ByteBuffer>, pub
   const std::shared_ptr<CancelToken> cancel_;
   grpc::ByteBuffer received_;
   std::shared_ptr<Model> model_;
-  bool owns_upload_ = false;       // of model_->uploading
-  MemoryReservation reservation_;  // of what arrived
+  bool owns_upload_ = false;       // this stream has set model_->uploading
+  MemoryReservation reservation_;  // charges the bytes that have arrived
   std::vector<std::byte> file_;
   int64_t total_bytes_ = 0;
 
   Mutex mutex_;
-  // A read waits for the client. Who makes it false has the members above, and ends the stream or
-  // reads again.
+  // A read waits for the client. The thread that sets it to false owns the members above, and
+  // either ends the stream or reads again.
   bool reading_ ABSL_GUARDED_BY(mutex_) = false;
   IdleTime idle_ ABSL_GUARDED_BY(mutex_);
 };

@@ -21,7 +21,7 @@ const char* KindName(HashKind kind) {
   return "";
 }
 
-// Fields that a kind does not read are left out: they may be anything.
+// Fields that this kind does not use are left out, because they may have any value.
 Json Describe(const HashSpec& hash) {
   Json json = {{"kind", KindName(hash.kind)}};
   if (hash.kind == HashKind::kNone) return json;
@@ -62,7 +62,7 @@ std::string DescribeModel(const std::string& name, const ModelSpec& spec) {
                        {"lsh_bits", indices.lsh_bits},
                        {"lsh_seed", indices.lsh_seed}}},
                      {"resident_sample_fraction", spec.resident_sample_fraction}};
-  // A name that somebody made up may be no text.
+  // A name from a file of unknown origin may not be valid UTF-8.
   return json.dump(-1, ' ', false, Json::error_handler_t::replace);
 }
 
@@ -71,7 +71,7 @@ std::string FirstDifference(const std::string& saved, const std::string& there) 
   const Json b = Json::parse(there);
   for (const auto& [name, value] : b.items()) {
     if (name == "name") continue;
-    // What older builds did not save was 0.
+    // Integers that older builds did not save had the value 0.
     const std::string was = a.contains(name)            ? a[name].dump()
                             : value.is_number_integer() ? "0"
                                                         : "nothing";

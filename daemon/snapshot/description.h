@@ -6,12 +6,12 @@
 
 namespace spillway {
 
-// What makes a model's rows and codes, a JSON object for people and to compare: member "name", and
-// one for each field of the spec but the sample's seed. Thread-safe.
+// What determines a model's rows and codes: a JSON object for people and for comparison, with the
+// member "name" and one for each field of the spec except the seed of the sample. Thread-safe.
 std::string DescribeModel(const std::string& name, const ModelSpec& spec);
 
-// The first member, other than "name", in which two descriptions differ, with both values;
-// empty: none. REQUIRES: JSON objects.
+// The first member, other than "name", in which two descriptions differ, with both values; empty if
+// there is none. REQUIRES: both are JSON objects.
 std::string FirstDifference(const std::string& saved, const std::string& there);
 
 }  // namespace spillway

@@ -57,7 +57,7 @@ absl::Status CheckPath(const std::string& name) {
   return good ? absl::OkStatus() : BadName(name, "an absolute path without \"..\"");
 }
 
-// Makes what is missing of a path, each folder for its user alone.
+// Creates the missing folders of a path, each with access only for its user.
 absl::Status MakePath(const std::string& path) {
   for (size_t at = path.find('/', 1);; at = path.find('/', at + 1)) {
     const std::string part = path.substr(0, at);
@@ -145,7 +145,7 @@ std::string SnapshotFolder::PathOf(std::string_view name) const {
 
 absl::StatusOr<SnapshotFile> SnapshotFolder::Open(const std::string& name) const {
   const std::string path = PathOf(name);
-  // Not blocking: a pipe would wait for who writes to it.
+  // Non-blocking, because opening a pipe would wait for a writer.
   Descriptor file(
       openat(folder_.get(), name.c_str(), O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC));
   if (!file.valid()) {
@@ -163,7 +163,7 @@ absl::StatusOr<SnapshotFile> SnapshotFolder::Open(const std::string& name) const
 }
 
 absl::StatusOr<std::vector<std::string>> SnapshotFolder::List() const {
-  // Of its own: reading moves the descriptor's position.
+  // A separate descriptor, because reading moves its position.
   const int fd = openat(folder_.get(), ".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
   const std::unique_ptr<DIR, int (*)(DIR*)> entries(fd < 0 ? nullptr : fdopendir(fd), closedir);
   if (entries == nullptr) return SystemError(absl::StrCat("cannot list ", path_));

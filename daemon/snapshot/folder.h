@@ -21,7 +21,7 @@ class SnapshotFile {
 
   const std::string& path() const { return path_; }
   int64_t byte_count() const { return byte_count_; }
-  // The next bytes. DATA_LOSS, naming the file, where they are not there or cannot be read.
+  // Reads the next bytes. DATA_LOSS, naming the file, if they do not exist or cannot be read.
   absl::Status Read(std::span<std::byte> into);
 
  private:
@@ -30,37 +30,37 @@ class SnapshotFile {
   int64_t byte_count_;
 };
 
-// The folder of one snapshot, and how its files come and go: what is written is synced
-// before it is renamed to its name, so that a file under its name is whole, whatever ends the
-// process. Locked against other savers while it is open to save, and against savers while
-// it is open to load. Links are not followed to files, and below a root other than "/" not to
-// folders either. Not thread-safe.
+// The folder of one snapshot. A file is synced before it is renamed to its name, so a file under
+// its name is always complete, however the process ends. While the folder is open to save, it is
+// locked against other saves and loads; while it is open to load, against saves. Symbolic links to
+// files are not followed, and below a root other than "/" neither are links to folders. Not
+// thread-safe.
 class SnapshotFolder {
  public:
-  // root: an absolute path; "/" lets name be any absolute path, but for parts "..". Under another
-  // root name is parts of Registry::IsValidId with slashes between, at most 16.
-  // INVALID_ARGUMENT, field "folder", for other names; ABORTED, reason SNAPSHOT_BUSY, where it is
-  // locked.
+  // root: an absolute path. If it is "/", name is any absolute path without a part "..". Otherwise
+  // name has at most 16 parts, separated by slashes, each valid for Registry::IsValidId.
+  // INVALID_ARGUMENT, field "folder", for other names; FAILED_PRECONDITION, reason
+  // NO_SNAPSHOT_FOLDER, for an empty root; ABORTED, reason SNAPSHOT_BUSY, if the folder is locked.
   static absl::StatusOr<SnapshotFolder> OpenToSave(const std::string& root,
                                                    const std::string& name);
-  // NOT_FOUND, reason SNAPSHOT_NOT_FOUND, where there is no such folder.
+  // Errors as OpenToSave, and NOT_FOUND, reason SNAPSHOT_NOT_FOUND, if there is no such folder.
   static absl::StatusOr<SnapshotFolder> OpenToLoad(const std::string& root,
                                                    const std::string& name);
 
   const std::string& path() const { return path_; }
   std::string PathOf(std::string_view name) const;
 
-  // NOT_FOUND; FAILED_PRECONDITION for what is no regular file.
+  // NOT_FOUND if there is no such file; FAILED_PRECONDITION if it is not a regular file.
   absl::StatusOr<SnapshotFile> Open(const std::string& name) const;
-  // Names of all that lies in it, in no order.
+  // The names of all entries, in no particular order.
   absl::StatusOr<std::vector<std::string>> List() const;
 
-  // Writes the file that Commit names, in pieces; one at a time.
+  // Begin() starts a file, Write() appends to it, and Commit() names it. One file at a time.
   absl::Status Begin();
   absl::Status Write(std::span<const std::byte> bytes);
-  // Syncs it and gives it its name, in place of what had it.
+  // Syncs the file and renames it to `name`, replacing any file of that name.
   absl::Status Commit(const std::string& name);
-  // Makes the names that were given last.
+  // Makes the names of committed files durable.
   absl::Status Sync() const;
   void Remove(const std::string& name) const;
 
@@ -75,7 +75,7 @@ class SnapshotFolder {
   Descriptor written_;
 };
 
-// The name of what is not finished.
+// The name of a file that is not committed yet.
 inline constexpr char kPartialName[] = "writing.partial";
 
 }  // namespace spillway

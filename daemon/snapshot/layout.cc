@@ -42,7 +42,7 @@ bool IsPosition(std::string_view text) {
 }  // namespace
 
 int64_t SnapshotLayout::TokensPerFile(const ModelSpec& spec) {
-  const int64_t layer_bytes = spec.kv_head_count * spec.row_bytes();  // of a token
+  const int64_t layer_bytes = spec.kv_head_count * spec.row_bytes();  // of one token
   const int64_t count =
       std::min(kFileBytesMax / (layer_bytes * spec.layer_count), kLayerBytesMax / layer_bytes);
   const int64_t pages = count / kPageTokenCount * kPageTokenCount;

@@ -14,9 +14,9 @@
 namespace spillway {
 namespace {
 
-// Layers are read together up to so many bytes.
+// Layers of a file are read together, up to this many bytes.
 constexpr int64_t kChunkBytes = int64_t{8} << 20;
-// Memory that a byte of JSON may become, about.
+// About how much memory one byte of JSON may need when it is parsed.
 constexpr int64_t kParsedBytesPerByte = 32;
 
 std::span<std::byte> BytesOf(std::string& text) {
@@ -28,7 +28,7 @@ absl::Status OtherBytes(const std::string& path) {
       absl::StrCat(path, " does not have the digest that the manifest names"));
 }
 
-// Of the size that the manifest says.
+// Opens a file, and checks that it has the size in the manifest.
 absl::StatusOr<SnapshotFile> OpenSized(const SnapshotFolder& folder, const std::string& name,
                                        int64_t byte_count) {
   absl::StatusOr<SnapshotFile> file = folder.Open(name);

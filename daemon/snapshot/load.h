@@ -16,21 +16,21 @@
 
 namespace spillway {
 
-// The folder's manifest. NOT_FOUND, reason SNAPSHOT_NOT_FOUND, without one; else as
-// ParseManifest. Charges `budget` what parsing takes, while it does.
+// The manifest of the folder. NOT_FOUND, reason SNAPSHOT_NOT_FOUND, if there is none; other errors
+// as ParseManifest. The memory for parsing is charged to `budget` during the call.
 absl::StatusOr<Manifest> ReadManifest(const SnapshotFolder& folder, MemoryBudget& budget);
 
-// What the client gave, or nothing. DATA_LOSS, naming the file, where it is not what the manifest
-// says.
+// The client data, or an empty text if there are none. DATA_LOSS names the file if it does not
+// match the manifest.
 absl::StatusOr<std::string> ReadClientData(const SnapshotFolder& folder, const Manifest& manifest);
 
-// Reads the rows, in order of tokens, and has `append` take them: chunks of all tokens of a
-// file, of consecutive layers, with generation 0, whose bytes stay until it returns. Every
-// file's size, header, digest and numbers are checked, the digest at last after its last chunk
-// was read and before that is appended; DATA_LOSS names the file that is wrong or missing.
-// What was appended before is then the caller's to delete. Errors of `append` are returned as they
-// are. Asks `cancel` before every chunk.
-// REQUIRES: CheckFits(manifest, spec).
+// Reads the rows in the order of tokens, and passes them to `append` in chunks: all tokens of a
+// file, consecutive layers, generation 0. Their bytes stay valid until `append` returns. The size,
+// header, digest and values of every file are checked, the digest after the last chunk of the file
+// was read and before it is appended. Chunks that were appended before an error are the caller's to
+// delete. DATA_LOSS names the file that is wrong or missing. Errors of `append` are returned
+// unchanged. Checks `cancel` before every chunk.
+// REQUIRES: CheckFits(manifest, spec) is OK.
 absl::Status ReadRows(const SnapshotFolder& folder, const ModelSpec& spec, const Manifest& manifest,
                       MemoryBudget& budget, const CancelToken& cancel,
                       absl::FunctionRef<absl::Status(const Chunk&)> append);

@@ -20,7 +20,7 @@ using Json = nlohmann::ordered_json;
 constexpr char kFormat[] = "spillway-snapshot";
 constexpr int64_t kVersion = 1;
 constexpr size_t kDigestDigits = 64;
-// Of the model's and the sequence's messages; the rest is flatter.
+// Limit on the nesting of the JSON. A valid manifest is flatter.
 constexpr int kDepthMax = 10;
 constexpr std::string_view kTailBegin = ",\n  \"sha256\": \"";
 constexpr std::string_view kTailEnd = "\"\n}\n";
@@ -30,7 +30,7 @@ absl::Status Damaged(std::string_view what) {
   return absl::DataLossError(absl::StrCat(kManifestName, ": ", std::string(what)));
 }
 
-// Exactly these members.
+// Checks that the object has exactly these members.
 absl::Status CheckMembers(const Json& object, std::initializer_list<const char*> names,
                           std::string_view what) {
   if (!object.is_object() || object.size() != names.size()) {
@@ -46,7 +46,7 @@ absl::Status CheckMembers(const Json& object, std::initializer_list<const char*>
 
 absl::StatusOr<int64_t> Integer(const Json& object, const char* name, int64_t low, int64_t high) {
   const Json& value = object.at(name);
-  // Not negative, and so unsigned where it was parsed.
+  // The parser gives non-negative integers an unsigned type.
   if (!value.is_number_unsigned() || value.get<uint64_t>() > static_cast<uint64_t>(high) ||
       value.get<uint64_t>() < static_cast<uint64_t>(low)) {
     return Damaged(absl::StrCat("\"", name, "\" is not an integer in [", low, ", ", high, "]"));
@@ -77,7 +77,7 @@ absl::Status CheckName(const Json& object, const std::string& name) {
   return Damaged(absl::StrCat("a file is not called ", name, ", as its digest and tokens require"));
 }
 
-// The text before the digest; checks the digest.
+// Checks the digest of the text before it.
 absl::Status CheckDigest(std::string_view text) {
   if (text.size() < kTailSize) return Damaged("it is cut off");
   const std::string_view body = text.substr(0, text.size() - kTailSize);

@@ -16,7 +16,7 @@ inline constexpr char kManifestName[] = "manifest.json";
 inline constexpr int64_t kManifestBytesMax = int64_t{16} << 20;
 inline constexpr int64_t kClientDataBytesMax = int64_t{3} << 20;
 
-// A file of rows, as a manifest names it.
+// A file of rows in the manifest.
 struct RowsFile {
   TokenRun run;
   int64_t byte_count = 0;
@@ -28,33 +28,34 @@ struct ClientDataFile {
   std::string sha256;
 };
 
-// What a snapshot says of itself. Plain data.
+// The description of a snapshot. Plain data.
 struct Manifest {
-  // DescribeModel of the model: a JSON object that is not looked into here.
+  // The model as DescribeModel() returns it: a JSON object, which is not interpreted here.
   std::string model_json;
-  // The API's messages Model and Sequence (policy and ttl), likewise, which say all of it.
+  // The complete API messages Model and Sequence (only policy and ttl), serialised. They are not
+  // interpreted here either.
   std::string model_message;
   std::string sequence_message;
-  // Of the file of the model's hash weights; empty: it has none.
+  // Digest of the file with the model's hash weights; empty: the model has none.
   std::string weights_sha256;
   int64_t token_count = 0;
   int64_t tokens_per_file = 0;
-  std::vector<RowsFile> files;  // by token
-  // What the client gave to keep.
+  std::vector<RowsFile> files;  // in the order of tokens
+  // Data that the client stored with the snapshot.
   std::optional<ClientDataFile> client_data;
 };
 
-// The manifest as a file: JSON whose last member is the digest of all bytes before it.
+// The text of the manifest's file: JSON whose last member is the digest of all bytes before it.
 std::string ToText(const Manifest& manifest);
 
-// The manifest of a file's bytes. What it names may come from anybody: types, ranges and
-// digests' form are checked, files follow one another from token 0 to token_count, as a
-// SnapshotLayout of tokens_per_file cuts them, and their names follow from the rest. Whether
-// that fits a model is CheckFits's. DATA_LOSS, saying what is wrong, but
-// FAILED_PRECONDITION, reason SNAPSHOT_VERSION, for another version whose bytes are whole.
+// Parses the text of a manifest, which may come from an untrusted source. Checks types, ranges and
+// the form of digests; that the files follow one another from token 0 to token_count, as a
+// SnapshotLayout of tokens_per_file divides them; and that their names follow from the rest.
+// CheckFits() checks whether this fits a model. DATA_LOSS says what is wrong. FAILED_PRECONDITION,
+// reason SNAPSHOT_VERSION, for complete bytes of another version.
 absl::StatusOr<Manifest> ParseManifest(std::string_view text);
 
-// DATA_LOSS where the files cannot be those of such a model.
+// DATA_LOSS if the files cannot belong to such a model.
 absl::Status CheckFits(const Manifest& manifest, const ModelSpec& spec);
 
 }  // namespace spillway

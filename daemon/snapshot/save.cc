@@ -15,7 +15,7 @@
 namespace spillway {
 namespace {
 
-// Of a file that is compared.
+// Buffer for the comparison with an existing file.
 constexpr int64_t kCompareBytes = int64_t{1} << 20;
 
 std::span<const std::byte> BytesOf(const std::string& text) {
@@ -35,7 +35,7 @@ class Saver {
             layout.LayerBytes({0, std::min(layout.tokens_per_file(), token_count)}))),
         compared_(static_cast<size_t>(kCompareBytes)) {}
 
-  // names: what is in the folder.
+  // names: the entries of the folder.
   absl::StatusOr<RowsFile> Save(TokenRun run, const std::vector<std::string>& names) {
     RowsFile file{.run = run, .byte_count = layout_.FileBytes(run), .sha256 = ""};
     const std::string prefix = SnapshotLayout::NamePrefix(run);
@@ -81,7 +81,7 @@ class Saver {
     return absl::OkStatus();
   }
 
-  // The digest of a file that holds exactly the run's bytes; nothing of any other.
+  // The digest of the file if it holds exactly the bytes of the run; otherwise nothing.
   absl::StatusOr<std::optional<std::string>> Kept(TokenRun run, const std::string& name) {
     absl::StatusOr<SnapshotFile> file = folder_.Open(name);
     if (!file.ok() || file->byte_count() != layout_.FileBytes(run)) return std::nullopt;
@@ -109,12 +109,12 @@ class Saver {
   const SnapshotLayout& layout_;
   const std::span<const LayerRows> rows_;
   const CancelToken& cancel_;
-  std::vector<std::byte> block_;     // a layer's K and V of a run
-  std::vector<std::byte> compared_;  // of a file
+  std::vector<std::byte> block_;     // K and V of one layer, for the tokens of a run
+  std::vector<std::byte> compared_;  // bytes of an existing file
   int64_t written_byte_count_ = 0;
 };
 
-// A manifest of ours, whole or damaged, may be replaced.
+// A manifest of a snapshot may be replaced, even a damaged one.
 absl::Status CheckReplaceable(const SnapshotFolder& folder) {
   absl::StatusOr<SnapshotFile> file = folder.Open(kManifestName);
   if (absl::IsNotFound(file.status())) return absl::OkStatus();
@@ -173,7 +173,7 @@ absl::StatusOr<SavedSnapshot> SaveSnapshot(SnapshotFolder& folder, const ModelSp
                                               kManifestBytesMax, ": the sequence is too long"));
   }
   RETURN_IF_ERROR(cancel.Check());
-  // Names before the manifest that counts on them.
+  // The names of the files must be durable before the manifest that refers to them.
   RETURN_IF_ERROR(folder.Sync());
   RETURN_IF_ERROR(folder.Begin());
   RETURN_IF_ERROR(folder.Write(BytesOf(text)));

@@ -15,20 +15,19 @@
 namespace spillway {
 
 struct SavedSnapshot {
-  int64_t byte_count = 0;          // of all its files but the manifest
-  int64_t written_byte_count = 0;  // of those that were not there with these bytes
+  int64_t byte_count = 0;          // of all files except the manifest
+  int64_t written_byte_count = 0;  // of the files that did not exist already with the same bytes
 };
 
-// Saves the first token_count tokens of all layers and makes the manifest, whose files,
-// tokens_per_file and client_data are filled in here, the folder's last: until then what was
-// there before is what loads, and afterwards this. Files that are there with the very bytes,
-// of an earlier snapshot or of a save that was cut off, are kept; what is no file of this
-// snapshot is removed at the end if it is named like one. Another program's manifest.json is
-// refused: FAILED_PRECONDITION, reason NOT_A_SNAPSHOT. Buffers of 9 MiB or so are charged as
-// messages. Stops with `cancel` (CANCELLED, DEADLINE_EXCEEDED), which it asks for every layer of
-// every file.
-// REQUIRES: each layer has token_count tokens at least; client_data of kClientDataBytesMax at
-// most.
+// Saves the first manifest.token_count tokens of all layers. Fills in files, tokens_per_file and
+// client_data of the manifest, and writes the manifest last: until then, a load gets the previous
+// snapshot, and after that the new one. Files with the same bytes, of an earlier snapshot or of an
+// interrupted save, are kept. At the end, other files that are named like files of a snapshot are
+// removed. FAILED_PRECONDITION, reason NOT_A_SNAPSHOT, if manifest.json belongs to another program.
+// Buffers of about 9 MiB are charged as messages. Checks `cancel` for every layer of every file
+// (CANCELLED, DEADLINE_EXCEEDED).
+// REQUIRES: each layer has at least token_count tokens; client_data has at most kClientDataBytesMax
+// bytes.
 absl::StatusOr<SavedSnapshot> SaveSnapshot(SnapshotFolder& folder, const ModelSpec& spec,
                                            std::span<const LayerRows> rows, Manifest manifest,
                                            std::span<const std::byte> client_data,

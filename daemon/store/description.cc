@@ -14,7 +14,8 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-// Names of an enum's values, in their order. Names are for good: another version reads them.
+// The names of an enum's values, in the order of the values. Never change a name, because other
+// versions read it.
 template <typename T>
 struct Names;
 template <>
@@ -48,7 +49,7 @@ concept Named = requires {
   Names<T>::kNames;
 };
 
-// Writes members, or reads them: one list of a struct's members serves both.
+// Writer writes members and Reader reads them, so that one list of a struct's members serves both.
 class Writer {
  public:
   template <typename T>
@@ -69,7 +70,7 @@ class Writer {
   Json json_ = Json::object();
 };
 
-// Throws where a member lacks or is something else.
+// Throws if a member is missing or has another type.
 class Reader {
  public:
   explicit Reader(const Json& json) : json_(json) {}
@@ -87,7 +88,7 @@ class Reader {
       member.get_to(value);
     }
   }
-  // What older builds did not write stays as it is.
+  // Reads a member that older builds did not write. If it is missing, the value stays unchanged.
   template <typename T>
   void Added(const char* name, T& value) const {
     if (json_.contains(name)) Member(name, value);
@@ -184,7 +185,7 @@ Policy PolicyFromJson(const Json& json) {
   return policy;
 }
 
-// Runs `parse`, which throws where the JSON is not as it should be.
+// Runs `parse`, which throws if the JSON is wrong.
 template <typename T, typename Parse>
 absl::StatusOr<T> Parsed(std::string_view what, std::string_view text, Parse parse) {
   try {
@@ -240,7 +241,7 @@ absl::StatusOr<StoredSequence> ParseStoredSequence(std::string_view json) {
                               ? absl::Nanoseconds(json.at("ttl_ns").get<int64_t>())
                               : absl::InfiniteDuration(),
                           absl::FromUnixNanos(json.at("create_time_ns").get<int64_t>()),
-                          // Versions before did not say it: as then, the ttl alone counts.
+                          // Earlier versions did not write it; then only the ttl counts.
                           json.value("named", true), json.value("client", "")};
   });
 }

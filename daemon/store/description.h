@@ -10,7 +10,7 @@
 
 namespace spillway {
 
-// What a process that opens a store needs to make a model, or a sequence, anew.
+// What a process that opens a store needs to create a model or a sequence again.
 struct StoredModel {
   std::string id;
   ModelSpec spec;
@@ -24,16 +24,17 @@ struct StoredSequence {
   absl::Duration ttl;  // may be infinite
   absl::Time create_time;
   bool named = true;   // whether a client chose the id
-  std::string client;  // the engine's id of who made it; may be empty
+  std::string client;  // the engine's id of the client that created it; may be empty
 };
 
-// JSON, which another version of the program reads as well: members by name, enums too.
+// JSON that other versions of the program can read too: members and enum values are stored by name.
 std::string Describe(const StoredModel& model);
 std::string Describe(const StoredSequence& sequence);
 
-// DATA_LOSS for what Describe() did not write, and for a spec that this build does not serve.
+// DATA_LOSS for a text that Describe() did not write, and for a spec or policy that this build does
+// not support.
 absl::StatusOr<StoredModel> ParseStoredModel(std::string_view json);
-// The policy is checked against the model's spec by the caller.
+// DATA_LOSS as above. The caller must check the policy against the model's spec.
 absl::StatusOr<StoredSequence> ParseStoredSequence(std::string_view json);
 
 }  // namespace spillway

@@ -12,21 +12,21 @@
 
 namespace spillway {
 
-// The folder in memory that rows outlive their process in: `rows` has them, page by page, for an
-// arena; `records` says of which models, sequences and positions they are. Thread-safe as its
-// parts are.
+// The folder in memory in which rows outlive the process. The file `rows` has the pages of rows of
+// an arena; the file `records` says to which models, sequences and positions they belong.
+// Thread-safe if its parts are.
 class Store {
  public:
-  // Locks the folder, makes what lacks. Errors as ArenaFolder::Open and RecordFile::Open.
+  // Locks the folder, and creates missing files. Errors as ArenaFolder::Open and RecordFile::Open.
   static absl::StatusOr<std::unique_ptr<Store>> Open(const std::string& path, MemoryBudget* budget);
 
   const std::string& path() const { return folder_.path(); }
-  // The same for as long as the folder's files are.
+  // Stays the same as long as the files of the folder exist.
   const std::string& identity() const { return records_->identity(); }
   RecordFile& records() { return *records_; }
-  // For the arena, once.
+  // For the arena; called once.
   std::unique_ptr<ArenaFile> TakeRows() { return std::move(rows_); }
-  // Of the file of rows, as it was found: where rows may be.
+  // Size of the file `rows` when it was opened. Rows may be anywhere in it.
   int64_t rows_bytes() const { return rows_bytes_; }
 
  private:

@@ -24,7 +24,7 @@ namespace {
 using cuda::CurrentDevice;
 using cuda::Event;
 
-// How long who waits for its own kernels holds a core.
+// How long a wait for the caller's kernels polls without sleeping.
 constexpr std::chrono::microseconds kBusy{500};
 
 class CudaClientGpu final : public ClientGpu {
@@ -33,7 +33,7 @@ class CudaClientGpu final : public ClientGpu {
       : ordinal_(ordinal), data_(data), put_(std::move(put)), taken_(std::move(taken)) {}
   ~CudaClientGpu() override {
     const CurrentDevice current(ordinal_);
-    // Kernels of the caller's may still use it.
+    // Kernels of the caller may still use the memory.
     SPILLWAY_CUDA_REPORT(cudaDeviceSynchronize());
     SPILLWAY_CUDA_REPORT(cudaIpcCloseMemHandle(data_));
     put_ = Event();
@@ -65,7 +65,7 @@ class CudaClientGpu final : public ClientGpu {
     Add(q_rows, tensors.q, shared.q, copy);
     Add(kv_rows, tensors.k, shared.k, copy);
     Add(kv_rows, tensors.v, shared.v, copy);
-    // Outputs of the layer before may be on their way, on another stream.
+    // Outputs of the layer before may still be copied, on another stream.
     SPILLWAY_CUDA_RETURN_IF_ERROR(cudaStreamWaitEvent(stream, taken_.get()));
     SPILLWAY_CUDA_RETURN_IF_ERROR(cuda::LaunchStepCopy(copy, stream));
     SPILLWAY_CUDA_RETURN_IF_ERROR(cudaEventRecord(put_.get(), stream));
@@ -83,7 +83,7 @@ class CudaClientGpu final : public ClientGpu {
     copy.token_count = static_cast<int32_t>(out_rows.token_count);
     Add(out_rows, shared.out, tensors.out, copy);
     if (tensors.lse != nullptr) {
-      // Heads of a token lie side by side on both sides.
+      // On both sides, the heads of a token are contiguous.
       const int64_t token = out_rows.head_count * int64_t{sizeof(float)};
       const StepRows rows = {out_rows.sequence_count, out_rows.token_count, 1, token};
       const int64_t sequence = out_rows.token_count * token;

@@ -9,9 +9,9 @@
 
 namespace spillway {
 
-// Maps memory of the GPU of that UUID by a handle that another process has given.
-// NOT_FOUND where this process does not see the GPU; INVALID_ARGUMENT for what is no
-// handle; UNIMPLEMENTED where CUDA does not map it, saying why.
+// Maps memory of the GPU with this UUID, through a CUDA IPC handle from another process. NOT_FOUND
+// if this process does not see the GPU. INVALID_ARGUMENT if `handle` has the wrong size.
+// UNIMPLEMENTED, with the reason, if CUDA does not map the memory.
 absl::StatusOr<std::unique_ptr<ClientGpu>> CreateClientGpu(const std::string& uuid,
                                                            std::string_view handle);
 

@@ -11,11 +11,11 @@
 
 namespace spillway::cuda {
 
-// How an owner gets memory and gives it back.
+// How a Buffer allocates and frees memory.
 struct DeviceAllocator {
   static cudaError_t Allocate(void** data, size_t bytes) { return cudaMalloc(data, bytes); }
   static cudaError_t Free(void* data) { return cudaFree(data); }
-  // What CUDA has left, for errors.
+  // Free bytes that CUDA reports, for error messages.
   static int64_t FreeBytes();
 };
 struct PinnedAllocator {
@@ -26,8 +26,8 @@ struct PinnedAllocator {
   static int64_t FreeBytes();
 };
 
-// Owner of memory that is charged to a budget. Move-only; freeing waits for
-// the GPU, so owners are kept, not made anew for every use.
+// Owner of memory that is charged to a budget. Move-only. Freeing waits for the GPU, so buffers
+// should be reused.
 template <typename Allocator>
 class Buffer {
  public:

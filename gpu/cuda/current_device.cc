@@ -8,7 +8,7 @@
 namespace spillway::cuda {
 namespace {
 
-// The driver's function of that name, which the program does not link; null: none.
+// The driver's function of this name, or null. The program does not link libcuda.
 template <typename Function>
 Function DriverFunction(const char* name) {
   void* entry = nullptr;
@@ -18,8 +18,8 @@ Function DriverFunction(const char* name) {
   return result == cudaDriverEntryPointSuccess ? reinterpret_cast<Function>(entry) : nullptr;
 }
 
-// cudaGetDevice() names the first GPU to a thread that has none, and to set that
-// would wake it: contexts say what there is.
+// cudaGetDevice() returns GPU 0 for a thread that has none, and setting GPU 0 would create its
+// context. So the contexts themselves are saved and restored.
 struct Contexts {
   decltype(&cuCtxGetCurrent) get = DriverFunction<decltype(&cuCtxGetCurrent)>("cuCtxGetCurrent");
   decltype(&cuCtxSetCurrent) set = DriverFunction<decltype(&cuCtxSetCurrent)>("cuCtxSetCurrent");

@@ -4,9 +4,9 @@
 
 namespace spillway::cuda {
 
-// Makes a GPU the calling thread's while it lives. The thread may be one of a
-// program that embeds the engine and works on another GPU, or on none: then it
-// has none again, and none is woken for it.
+// Makes a GPU current in the calling thread. The destructor restores what was current before: the
+// thread may belong to a program that embeds the engine and uses another GPU, or none, for which no
+// context is created.
 class CurrentDevice {
  public:
   explicit CurrentDevice(int ordinal);
@@ -14,7 +14,7 @@ class CurrentDevice {
   CurrentDevice(const CurrentDevice&) = delete;
   CurrentDevice& operator=(const CurrentDevice&) = delete;
 
-  // Whether it could be made so.
+  // Whether the GPU could be made current.
   const absl::Status& status() const { return status_; }
 
  private:

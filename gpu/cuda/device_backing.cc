@@ -16,8 +16,8 @@
 namespace spillway::cuda {
 namespace {
 
-// The driver's functions, found through the runtime: the program links no
-// libcuda and starts on machines without one.
+// The driver's functions, found through the runtime. The program does not link libcuda, so it also
+// starts on machines without a driver.
 struct Driver {
   decltype(&cuMemAddressReserve) address_reserve = nullptr;
   decltype(&cuMemAddressFree) address_free = nullptr;

@@ -7,10 +7,9 @@
 
 namespace spillway::cuda {
 
-// GPU memory for an arena: one range of the device's address space, mapped
-// extent by extent (CUDA's virtual memory management), so that codes grow
-// without a copy and the GPU's other users keep what is not needed. Copies
-// run on a stream of its own and wait.
+// GPU memory for an arena: one range of the device's address space, mapped extent by extent (CUDA's
+// virtual memory management). So codes grow without a copy, and other users of the GPU can use
+// memory that is not needed. Copies run on a stream of their own, and the caller waits for them.
 absl::StatusOr<std::unique_ptr<ArenaBacking>> CreateDeviceBacking(int ordinal, int64_t limit_bytes);
 
 }  // namespace spillway::cuda

@@ -8,7 +8,7 @@
 namespace spillway::cuda {
 namespace {
 
-// Whether CUDA asks for the end of the process: every call fails from then on.
+// Whether CUDA cannot be used any more: every later call of this process fails.
 bool EndsTheProcess(cudaError_t error) {
   switch (error) {
     case cudaErrorIllegalAddress:
@@ -33,7 +33,7 @@ bool EndsTheProcess(cudaError_t error) {
 
 absl::Status ToStatus(cudaError_t error, std::string_view call) {
   if (error == cudaSuccess) return absl::OkStatus();
-  // The last error of this thread; one that corrupted the context stays.
+  // Clears the thread's last error. An error that corrupted the context remains.
   cudaGetLastError();
   const std::string message = absl::StrCat(
       std::string(call), ": ", cudaGetErrorName(error), ", ", cudaGetErrorString(error),

@@ -9,13 +9,12 @@
 
 namespace spillway::cuda {
 
-// OK, or the error with the name of the call, what it was for and CUDA's own
-// words; the runtime's sticky copy of the error is cleared. Out of memory is
-// RESOURCE_EXHAUSTED, everything else INTERNAL.
+// OK, or an error with the name of the call and CUDA's name and text of the error. Clears the
+// runtime's last error of this thread. Out of memory is RESOURCE_EXHAUSTED, everything else
+// INTERNAL.
 absl::Status ToStatus(cudaError_t error, std::string_view call);
 
-// For destructors: an error is written to stderr, unless it says that the
-// process is ending.
+// For destructors: writes an error to stderr, unless the error is that the process is ending.
 void Report(cudaError_t error, std::string_view call);
 
 }  // namespace spillway::cuda
@@ -28,5 +27,5 @@ void Report(cudaError_t error, std::string_view call);
     }                                                                                         \
   } while (false)
 
-// Reports a CUDA call that fails where nothing can be returned.
+// Reports the error of a CUDA call where no status can be returned.
 #define SPILLWAY_CUDA_REPORT(call) ::spillway::cuda::Report((call), #call)

@@ -9,18 +9,18 @@
 
 namespace spillway::cuda {
 
-// Whether what is put on the stream becomes part of a graph, and does not run.
+// Whether the stream is being captured: work put on it becomes part of a graph and does not run.
 inline absl::StatusOr<bool> IsCaptured(cudaStream_t stream) {
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
   SPILLWAY_CUDA_RETURN_IF_ERROR(cudaStreamIsCapturing(stream, &capture));
   return capture != cudaStreamCaptureStatusNone;
 }
 
-// Owner of a graph that can be launched. Move-only.
+// Owner of an executable graph. Move-only.
 class Graph {
  public:
-  // What `enqueue` puts on the stream, which does not run. Fails if that waits
-  // for the GPU. enqueue() returns a status.
+  // Captures the work that `enqueue` puts on the stream. The work does not run. Fails if enqueue()
+  // waits for the GPU. enqueue() returns a status.
   template <typename Enqueue>
   static absl::StatusOr<Graph> Capture(cudaStream_t stream, Enqueue enqueue) {
     SPILLWAY_CUDA_RETURN_IF_ERROR(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));

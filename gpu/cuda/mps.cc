@@ -5,7 +5,7 @@
 namespace spillway::cuda {
 namespace {
 
-// By number: the headers of CUDA 12.0 have no name for it yet.
+// A number, because the headers of CUDA 12.0 have no name for this attribute.
 constexpr auto kMpsEnabled = static_cast<cudaDeviceAttr>(133);
 
 }  // namespace

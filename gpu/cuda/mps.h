@@ -4,10 +4,9 @@
 
 namespace spillway::cuda {
 
-// Whether contexts of this process share the GPU by way of MPS (Multi-Process
-// Service): with it kernels of several processes run beside one another,
-// without it their contexts take turns. Nothing where the driver does not say.
-// The process decides with its first CUDA call, and for good.
+// Whether this process uses the GPU through MPS (Multi-Process Service). With MPS, kernels of
+// several processes run at the same time; without it, the processes take turns. No value if the
+// driver does not say. The first CUDA call of the process decides this permanently.
 std::optional<bool> SharedByMps(int ordinal);
 
 }  // namespace spillway::cuda

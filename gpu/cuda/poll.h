@@ -8,12 +8,12 @@
 
 namespace spillway::cuda {
 
-// Sleeps of this thread are as short as they are asked for; without it they take 50 us more.
+// Makes sleeps of this thread as short as requested. By default they take 50 us longer.
 inline void LetSleepsBeShort() { prctl(PR_SET_TIMERSLACK, 1000UL, 0UL, 0UL, 0UL); }
 
-// Waits until a query of a stream or an event answers other than cudaErrorNotReady, and
-// returns that: busily for so long, then without holding a core. meanwhile is called
-// between two looks.
+// Polls a query of a stream or event until the result is not cudaErrorNotReady, and returns the
+// result. Polls without pause for the time `busy`, then sleeps 20 us between queries. Calls
+// `meanwhile` after each query that is not ready.
 template <typename Query, typename Meanwhile>
 cudaError_t Poll(const Query& query, std::chrono::steady_clock::duration busy,
                  const Meanwhile& meanwhile) {

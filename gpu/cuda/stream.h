@@ -7,17 +7,17 @@
 
 namespace spillway::cuda {
 
-// Owners of a stream and an event of the current device. Their views are
-// cudaStream_t and cudaEvent_t. Move-only.
+// Owners of a stream and of an event of the current device. get() returns the cudaStream_t or
+// cudaEvent_t. Move-only.
 class Stream {
  public:
-  // Ordered with no other stream, the default stream included.
+  // Not ordered with any other stream, not even the default stream.
   static absl::StatusOr<Stream> Create() {
     cudaStream_t stream = nullptr;
     SPILLWAY_CUDA_RETURN_IF_ERROR(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
     return Stream(stream);
   }
-  // The same, before others in what the GPU takes up next.
+  // The same, with the highest priority on the GPU.
   static absl::StatusOr<Stream> CreateUrgent() {
     int least = 0;
     int most = 0;
@@ -45,7 +45,7 @@ class Stream {
 
 class Event {
  public:
-  // timing: whether cudaEventElapsedTime() may be asked.
+  // timing: whether cudaEventElapsedTime() can be used.
   static absl::StatusOr<Event> Create(bool timing) {
     cudaEvent_t event = nullptr;
     SPILLWAY_CUDA_RETURN_IF_ERROR(

@@ -13,19 +13,20 @@
 namespace spillway::cuda {
 namespace {
 
-// Up to here an append is part of a step.
+// Longest append that is part of a step.
 constexpr int64_t kFewTokens = 16;
-// Pages per KV head that rows from GPU memory are coded from at a time, in turn from
-// one of two stages, while the next rows go to the other; the first ones are coded
-// together.
+// Pages per KV head that are coded at a time from rows in GPU memory. Two stages alternate: one is
+// coded while the next rows go to the other. The first pages are coded together, so they must fit
+// into one stage.
 constexpr int64_t kStagePages = 32;
 static_assert(kStagePages * kPageTokenCount >= kCentreTokenCount);
 constexpr int64_t kStages = StreamSlot::kStages;
-// Of a slot's scratch, for what first pages need, and for the stage's table.
+// Half of a slot's scratch memory: one half is for the first pages, the other for the stages'
+// table.
 constexpr int64_t kHalfScratchBytes = StreamSlot::kAppendScratchBytes / 2;
 
-// Launches on a list in pinned memory, a piece at a time. The list is free at
-// first if nothing on the stream reads it.
+// Copies `all` to a list in pinned memory, one piece at a time, and launches each. free: nothing on
+// the stream reads the list yet.
 template <typename T, size_t kCount, typename LaunchList>
 absl::Status InPieces(std::span<const T> all, std::array<T, kCount>& list, bool free,
                       cudaStream_t stream, LaunchList launch) {
@@ -163,7 +164,7 @@ absl::Status AppendPipeline::FillStagePages(const std::byte* stage) const {
   for (int64_t p = 0; p < kStages * heads * kStagePages; ++p) {
     pages.push_back(stage + p * kPageTokenCount * spec().row_bytes());
   }
-  // Few enough to be taken before the call returns.
+  // Small enough that CUDA has copied `pages` when the call returns.
   return ToStatus(cudaMemcpyAsync(StagePages(), pages.data(), pages.size() * sizeof(pages[0]),
                                   cudaMemcpyHostToDevice, context_->stream()),
                   "cudaMemcpyAsync");
@@ -175,7 +176,7 @@ absl::Status AppendPipeline::EncodeStage(size_t item, const RowsAppend& rows, in
   const RotationWeights weights = context_->model().rotation(context_->layer());
   const HeadIndex heads = index.heads();
   EncodeWork work = index.Work(rows.begin, ClosedPages(rows.end) * kPageTokenCount);
-  // The stage's pages take the place of the rows'.
+  // The stage's pages replace the pages of the rows.
   work.row_pages = StagePages() + stage_page - rows.begin / kPageTokenCount;
   work.row_page_capacity = rows.stage_pages;
   work.code_pages += rows.first_head * work.code_page_capacity;
@@ -214,7 +215,7 @@ absl::Status AppendPipeline::AppendFromGpu(size_t item, std::byte* stage) {
   rows.v_token_stride = append.v.token_stride;
   rows.stage_pages = kStagePages;
   rows.bad = slot.bad_row();
-  // Pages that are not coded yet, and rows that the GPU does not hold yet.
+  // With codes, begin at the first page that is not coded yet.
   const int64_t coded = index.coded_page_count() * kPageTokenCount;
   const int64_t first = encodes ? coded : append.start;
   if (encodes) {
@@ -222,7 +223,7 @@ absl::Status AppendPipeline::AppendFromGpu(size_t item, std::byte* stage) {
     rows.recent_begin = std::max(index.indexed_token_count(), end - kRecentRows);
     index.FillResident(end, [](int, int64_t, std::byte*, bool) {});
   }
-  // Launches, in groups of heads and of a stage's pages.
+  // One launch per group of heads and stage of pages.
   const auto ceil = [](int64_t count, int64_t of) { return (count + of - 1) / of; };
   const int64_t launch_count =
       ceil(spec().kv_head_count, kRowsAppendHeads) *
@@ -247,7 +248,7 @@ absl::Status AppendPipeline::AppendFromGpu(size_t item, std::byte* stage) {
     rows.v = append.v.data + rows.first_head * append.v.head_stride;
     for (int h = 0; h < rows.head_count; ++h) {
       ResidentRows& resident = rows.resident[h] = index.resident(rows.first_head + h);
-      // Else they are copied when the rows are indexed.
+      // Otherwise they are copied when the rows are indexed.
       if (!encodes) resident.pages = nullptr;
       if (!encodes) resident.recent = nullptr;
     }
@@ -261,7 +262,7 @@ absl::Status AppendPipeline::AppendFromGpu(size_t item, std::byte* stage) {
       const int64_t stage_page = turn * stage_heads * kStagePages;
       rows.stage = stage + stage_page * kPageTokenCount * rows.row_bytes;
       StreamSlot::Stage& events = slot.stages()[turn];
-      // Once what was there is coded.
+      // Waits until the rows that were in this stage before are coded.
       SPILLWAY_CUDA_RETURN_IF_ERROR(cudaStreamWaitEvent(stream, events.coded.get()));
       RETURN_IF_ERROR(launch());
       SPILLWAY_CUDA_RETURN_IF_ERROR(cudaEventRecord(events.filled.get(), stream));
@@ -330,11 +331,11 @@ absl::Status AppendPipeline::Enqueue(bool step_later, std::byte* stage) {
     } else if (indexes) {
       longer.push_back(i);
     }
-    // What comes from GPU memory goes there with the rest.
+    // Rows from GPU memory are written there by AppendFromGpu().
     fills.push_back(index.FillWhole(on_gpu ? item.append->start : rows.token_count()));
     if (fills.back().begin == fills.back().end) fills.pop_back();
   }
-  // Encoders read the tables, and so do copies of all rows.
+  // Encoders read the tables, and so do the copies of all rows.
   reads_tables |= !longer.empty() || !from_gpu.empty() || !fills.empty();
   if (step_rows_ == 0 || reads_tables || updates_.size() > AppendLists::kPieceMax) {
     RETURN_IF_ERROR(UpdateTables());

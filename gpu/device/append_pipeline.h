@@ -10,23 +10,23 @@
 
 namespace spillway::cuda {
 
-// A job's appends: rows to their pages, tables, codes, and the rows that the
-// GPU holds. Room was prepared, so that nothing needs to be reserved.
+// The appends of a job: writes rows to their pages, updates the page tables, computes codes, and
+// copies the rows that the GPU holds. All memory was prepared before.
 class AppendPipeline {
  public:
   explicit AppendPipeline(JobContext* context) : context_(context) {}
 
-  // Bytes of the workspace that rows from GPU memory pass through.
+  // Bytes of workspace through which rows from GPU memory pass.
   int64_t StageBytes() const;
-  // Copies rows and puts on the stream what the GPU does with them. What items
-  // that append few tokens need but the codes of pages that they close is left
-  // to TakeStep() if `step_later`. stage: of StageBytes().
+  // Copies rows and enqueues the GPU's work. If `step_later`, the work for items that append few
+  // tokens is left to TakeStep(), except the codes of pages that they close. stage: of
+  // StageBytes().
   absl::Status Enqueue(bool step_later, std::byte* stage);
-  // What is left to be launched, once: it becomes part of a wave's graph.
+  // Returns the launch that was left, once. It becomes part of a wave's graph.
   StepAppend TakeStep() { return std::exchange(step_, {}); }
-  // Statuses of the items, once the GPU is done.
+  // Updates the statuses of the items, once the GPU is done.
   void Collect() const;
-  // Whether more than what is left to be launched was enqueued for appends.
+  // Whether anything was enqueued for appends, apart from what is left to TakeStep().
   bool enqueued() const { return enqueued_; }
 
  private:
@@ -34,7 +34,7 @@ class AppendPipeline {
 
   // Tokens of an item's rows that are not indexed yet.
   int64_t NewTokens(size_t item) const;
-  // Whether an item appends few tokens, as a part of the step.
+  // Whether an item appends so few tokens that they are part of the step.
   bool AppendsFew(size_t item) const;
   // Whether an item's rows close pages that are not coded yet.
   bool ClosesPages(size_t item) const;
@@ -42,28 +42,27 @@ class AppendPipeline {
   EncodeWork Work(size_t item) const;
   // Encodes the pages that an item's rows close.
   absl::Status EncodePages(size_t item);
-  // Indexes what was appended to an item's rows, and brings over those that the
-  // GPU is to hold. list_free: no other item's copies are on their way.
+  // Indexes the new tokens of an item, and copies the rows that the GPU is to hold. list_free: no
+  // launch reads the list of copies.
   absl::Status Index(size_t item, bool list_free);
-  // Whether an item's rows come from GPU memory and can be read there; else its
-  // status says why not.
+  // Whether an item's rows, which come from GPU memory, can be read there. If not, sets its status.
   bool ComesFromGpu(size_t item) const;
-  // Writes rows from GPU memory to their pages, the GPU's own among them, and codes
-  // them on the way.
+  // Writes rows from GPU memory to their pages and to the GPU's own copies, and codes them on the
+  // way.
   absl::Status AppendFromGpu(size_t item, std::byte* stage);
-  // A table of the stages' pages, on the GPU.
+  // The table of the stages' pages, in GPU memory.
   const std::byte** StagePages() const;
   absl::Status FillStagePages(const std::byte* stage) const;
-  // Codes the pages that are closed by the rows' end, from their stage.
-  // stage_page: the stage's first in the table.
+  // Codes the pages that the rows close, from their stage. stage_page: the stage's first page in
+  // the table.
   absl::Status EncodeStage(size_t item, const RowsAppend& rows, int64_t stage_page,
                            cudaStream_t stream);
-  // What is appended by the step, its lists filled.
+  // Fills the lists of what the step appends.
   void FillStep();
 
   JobContext* const context_;
   std::vector<TableUpdate> updates_;
-  int64_t step_rows_ = 0;  // that the step appends, of all KV heads
+  int64_t step_rows_ = 0;  // rows that the step appends, of all KV heads
   std::vector<RowCopy> step_copies_;
   StepAppend step_;
   bool enqueued_ = false;

@@ -11,13 +11,13 @@
 
 namespace spillway::cuda {
 
-// Blocks of GPU memory of any size, for tables and centres: a page pool for
-// each power of two. Thread-safe.
+// Blocks of GPU memory of any size, for tables and centres: one page pool per power of two.
+// Thread-safe.
 class BlockPools {
  public:
-  // REQUIRES: before Of().
+  // REQUIRES: called before Of().
   void SetArena(Arena* arena) { arena_ = arena; }
-  // The pool whose pages hold `bytes`.
+  // The pool of the smallest pages that hold `bytes`.
   PagePool* Of(int64_t bytes);
 
  private:
@@ -26,11 +26,11 @@ class BlockPools {
   std::map<int64_t, std::unique_ptr<PagePool>> pools_ ABSL_GUARDED_BY(mutex_);
 };
 
-// A block of a pool, or none. Move-only.
+// A page of such a pool, or none. Move-only.
 class Block {
  public:
   static absl::StatusOr<Block> Create(PagePool* pool);
-  // The same block, counted once more.
+  // The same block, with one more reference.
   Block Share() const;
   Block() = default;
   Block(Block&& o) noexcept { *this = std::move(o); }

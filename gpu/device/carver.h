@@ -5,7 +5,7 @@
 
 namespace spillway::cuda {
 
-// Hands out pieces of a block of memory; with a null base it only measures.
+// Cuts aligned pieces from a block of memory. With a null base it only measures.
 class Carver {
  public:
   explicit Carver(std::byte* base = nullptr) : base_(base) {}

@@ -34,14 +34,14 @@ using cuda::CurrentDevice;
 using cuda::JobRun;
 using cuda::StreamSlot;
 
-// Jobs of a kind on the GPU at once; more wait their turn. Two, so that the rows of one
-// cross the link while the other is scored.
+// Jobs of one kind that run at the same time. Two, so that rows of one job cross the link while the
+// other is scored.
 constexpr int kSlotsOfKind = 2;
 constexpr int kStreamSlotCount = kSlotsOfKind * static_cast<int>(std::size(kJobKinds));
-// What the units of one wave take of a stream slot's workspace.
+// Most bytes of a stream slot's workspace for the units of one wave.
 constexpr int64_t kWaveBytes = int64_t{1} << 30;
-// GPU memory, at most a quarter, that codes leave to attends, so that what
-// fills the rest can be attended to.
+// GPU memory, at most a quarter, that codes leave to attends, so that sequences that fill the rest
+// can be attended to.
 constexpr int64_t kWorkspaceBytes = int64_t{4} << 30;
 
 int64_t WorkspaceBytes(int64_t memory_limit_bytes) {
@@ -57,9 +57,8 @@ std::string UuidName(const cudaUUID_t& uuid) {
   return name;
 }
 
-// Serves jobs on one GPU, decode steps and longer jobs on slots of their own. Jobs are
-// enqueued by the thread that submits one, or, while all slots are taken, by the one
-// that finishes jobs.
+// Serves jobs on one GPU. Decode steps and longer jobs have separate slots. A job is enqueued by
+// the thread that submits it or, if all slots were taken, by the thread that finishes jobs.
 class CudaDevice final : public Device {
  public:
   static absl::StatusOr<std::unique_ptr<Device>> Create(const CudaDeviceOptions& options,
@@ -76,7 +75,7 @@ class CudaDevice final : public Device {
   const DeviceInfo& info() const override { return info_; }
   const QueueWaits* queue_waits() const override { return &queue_waits_; }
 
-  // Once an error has corrupted the context every call returns it.
+  // If an error has corrupted the context, every call returns it.
   absl::Status CheckUsable() const override {
     const CurrentDevice current(ordinal_);
     RETURN_IF_ERROR(current.status());
@@ -92,7 +91,7 @@ class CudaDevice final : public Device {
     return absl::OkStatus();
   }
   void UnregisterMemory(std::span<std::byte> extent) override {
-    // Any thread: without this CUDA would wake the first GPU for it.
+    // Any thread may call this. Without a current GPU, CUDA would create a context on GPU 0.
     const CurrentDevice current(ordinal_);
     SPILLWAY_CUDA_REPORT(cudaHostUnregister(extent.data()));
   }
@@ -146,7 +145,7 @@ class CudaDevice final : public Device {
   }
 
   std::optional<DeviceMemory> memory() const override {
-    // Slabs that are committed and free are as good as memory never taken.
+    // Slabs that are committed and free count as free.
     DeviceMemory memory;
     memory.limit_bytes = budget_.limit_bytes();
     memory.used_bytes = budget_.limit_bytes() - arena_->free_bytes();
@@ -192,9 +191,9 @@ class CudaDevice final : public Device {
     JobBatch batch;
     JobKind kind;
     StreamSlot* slot;
-    std::vector<ResidencyUse> uses;  // of its sequences
+    std::vector<ResidencyUse> uses;  // of the job's sequences
     std::unique_ptr<JobRun> run;
-    absl::Status status;  // of enqueuing
+    absl::Status status;  // of Enqueue()
   };
 
   CudaDevice(int ordinal, int64_t memory_limit_bytes, int64_t resident_limit_bytes,
@@ -207,10 +206,10 @@ class CudaDevice final : public Device {
                            resident_limit_bytes),
         workers_(thread_count) {}
 
-  // Starts what waits, as far as slots are idle.
+  // Starts waiting jobs on idle slots.
   void StartWaiting();
   void Start(JobBatch batch, JobKind kind, StreamSlot* slot);
-  // The thread that waits for the GPU.
+  // Loop of the thread that waits for the GPU.
   void Finish();
   void End(Running running);
   std::vector<StreamSlot*>& Idle(JobKind kind) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
@@ -225,7 +224,7 @@ class CudaDevice final : public Device {
   const int64_t resident_limit_bytes_;
   const int64_t arena_limit_bytes_;
   std::unique_ptr<Arena> arena_;
-  // Of the copies of all rows; null: there are none.
+  // For the copies of all rows; null without such copies.
   std::unique_ptr<Arena> resident_arena_;
   Residency residency_;
   cuda::BlockPools blocks_;
@@ -240,7 +239,7 @@ class CudaDevice final : public Device {
   bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
   std::vector<StreamSlot*> idle_[std::size(kJobKinds)] ABSL_GUARDED_BY(mutex_);
   JobQueue waiting_ ABSL_GUARDED_BY(mutex_);
-  // What the finisher has not taken over yet.
+  // Jobs that the finisher has not taken over yet.
   std::vector<Running> started_ ABSL_GUARDED_BY(mutex_);
   std::thread finisher_;
 };
@@ -349,7 +348,7 @@ void CudaDevice::Start(JobBatch batch, JobKind kind, StreamSlot* slot) {
   for (const JobItem& item : job.items) {
     running.uses.push_back(static_cast<CudaSequence&>(*item.sequence).Use());
   }
-  // What was cancelled or is late before it begins is not begun.
+  // If the job is cancelled or late already, items that only attend are not begun.
   if (job.cancel != nullptr) {
     if (const absl::Status status = job.cancel->Check(); !status.ok()) {
       for (JobItem& item : job.items) {
@@ -359,7 +358,7 @@ void CudaDevice::Start(JobBatch batch, JobKind kind, StreamSlot* slot) {
   }
   running.run = std::make_unique<JobRun>(&job, slot, gpu_);
   *slot->cancel() = 0;
-  // Where the caller finds no place among the workers, one of them runs this.
+  // If the caller finds no place among the workers, one of them runs this.
   workers_.execute([&] {
     const CurrentDevice current(ordinal_);
     running.status = current.status();
@@ -374,10 +373,9 @@ void CudaDevice::Start(JobBatch batch, JobKind kind, StreamSlot* slot) {
 
 void CudaDevice::Finish() {
   using Clock = std::chrono::steady_clock;
-  // While one job runs, the wait for it is a busy one at first: a decode step's work
-  // takes less than a thread takes to wake. While several run, the GPU has work when one
-  // ends, so that a nap costs nothing but the answer's delay, and leaves a core to those
-  // who asked.
+  // While one job runs, poll busily at first: the work of a decode step takes less time than a
+  // thread takes to wake. While several run, the GPU stays busy when one ends, so a nap only delays
+  // the answer, and leaves a core to the clients.
   constexpr auto kBusy = std::chrono::milliseconds(2);
   constexpr auto kNap = std::chrono::microseconds(10);
   constexpr auto kNapOfSeveral = std::chrono::microseconds(40);
@@ -440,7 +438,7 @@ void CudaDevice::End(Running running) {
   {
     const MutexLock lock(mutex_);
     Idle(running.kind).push_back(running.slot);
-    // Nothing was begun for want of memory: each alone may find enough.
+    // Nothing was begun, for lack of memory. Each job alone may find enough.
     if (parts.size() > 1 && !reserved && absl::IsResourceExhausted(running.status)) {
       for (QueuedJob& part : parts) {
         for (JobItem& item : part.job->items) {

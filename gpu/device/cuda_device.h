@@ -22,20 +22,18 @@ std::vector<CudaDeviceInfo> ListCudaDevices();
 
 struct CudaDeviceOptions {
   int ordinal = 0;
-  // GPU memory that codes, tables and workspaces may take; 0: nine tenths of
-  // what is free.
+  // GPU memory for codes, tables and workspaces; 0: nine tenths of the free memory.
   int64_t memory_limit_bytes = 0;
-  // Of it, what copies of all rows of some sequences may take (Residency); 0: none.
+  // Of this, the limit for copies of all rows of some sequences (Residency); 0: no copies.
   int64_t resident_limit_bytes = 0;
   // Host threads that copy rows; 0: one per core.
   int thread_count = 0;
 };
 
-// The CUDA device: codes, factors and tables in GPU memory, rows in pinned
-// host memory. Pinned buffers are charged to host_budget, which outlives it.
-// The same job gives the same bits whatever runs beside it. NOT_FOUND without
-// the GPU; INVALID_ARGUMENT for limits that leave too little; UNIMPLEMENTED where the GPU cannot
-// read host memory in place.
+// The CUDA device: codes, factors and tables in GPU memory, rows in pinned host memory. Pinned
+// buffers are charged to host_budget, which must outlive the device. A job gives the same bits
+// whatever runs at the same time. NOT_FOUND if there is no such GPU; INVALID_ARGUMENT if limits
+// leave too little memory; UNIMPLEMENTED if the GPU cannot read host memory in place.
 absl::StatusOr<std::unique_ptr<Device>> CreateCudaDevice(const CudaDeviceOptions& options,
                                                          MemoryBudget* host_budget);
 

@@ -9,14 +9,13 @@
 namespace spillway::cuda {
 namespace {
 
-// Pages per KV head that a run of many queries brings over at a time, and rows
-// of its splits.
+// Pages per KV head in one stage, for runs of many queries, and rows of their splits.
 constexpr int64_t kStagePages = 64;
 constexpr int64_t kStagedSplitRows = 2048;
 constexpr int64_t kSplitRowsLeast = 256;
 constexpr int64_t kDenseSplitsWanted = 256;
 constexpr int64_t kPartialBytes = int64_t{256} << 20;
-// Of a step, grids are rounded up to so many splits.
+// The grids of a step are rounded up to a multiple of this many splits.
 constexpr int64_t kSplitStep = 64;
 
 }  // namespace
@@ -40,7 +39,7 @@ void DensePipeline::Add(size_t item, int64_t begin, int64_t end) {
   if (w.select_only) return;
   const int group = spec().group();
   const int64_t queries = std::max<int64_t>(1, kDenseQueryRows / group);
-  // A step's launches do not depend on how many rows there are.
+  // Not in a step: its launches must not depend on the number of rows.
   const bool staged = end - begin > queries && context_->step() == nullptr;
   for (int64_t t = begin; t < end; t += queries) {
     const int64_t block_end = std::min(t + queries, end);
@@ -48,8 +47,8 @@ void DensePipeline::Add(size_t item, int64_t begin, int64_t end) {
     const auto [split_rows, splits] = SplitsOf(n, staged);
     const int64_t bytes =
         splits * kDenseQueryRows * (2 + spec().head_dim) * 4 * int64_t{spec().kv_head_count};
-    // Runs that read their rows in place share parts; one that stages them has
-    // parts of its own, each of which brings the rows over anew.
+    // Runs that read their rows in place share parts. A run that stages them has parts of its own,
+    // each of which copies the rows again.
     const bool fits =
         !parts_.empty() && parts_.back().staged == staged && (!staged || t > begin) &&
         parts_.back().partial_bytes + bytes <= std::min(kPartialBytes, context_->wave_bytes());
@@ -101,7 +100,7 @@ void DensePipeline::LayOut(Part& part, Carver& requests, Carver& results, Carver
     DenseUnit& unit = block.unit;
     const int64_t splits =
         of_step ? SplitsOf(context_->TokenCapacity(unit.n), false).second : unit.split_count;
-    // Fewer tokens may have one split more, for rows are rounded up.
+    // Fewer tokens may have one more split, because rows per split are rounded up.
     unit.partials =
         workspace.Take<float>(std::max(splits + 1, unit.split_count) * unit.query_rows * (2 + d));
   }
@@ -196,7 +195,7 @@ absl::Status DensePipeline::Launch(const Part& part) {
                                                   static_cast<size_t>(part.request_bytes),
                                                   cudaMemcpyHostToDevice, stream));
   }
-  // 0xFF in every byte: no token.
+  // 0xFF in every byte means no token.
   SPILLWAY_CUDA_RETURN_IF_ERROR(
       cudaMemsetAsync(part.errors, 0xFF, sizeof(uint32_t) * part.blocks.size(), stream));
   RETURN_IF_ERROR(Fold(part, wave));
@@ -206,7 +205,7 @@ absl::Status DensePipeline::Launch(const Part& part) {
 
 absl::Status DensePipeline::Fold(const Part& part, DenseWave wave) {
   cudaStream_t stream = context_->stream();
-  // Cancelled, no fold: finishing says that no token was bad.
+  // If cancelled, fold nothing; LaunchDenseFinish() then reports no bad token.
   if (context_->Cancelled()) return absl::OkStatus();
   if (!part.staged) return ToStatus(LaunchDenseFold(wave, stream), "LaunchDenseFold");
   int64_t n = 0;

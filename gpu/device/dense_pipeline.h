@@ -9,26 +9,25 @@
 
 namespace spillway::cuda {
 
-// A job's queries that are attended exactly: one after the other planned by
-// Add(), measured by Reserve(), prepared, launched and, once the GPU is done,
-// collected.
+// The queries of a job that use exact attention. Add() plans them and Reserve() measures them. Then
+// come Prepare(), Launch() and, once the GPU is done, Collect().
 class DensePipeline {
  public:
   explicit DensePipeline(JobContext* context) : context_(context) {}
 
-  // Queries [begin, end) of an item. Fills in what is known of them already.
+  // Adds queries [begin, end) of an item. Fills in the results that are known already.
   void Add(size_t item, int64_t begin, int64_t end);
   bool empty() const { return parts_.empty(); }
-  // Takes the pinned memory of all from carvers that only measure: what the GPU
-  // reads, and what it writes. Returns the bytes of the workspace, which parts
-  // have one after the other.
+  // Takes the pinned memory of all parts from carvers that only measure: requests, which the GPU
+  // reads, and results, which it writes. Returns the bytes of the workspace, which parts use one
+  // after the other.
   int64_t Reserve(Carver& requests, Carver& results);
-  // Lays everything out and writes the requests.
+  // Lays out all parts and writes the requests.
   void Prepare(Carver& requests, Carver& results, std::byte* workspace);
   absl::Status Launch();
-  // The parts as a step launches them: what can be captured depends on them alone.
+  // The parts as a step launches them. A captured graph depends on nothing else.
   std::vector<DenseWave> Views() const;
-  // Results and statuses of the items.
+  // Sets the results and statuses of the items.
   void Collect() const;
 
  private:
@@ -40,13 +39,13 @@ class DensePipeline {
     int kv_head;
     DenseUnit unit;
   };
-  // Blocks that go through the kernels together.
+  // Blocks that the kernels process together.
   struct Part {
     std::vector<Block> blocks;
-    // Rows are brought over for all blocks together, a stage at a time.
+    // Rows are copied to the GPU for all blocks together, one stage at a time.
     bool staged = false;
     int64_t partial_bytes = 0;
-    // Pinned. The first three are copied to the workspace as one.
+    // In pinned memory. The first three are copied to the workspace together.
     DenseUnit* units = nullptr;
     float* q = nullptr;
     const std::byte** stage_table = nullptr;
@@ -54,7 +53,7 @@ class DensePipeline {
     float* out = nullptr;
     float* lse = nullptr;
     DenseResult* results = nullptr;
-    // In the workspace, the first three as in pinned memory.
+    // In the workspace; the first three as in pinned memory.
     DenseUnit* device_units = nullptr;
     float* device_q = nullptr;
     const std::byte** device_stage_table = nullptr;
@@ -63,13 +62,13 @@ class DensePipeline {
   };
 
   const ModelSpec& spec() const { return context_->spec(); }
-  // Bytes of the rows of a KV head that are staged at a time.
+  // Bytes of one stage of a KV head's rows.
   int64_t StageBytes() const;
-  // Splits of a unit of n tokens: rows of one, and how many.
+  // Splits of a unit of n tokens: rows per split, and number of splits.
   static std::pair<int64_t, int64_t> SplitsOf(int64_t n, bool staged);
-  // Lays a part out; with empty carvers only measures.
+  // Lays out a part. Empty carvers only measure.
   void LayOut(Part& part, Carver& requests, Carver& results, Carver& workspace) const;
-  // Writes the requests of a part that is laid out.
+  // Writes the requests of a part that was laid out.
   void Fill(Part& part) const;
   DenseWave View(const Part& part) const;
   absl::Status Launch(const Part& part);

@@ -31,7 +31,7 @@ void JobContext::ToFloats(size_t item, int64_t query, int kv_head, float* q) con
 
 bool JobContext::Cancelled() const {
   if (step_ != nullptr) return false;
-  // A stream slot takes so many launches: enqueuing may wait for the GPU.
+  // Called between launches: a stream takes only so many, so enqueuing may wait for the GPU.
   if (job_->cancel != nullptr && !job_->cancel->Check().ok()) *slot_->cancel() = 1;
   return *slot_->cancel() != 0;
 }
@@ -53,7 +53,7 @@ void JobContext::AddStage(JobStage stage, cudaEvent_t from, cudaEvent_t to) {
 
 void JobContext::CollectTimes() {
   if (step_ != nullptr) {
-    // Events are the caller's stream's alone.
+    // A step has no timing events: its stream is the caller's.
     job_->device_time_us = stages_.waves_us();
     job_->stages = stages_.Named();
     return;

@@ -16,58 +16,57 @@
 
 namespace spillway::cuda {
 
-// What launches depend on.
+// Properties of the GPU on which launches depend.
 struct Gpu {
   int sm_count = 0;
-  int block_shared_bytes = 0;  // that a block can have
-  // Compute capability 9.0: bulk copies, and kernels that begin early.
+  int block_shared_bytes = 0;  // shared memory of a block, at most
+  // Compute capability 9.0 or later: bulk copies, and kernels that overlap the one before.
   bool hopper = false;
   int ordinal = 0;
-  std::string_view name = {};  // of the device, "cuda:0"; outlives jobs
+  std::string_view name = {};  // of the device, "cuda:0"; must outlive jobs
 };
 
 inline int64_t RoundUp(int64_t x, int64_t step) { return (x + step - 1) / step * step; }
 
-// What differs where a job is a layer of a step on a caller's stream: its requests
-// are uploaded before, its tensors lie in GPU memory, and its launches may run
-// again for later announcements.
+// For a job that is a layer of a step on a caller's stream. Its requests are uploaded before, its
+// tensors are in GPU memory, and its launches may run again for later announcements.
 struct StepContext {
-  // Tokens that memory is made for; a sequence has no more.
+  // Most tokens of a sequence. Memory is allocated for as many.
   int64_t token_count_max = 0;
   int64_t wave_bytes = 0;
-  // From requests in pinned memory to where they are uploaded to, bytes.
+  // Offset from requests in pinned memory to their uploaded copies, bytes.
   std::ptrdiff_t upload_offset = 0;
   uint32_t number = 0;  // of the announcement
   bool ran = false;     // whether any unit has reported this number
-  // Of the launch that is next.
+  // For the next launch:
   cudaStream_t stream = nullptr;
   CallerTensors tensors;
-  const int32_t* cancel = nullptr;  // 0
-  // A second stream, for halves of many units: begins after `fork` on the first, which goes
-  // on after `join` on the second.
+  const int32_t* cancel = nullptr;  // points to 0
+  // A second stream, for half of many units. It begins after `fork` on the first stream, which
+  // continues after `join` on the second.
   cudaStream_t side_stream = nullptr;
   cudaEvent_t fork = nullptr;
   cudaEvent_t join = nullptr;
 };
 
-// A job on a stream slot, or a layer of a step: what its pipelines share. Used by
-// one thread at a time.
+// A job on a stream slot, or a layer of a step: what its pipelines share. Used by one thread at a
+// time.
 class JobContext {
  public:
   JobContext(Job* job, StreamSlot* slot, const Gpu& gpu) : job_(job), slot_(slot), gpu_(gpu) {}
   JobContext(Job* job, StepContext* step, const Gpu& gpu) : job_(job), step_(step), gpu_(gpu) {}
 
   Job& job() const { return *job_; }
-  // REQUIRES: no step.
+  // REQUIRES: not a step.
   StreamSlot& slot() const { return *slot_; }
-  // Null for a job.
+  // Null for a job on a slot.
   StepContext* step() const { return step_; }
   cudaStream_t stream() const { return step_ != nullptr ? step_->stream : slot_->stream(); }
   int64_t wave_bytes() const { return step_ != nullptr ? step_->wave_bytes : slot_->wave_bytes(); }
   const int32_t* cancel() const { return step_ != nullptr ? step_->cancel : slot_->cancel(); }
-  // Tokens that a unit of n has memory for.
+  // Tokens for which a unit of n tokens has memory.
   int64_t TokenCapacity(int64_t n) const { return step_ != nullptr ? step_->token_count_max : n; }
-  // Where kernels read what was written to pinned memory.
+  // Where kernels read data that was written to pinned memory.
   template <typename T>
   T* Uploaded(T* pinned) const {
     if (step_ == nullptr || pinned == nullptr) return pinned;
@@ -85,21 +84,21 @@ class JobContext {
   // REQUIRES: the item attends.
   const AttendQuery& attend(size_t item) const { return *job_->items[item].attend; }
   LayerIndex& index(size_t item) const;
-  // The query heads of a KV head: q [G][d].
+  // Converts the query heads of a KV head to fp32: q [G][d].
   void ToFloats(size_t item, int64_t query, int kv_head, float* q) const;
 
-  // Whether nobody waits for the job's attends any more. Tells the kernels.
+  // Whether the job's attends are cancelled or late. If so, tells the kernels.
   bool Cancelled() const;
-  // What was enqueued since the mark before is a stage, if the job asks.
+  // Makes a stage of the work enqueued since the last mark, if the job is traced.
   absl::Status Mark(std::string_view stage);
-  // The stages' times, but for those by events.
+  // Times of stages, except those between marks.
   StageTimes& stages() { return stages_; }
-  // A part of the job between two events of its stream, once the GPU is done.
+  // Adds the time between two events of the stream to a stage, once the GPU is done.
   void AddStage(JobStage stage, cudaEvent_t from, cudaEvent_t to);
-  // Fills in the job's times, once the GPU is done and all stages are there.
+  // Fills in the job's times, once the GPU is done and all stages were added.
   void CollectTimes();
-  // What a unit of an item says of the announcement that it served; OK for a job.
-  // query, kv_head: the unit's first.
+  // The status that a unit reports for this announcement; OK for a job on a slot. query, kv_head:
+  // the unit's first.
   absl::Status CheckReport(const StepReport& report, size_t item, int64_t query, int kv_head) const;
 
  private:

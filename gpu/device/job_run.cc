@@ -23,8 +23,8 @@ void JobRun::Plan() {
 }
 
 absl::Status JobRun::Reserve() {
-  // Pinned memory of all, and the largest workspace: waves and parts follow
-  // each other.
+  // Pinned memory for all, but only the largest workspace, because waves and parts run one after
+  // the other.
   Carver pinned;
   const int64_t sparse_bytes = sparse_.Reserve(pinned, pinned);
   const int64_t dense_bytes = dense_.Reserve(pinned, pinned);
@@ -37,7 +37,7 @@ absl::Status JobRun::Reserve() {
 }
 
 absl::Status JobRun::EnqueuePipelines() {
-  // Sparse attends take a step's append into their graph.
+  // Sparse attends include a step's append in their graph.
   RETURN_IF_ERROR(append_.Enqueue(/*step_later=*/!sparse_.empty(), workspace_));
   StreamSlot& slot = context_.slot();
   if (append_.enqueued() && attends()) {

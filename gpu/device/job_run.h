@@ -8,33 +8,32 @@
 
 namespace spillway::cuda {
 
-// One job on its way through a stream slot: rows copied and work enqueued,
-// then, once the slot's stream is done, results collected. Its pipelines follow
-// each other on the stream.
+// One job on a stream slot: copies rows and enqueues work, then collects results once the slot's
+// stream is done. Its pipelines run one after the other on the stream.
 class JobRun {
  public:
   JobRun(Job* job, StreamSlot* slot, const Gpu& gpu) : context_(job, slot, gpu) {}
   JobRun(const JobRun&) = delete;
   JobRun& operator=(const JobRun&) = delete;
 
-  // Everything that the GPU is to do. The caller waits for the slot's stream
-  // before it ends the run, also after an error, which is of the whole job.
+  // Enqueues all work of the GPU. An error concerns the whole job. Even then, the caller must wait
+  // for the slot's stream before it destroys this object.
   absl::Status Enqueue();
-  // Whether Enqueue() found the memory that it needs. Without it nothing has changed.
+  // Whether Enqueue() got the memory that it needs. If not, nothing has changed.
   bool reserved() const { return reserved_; }
-  // Whether nobody waits for the job's attends any more. Tells the kernels.
+  // Whether the job's attends are cancelled or late. If so, tells the kernels.
   bool Cancelled() { return context_.Cancelled(); }
-  // Results and statuses of the items, once the GPU is done.
+  // Sets the results and statuses of the items, once the GPU is done.
   void Collect();
 
  private:
-  // Hands the items' queries to the pipelines.
+  // Assigns the items' queries to the pipelines.
   void Plan();
-  // Memory for all attends. RESOURCE_EXHAUSTED, and then nothing has changed.
+  // Gets memory for all attends. RESOURCE_EXHAUSTED changes nothing.
   absl::Status Reserve();
   absl::Status EnqueuePipelines();
   bool attends() const { return !sparse_.empty() || !dense_.empty(); }
-  // Times of what events stand around.
+  // Adds the times of stages between two events.
   void CollectStages();
 
   JobContext context_;

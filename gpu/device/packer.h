@@ -9,13 +9,13 @@
 #include "host/model/model_spec.h"
 #include "tbb/parallel_for.h"
 
-// What of a model is uploaded, in one piece.
+// Packs a model's data, to upload them in one piece.
 namespace spillway::cuda {
 
-// Arrays next to each other, each 16-byte aligned, and where they will lie.
+// Arrays packed one after the other, 16-byte aligned, and the pointers that are set to them.
 class Packer {
  public:
-  // Sets `place` to the array's address once Place() is called.
+  // Place() sets `place` to the array's address.
   template <typename T>
   void Add(const std::vector<T>& values, const T*& place) {
     if (values.empty()) return;
@@ -35,7 +35,7 @@ class Packer {
   std::vector<std::function<void(const std::byte*)>> places_;
 };
 
-// Adds make(spec, layer) of all layers.
+// Adds make(spec, layer) for all layers.
 template <typename Make>
 void AddMatrices(const ModelSpec& spec, Make make, std::vector<const float*>& places,
                  Packer& packer) {

@@ -13,7 +13,7 @@ namespace {
 
 constexpr int64_t kPageWords = sizeof(ResidentPage) / sizeof(uint64_t);
 static_assert(sizeof(ResidentPage) % sizeof(uint64_t) == 0);
-// Pages of rows for a page of tokens, at most.
+// Most pages of rows for a page of tokens.
 constexpr int64_t kRowPages = kPageTokenCount / kResidentPageRows;
 
 uint32_t CountRows(const ResidentPage& page) {
@@ -67,7 +67,7 @@ absl::Status ResidentRowsOfLayer::Prepare(int64_t token_count) {
   token_count_ = token_count;
   std::vector<int64_t> counts(heads_.size());
   const auto choose = [&](size_t h) { counts[h] = Choose(heads_[h], first, token_count); };
-  // A hash a token, 0.2 ns: of many a worker's time is worth waking it.
+  // A hash takes 0.2 ns per token. For many, waking the workers pays.
   constexpr int64_t kManyTokens = int64_t{1} << 20;
   if ((token_count - first) * static_cast<int64_t>(heads_.size()) < kManyTokens) {
     for (size_t h = 0; h < heads_.size(); ++h) choose(h);
@@ -84,7 +84,7 @@ absl::Status ResidentRowsOfLayer::Prepare(int64_t token_count) {
       Truncate(first);
       return status;
     }
-    // A page that is written may have been replaced, if a fork shares it.
+    // Pages that are written may have been replaced, if a fork shares them.
     head.synced_row_pages = std::min(head.synced_row_pages, head.row_count / kResidentPageRows);
     head.row_count = counts[h];
   }
@@ -161,7 +161,7 @@ void ResidentRowsOfLayer::Fill(int64_t begin, int64_t end, Place place) {
       place(h, token, RecentRow(h, token), /*recent=*/true);
     }
   }
-  // Tokens between are lost from the ring, and so are those before.
+  // If more tokens are new than the ring holds, it holds none of the older ones.
   recent_begin_ = recent > begin ? recent : std::max(recent_begin_, end - kRecentRows);
 }
 

@@ -14,38 +14,36 @@
 
 namespace spillway::cuda {
 
-// The rows of one layer of a sequence that GPU memory holds beside the host's:
-// the first tokens, the resident sample (SampleOrder) and, in a ring, the newest
-// tokens. What an attend finds here does not cross the link. Not thread-safe.
+// Rows of one layer of a sequence that are in GPU memory as well as in host memory: the first
+// tokens, the resident sample (SampleOrder) and, in a ring, the newest tokens. Attends do not read
+// them over the link. Not thread-safe.
 class ResidentRowsOfLayer {
  public:
-  // pool: of kResidentPageRows rows a page; null: nothing is held. All outlive
-  // it.
+  // pool: pages of kResidentPageRows rows; null: holds no rows. All must outlive this object.
   ResidentRowsOfLayer(const ModelSpec& spec, PagePool* pool, BlockPools* blocks, int layer);
-  // The first token_count tokens of another's, pages shared; without the ring.
+  // Shares the pages of the first token_count tokens of `source`, without the ring.
   ResidentRowsOfLayer(const ResidentRowsOfLayer& source, int64_t token_count);
   ResidentRowsOfLayer(ResidentRowsOfLayer&&) = default;
   ResidentRowsOfLayer& operator=(ResidentRowsOfLayer&&) = delete;
 
   int64_t bytes() const;
-  // Room for the rows of tokens up to token_count, which are chosen now.
-  // RESOURCE_EXHAUSTED changes nothing.
+  // Chooses from the tokens up to token_count, and makes room for their rows. RESOURCE_EXHAUSTED
+  // changes nothing.
   absl::Status Prepare(int64_t token_count);
   void Truncate(int64_t token_count);
 
-  // Is told where a token's row goes: of the first tokens and the sample, or to
-  // the ring of recent ones.
+  // Called with the address for a token's row: in the ring of newest tokens if `recent`, else among
+  // the first tokens and the sample.
   using Place = absl::FunctionRef<void(int kv_head, int64_t token, std::byte* to, bool recent)>;
-  // Says where the rows of tokens [begin, end) go, which are here from then on.
+  // Calls `place` for each held row of tokens [begin, end), which counts as filled from then on.
   // REQUIRES: they are prepared.
   void Fill(int64_t begin, int64_t end, Place place);
 
-  // Words of GPU memory that Sync() fills, for page_capacity pages of tokens.
+  // Words of the tables in GPU memory that Sync() fills, for page_capacity pages of tokens.
   int64_t TableWords(int64_t page_capacity) const;
-  // Adds what differs between the tables and what is known; `tables` are
-  // TableWords() words. anew: they hold nothing yet.
+  // Adds the updates that the tables need. tables: TableWords() words. anew: they are empty.
   void Sync(uint64_t* tables, int64_t page_capacity, bool anew, std::vector<TableUpdate>& updates);
-  // What kernels see of a KV head.
+  // The kernels' view of a KV head.
   ResidentRows View(uint64_t* tables, int64_t page_capacity, int kv_head) const;
 
  private:
@@ -56,9 +54,9 @@ class ResidentRowsOfLayer {
     int64_t row_count = 0;
     int64_t synced_row_pages = 0;
   };
-  // Notes which of tokens [first, token_count) are held. Returns the head's rows then.
+  // Marks which of tokens [first, token_count) are held. Returns the number of the head's rows.
   int64_t Choose(Head& head, int64_t first, int64_t token_count) const;
-  // Row `rank` of a head.
+  // Address of a head's row number `rank`.
   std::byte* Row(const Head& head, int64_t rank) const;
   std::byte* RecentRow(int kv_head, int64_t token) const;
 
@@ -67,11 +65,11 @@ class ResidentRowsOfLayer {
   BlockPools* const blocks_;
   const int layer_;
   const uint32_t sample_limit_;
-  int64_t token_count_ = 0;  // chosen from
+  int64_t token_count_ = 0;  // tokens from which rows were chosen
   std::vector<Head> heads_;
-  int64_t synced_pages_ = 0;  // that cannot have changed since Sync()
+  int64_t synced_pages_ = 0;  // pages of tokens unchanged since Sync()
   Block recent_;              // [H][kRecentRows] rows
-  int64_t recent_begin_ = 0;  // tokens from here to the last one filled are there
+  int64_t recent_begin_ = 0;  // the ring has tokens from here to the last one filled
 };
 
 }  // namespace spillway::cuda

@@ -15,17 +15,16 @@
 namespace spillway::cuda {
 namespace {
 
-// Without holding a core for as long as a long fetch takes.
+// Waits without using a core during a long fetch.
 template <typename Query>
 absl::Status Await(const Query& query, std::string_view what) {
   return ToStatus(Poll(query, std::chrono::microseconds(200), [] {}), what);
 }
 
-// What the copy engine is given at a time, at least. Each of its two copies, of K and of V,
-// costs it some 3 us beside its 55 GB/s: with pieces of 4 MiB it is as fast as a kernel
-// (docs/results/gpu/link.csv).
+// Fewest bytes for the copy engine. Each of its two copies, of K and of V, costs about 3 us beside
+// its 55 GB/s: with pieces of 4 MiB it is as fast as a kernel (docs/results/gpu/link.csv).
 constexpr int64_t kEngineBytesMin = int64_t{8} << 20;
-// Of a row's K or V: less than that a copy of many short rows is slow.
+// Fewest bytes of a row's K or V: copies of many shorter rows are slow.
 constexpr int64_t kEngineRowBytesMin = 128;
 
 // Whether the copy engine can write the call's rows.
@@ -87,7 +86,7 @@ absl::Status RowFetcher::Run(const FetchWork& work) {
   RETURN_IF_ERROR(CheckTargets(work));
   RETURN_IF_ERROR(Prepare());
   absl::Status status = work.chosen ? CopyChosen(work) : CopyRange(work);
-  // Also after an error: nothing may write to the tensors any more.
+  // Also after an error, so that nothing writes to the tensors afterwards.
   status.Update(Await([this] { return cudaStreamQuery(stream_.get()); }, "a fetch on the GPU"));
   return status;
 }
@@ -190,7 +189,8 @@ absl::Status RowFetcher::CopyRange(const FetchWork& work) {
     for (int64_t token = work.start; token < end;) {
       if (adjacent == 0) adjacent = work.rows.AdjacentRows(h, token, end - token);
       if (adjacent >= engine_rows) {
-        // CUDA copies within what was registered at once; of V a pitch ends half a row behind.
+        // CUDA copies only within one registered extent. V's last pitch ends half a row behind the
+        // last row.
         const int64_t bytes = work.rows.BytesToExtentEnd(work.rows.Row(h, token));
         const int64_t registered = std::min((bytes - row_bytes / 2) / row_bytes, adjacent);
         if (registered >= engine_rows) {
@@ -229,7 +229,7 @@ absl::Status RowFetcher::CopyChosen(const FetchWork& work) {
     return Launch(*stage, row_pages, fetch);
   };
   for (size_t h = 0; h < work.chosen->size(); ++h) {
-    int64_t page = -1;  // the last one listed
+    int64_t page = -1;  // last page listed
     for (const uint32_t token : (*work.chosen)[h]) {
       if (rows == 0) {
         ASSIGN_OR_RETURN(stage, NextStage(work));

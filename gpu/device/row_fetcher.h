@@ -18,29 +18,29 @@
 
 namespace spillway::cuda {
 
-// Copies rows from their pages in pinned memory to tensors in GPU memory, one fetch
-// after the other, on a stream and in a thread of its own: attends wait for neither. Of a
-// range, the GPU's copy engine takes what lies together in large pieces, a kernel the rest.
-// Rows that the GPU holds too, a hundredth of all, cross the link as well: they are
-// the sequence's, which may go on meanwhile. Thread-safe.
+// Copies rows from their pages in pinned memory to tensors in GPU memory, one fetch after the
+// other, on a stream and a thread of its own, so that attends do not wait. Of a range, the GPU's
+// copy engine copies long contiguous runs and a kernel the rest. The 1 % of the rows that the GPU
+// also holds are read over the link too, because the sequence may change them meanwhile.
+// Thread-safe.
 class RowFetcher {
  public:
-  // Both budgets outlive it. gpu.name too.
+  // Both budgets and gpu.name must outlive this object.
   RowFetcher(const Gpu& gpu, MemoryBudget* device_budget, MemoryBudget* host_budget);
-  // What waits is served before.
+  // Serves all waiting fetches first.
   ~RowFetcher();
   RowFetcher(const RowFetcher&) = delete;
   RowFetcher& operator=(const RowFetcher&) = delete;
 
-  // As Device::Fetch. REQUIRES: work.on_gpu. INVALID_ARGUMENT for what is not this GPU's
-  // memory; RESOURCE_EXHAUSTED for the fetcher's own, which the first fetch takes.
+  // As Device::Fetch(). REQUIRES: work.on_gpu. INVALID_ARGUMENT for memory that is not this GPU's;
+  // RESOURCE_EXHAUSTED if the fetcher's own memory, which the first fetch allocates, does not fit.
   void Fetch(const FetchWork& work, Device::FetchDone done) ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:
-  // Chosen rows of one launch, and of its list.
+  // Most chosen rows of one launch and its lists.
   static constexpr int64_t kRowsMax = 65536;
 
-  // What a launch reads, in both memories: filled anew while the one before runs.
+  // What a launch reads, on host and GPU: filled while the launch before runs.
   struct Lists {
     std::array<const std::byte*, kRowsMax> pages;
     std::array<uint32_t, kRowsMax> slots;
@@ -51,11 +51,11 @@ class RowFetcher {
     Event done;
 
     Lists& host() const { return *reinterpret_cast<Lists*>(pinned.data()); }
-    // For addresses alone.
+    // Only to compute addresses.
     Lists& on_gpu() const { return *reinterpret_cast<Lists*>(device.data()); }
   };
   static constexpr size_t kStages = 2;
-  // Launches of a range that are on their way: enough that none waits for the host.
+  // Launches of a range in flight: enough that none waits for the host.
   static constexpr size_t kLaunches = 4;
   struct Task {
     const FetchWork* work = nullptr;
@@ -66,27 +66,26 @@ class RowFetcher {
   absl::Status Run(const FetchWork& work);
   absl::Status Prepare();
   absl::Status PrepareLists();
-  // OK, or INVALID_ARGUMENT: whether k and v are this GPU's, and aligned.
+  // INVALID_ARGUMENT unless k and v are in this GPU's memory and aligned.
   absl::Status CheckTargets(const FetchWork& work) const;
   absl::Status CopyRange(const FetchWork& work);
   absl::Status CopyChosen(const FetchWork& work);
-  // The next stage, once nothing reads it any more; an error of the call's if nobody
-  // waits for the rows.
+  // The next stage, once no launch reads it. An error if the fetch was cancelled.
   absl::StatusOr<Stage*> NextStage(const FetchWork& work);
-  // Launches what the stage lists: `pages` pages, and slots.
+  // Launches the fetch of the listed rows: `pages` pages and fetch.row_count slots.
   absl::Status Launch(Stage& stage, int64_t pages, RowsFetch fetch);
-  // Copies rows [token, token + count) of a KV head that lie in one extent by the copy engine.
+  // Copies rows [token, token + count) of a KV head by the copy engine. They are in one extent.
   absl::Status CopyByEngine(const FetchWork& work, int kv_head, int64_t token, int64_t count);
-  // The next event of a launch's, once few launches are on their way; an error of the
-  // call's if nobody waits for the rows.
+  // The next event for a launch, once few enough are in flight. An error if the fetch was
+  // cancelled.
   absl::StatusOr<cudaEvent_t> NextLaunch(const FetchWork& work);
-  // Launches pieces of a range, and empties the list. Errors as of NextLaunch().
+  // Launches pieces of a range, and empties the list. Errors as in NextLaunch().
   absl::Status Launch(const FetchWork& work, PagesFetch& fetch);
 
   const Gpu gpu_;
   MemoryBudget* const device_budget_;
   MemoryBudget* const host_budget_;
-  // The thread's.
+  // Used only by the thread.
   Stream stream_;
   std::array<Stage, kStages> stages_;
   size_t turn_ = 0;

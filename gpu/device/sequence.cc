@@ -15,7 +15,7 @@ int64_t PagesFor(int64_t token_count) {
   return (token_count + kPageTokenCount - 1) / kPageTokenCount;
 }
 
-// Tokens that stay indexed of so many.
+// Tokens that stay indexed if token_count remain.
 int64_t Indexed(int64_t token_count) { return token_count < kCentreTokenCount ? 0 : token_count; }
 
 }  // namespace
@@ -82,7 +82,7 @@ EncodeWork LayerIndex::Work(int64_t begin, int64_t end) const {
 
 absl::Status LayerIndex::Prepare(int64_t start, int64_t count,
                                  WholeRowsOfLayer::MakeRoom make_room) {
-  // Of an append that was undone; nothing in the ordinary case.
+  // Undoes an append that failed; usually nothing.
   Truncate(start);
   RETURN_IF_ERROR(Grow(PagesFor(start + count)));
   whole_.Prepare(start, start + count, make_room);
@@ -269,7 +269,7 @@ int64_t CudaSequence::held_bytes() const {
 }
 
 void CudaSequence::ResumeWhole(int64_t token_count) {
-  int64_t bytes = 0;  // that attends read over the link
+  int64_t bytes = 0;  // read by attends over the link
   for (const LayerIndex& layer : layers) bytes += layer.MissingBytes(token_count);
   if (bytes == 0 || !residency_->TakeTurn(*this, bytes)) return;
   for (LayerIndex& layer : layers) layer.whole().Resume();

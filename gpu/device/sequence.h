@@ -14,43 +14,42 @@
 
 namespace spillway::cuda {
 
-// What the GPU knows of one layer of a sequence: the addresses of row and
-// index pages, the index, what it says of each KV head, and some of the rows.
+// What the GPU knows of one layer of a sequence: the addresses of row and index pages, the index,
+// statistics of each KV head, and some of the rows.
 class LayerIndex {
  public:
   LayerIndex(const CudaModel& model, BlockPools* blocks, int layer);
-  // The first token_count tokens of another's, pages shared.
+  // Shares the pages of the first token_count tokens of `source`.
   LayerIndex(const CudaModel& model, BlockPools* blocks, const LayerIndex& source,
              int64_t token_count);
 
-  // Tokens that methods have encoded and whose rows the GPU holds as far as it
-  // holds any; none below kCentreTokenCount. Pages are coded once they are
-  // closed.
+  // Tokens that methods have encoded, and of which the GPU has the rows that it holds; 0 below
+  // kCentreTokenCount. Pages are coded when they are full.
   int64_t indexed_token_count() const { return indexed_token_count_; }
   int64_t coded_page_count() const { return ClosedPages(indexed_token_count_); }
-  // Of index pages and rows in GPU memory, without those of whole().
+  // Bytes of index pages and rows in GPU memory, without those of whole().
   int64_t bytes() const;
 
-  // Addresses of so many tokens at least stay where they are from now on.
+  // Makes the tables large enough for token_count tokens, so that they do not move up to there.
   // RESOURCE_EXHAUSTED.
   absl::Status Reserve(int64_t token_count);
-  // Room for the index, rows and addresses of tokens up to start + count; see
-  // Device::PrepareAppend. make_room: for copies of all rows, which go as far as
-  // there is room. RESOURCE_EXHAUSTED.
+  // Makes room for index, rows and addresses of tokens up to start + count; see
+  // Device::PrepareAppend(). make_room: for copies of all rows, which are made as far as there is
+  // room. RESOURCE_EXHAUSTED.
   absl::Status Prepare(int64_t start, int64_t count, WholeRowsOfLayer::MakeRoom make_room);
   void Truncate(int64_t token_count);
 
-  // Adds what the GPU's tables lack of the pages of rows and of the index. Room
-  // for rows was prepared, or is made now. RESOURCE_EXHAUSTED.
+  // Adds the updates that the GPU's tables of row and index pages need. Room for the tables was
+  // prepared, or is made now. RESOURCE_EXHAUSTED.
   absl::Status Update(const LayerRows& rows, std::vector<TableUpdate>& updates);
-  // Says that updates were handed out in vain.
+  // To be called if updates were handed out but did not run.
   void ForgetTables();
-  // Where the rows go that the GPU is to hold, of tokens that are to be indexed up
-  // to token_count.
+  // Calls `place` for the rows that the GPU is to hold, of tokens up to token_count that are not
+  // indexed yet.
   void FillResident(int64_t token_count, ResidentRowsOfLayer::Place place) {
     resident_.Fill(indexed_token_count_, token_count, place);
   }
-  // The same as copies.
+  // The same as a list of copies.
   void FillResident(const LayerRows& rows, int64_t token_count, std::vector<RowCopy>& copies) {
     FillResident(token_count, [&](int kv_head, int64_t token, std::byte* to, bool) {
       copies.push_back({rows.Row(kv_head, token), to});
@@ -58,32 +57,31 @@ class LayerIndex {
   }
   WholeRowsOfLayer& whole() { return whole_; }
   const WholeRowsOfLayer& whole() const { return whole_; }
-  // Adds copies of the rows of tokens [begin, end) to `copies`, where those before them
-  // are there; all that have room are, from then on.
+  // Adds to `copies` the rows of tokens [begin, end) that have room in whole(), if all rows before
+  // them are there. They count as filled from then on.
   void FillWhole(const LayerRows& rows, int64_t begin, int64_t end, std::vector<RowCopy>& copies);
-  // Copies of rows that are in host memory and have room, but are not here yet, of
-  // tokens up to token_count; those are here from then on. Reads the tables.
+  // The copies of rows of tokens up to token_count that have room in whole() but are not there yet.
+  // They count as filled from then on. Reads the tables.
   WholeCopy FillWhole(int64_t token_count);
-  // Of the rows of tokens up to token_count that have no room in whole().
+  // Bytes of the rows of tokens up to token_count that have no room in whole().
   int64_t MissingBytes(int64_t token_count) const;
-  // The keys of tokens [begin, end) to encode.
+  // The work of encoding the keys of tokens [begin, end).
   EncodeWork Work(int64_t begin, int64_t end) const;
-  // Says that tokens up to token_count are indexed, and what is known of heads
-  // is there.
+  // Says that tokens up to token_count are indexed and heads() is filled.
   void SetIndexed(int64_t token_count) { indexed_token_count_ = token_count; }
 
   // Device addresses, valid until the next Prepare or Update.
   const std::byte* const* row_pages(int kv_head) const;
-  // The same for who only reads rows: in GPU memory as far as whole() goes.
+  // The same for readers of rows: pages in GPU memory as far as whole() goes.
   const std::byte* const* read_pages(int kv_head) const;
   std::byte* const* code_pages(int kv_head) const;
   ResidentRows resident(int kv_head) const;
   int64_t page_capacity() const { return capacity_; }
-  // Of a KV head, null while nothing is indexed. Statistics: with a rotation;
-  // centre [d]: of methods that encode keys.
+  // Of a KV head; null while nothing is indexed. Statistics: only with a rotation. Centre [d]: only
+  // with methods that encode keys.
   const HeadStatistics* statistics(int kv_head) const;
   const float* centre(int kv_head) const;
-  // What they are written to. REQUIRES: kCentreTokenCount tokens were prepared.
+  // Where statistics are written. REQUIRES: kCentreTokenCount tokens were prepared.
   HeadIndex heads() const;
   // [H][d]; null without methods that encode keys.
   float* centres() const;
@@ -91,9 +89,9 @@ class LayerIndex {
  private:
   // Bytes of heads_.
   int64_t HeadBytes() const;
-  // Tables for as many pages.
+  // Makes tables for page_count pages.
   absl::Status Grow(int64_t page_count);
-  // Behind the pages' addresses.
+  // After the addresses of pages.
   uint64_t* resident_tables() const {
     return tables_ ? reinterpret_cast<uint64_t*>(tables_.data()) +
                          static_cast<int64_t>(mirror_.size()) * capacity_
@@ -104,24 +102,23 @@ class LayerIndex {
   BlockPools* blocks_;
   int64_t indexed_token_count_ = 0;
   std::vector<PageTable> codes_;  // index pages per KV head; empty without an index
-  // With a rotation HeadStatistics [H] and value centres [H][d]; then with
-  // methods that encode keys centres [H][d]. Never changed while tokens are
-  // indexed.
+  // With a rotation HeadStatistics [H] and value centres [H][d]; then, with methods that encode
+  // keys, centres [H][d]. Not changed while tokens are indexed.
   Block heads_;
   ResidentRowsOfLayer resident_;
   WholeRowsOfLayer whole_;
-  // [3][H][capacity] addresses of pages of rows, of the index, and of rows to read; then
-  // resident_'s.
+  // [3][H][capacity] addresses of pages of rows, of index pages, and of pages to read rows from;
+  // then the tables of resident_.
   Block tables_;
   int64_t capacity_ = 0;
-  // What the GPU's tables hold, or will once the updates that were handed out
-  // have run: [3 H][pages].
+  // [3 H][pages]: what the GPU's tables hold, or will hold once the updates that were handed out
+  // have run.
   std::vector<std::vector<const std::byte*>> mirror_;
-  // Pages below these cannot have changed since the last Update.
+  // Pages below these have not changed since the last Update().
   int64_t synced_row_pages_ = 0;
   int64_t synced_code_pages_ = 0;
   int64_t synced_read_pages_ = 0;
-  bool tables_new_ = true;  // nothing was handed out for tables_ yet
+  bool tables_new_ = true;  // no updates were handed out for tables_ yet
 };
 
 class CudaSequence final : public DeviceSequence, public Residency::Member {
@@ -135,12 +132,12 @@ class CudaSequence final : public DeviceSequence, public Residency::Member {
   // Residency::Member.
   void GiveUp() override;
   int64_t held_bytes() const override;
-  // Of token_count tokens a layer, rows that have no room here get some with the next
-  // PrepareAppend() once attends have read as many bytes over the link. REQUIRES: in use.
+  // With token_count tokens per layer: once attends have read as many bytes over the link as the
+  // rows without room here have, the next PrepareAppend() makes room for them. REQUIRES: in use.
   void ResumeWhole(int64_t token_count);
   void CountMoved(int64_t bytes) { residency_->CountMoved(*this, bytes); }
   bool MakeRoom() { return residency_->MakeRoom(); }
-  // In use, no one asks it to give up.
+  // While the sequence is in use, nobody calls GiveUp().
   ResidencyUse Use() { return {*residency_, *this}; }
 
   std::vector<LayerIndex> layers;

@@ -21,11 +21,11 @@
 namespace spillway::cuda {
 namespace {
 
-// How long who waits for a layer's kernels holds a core: an attend takes less at most
-// lengths.
+// How long a thread polls for a layer's kernels without sleeping. At most lengths, an attend takes
+// less.
 constexpr std::chrono::microseconds kBusy{500};
 
-// How many do so at once: of many that wait, the others nap.
+// Most threads that may do so at once. If more wait, the others sleep between polls.
 int BusyMax() {
   static const int most = std::max(1, static_cast<int>(std::thread::hardware_concurrency()) / 8);
   return most;
@@ -58,7 +58,7 @@ class SharedHeap::Memory final : public SharedDeviceMemory {
   absl::Status Read(const std::byte* from, int64_t stride, int64_t row_bytes, int64_t row_count,
                     std::byte* to) override {
     if (stride == row_bytes) return Copy(to, from, row_bytes * row_count, cudaMemcpyDeviceToHost);
-    // Neither is a pitch of CUDA's. Rows that lie in one another are few bytes.
+    // CUDA cannot copy with the pitches of the next two cases. Rows that overlap are few bytes.
     if (stride < row_bytes) {
       std::vector<std::byte> reach(static_cast<size_t>((row_count - 1) * stride + row_bytes));
       RETURN_IF_ERROR(
@@ -193,7 +193,7 @@ absl::StatusOr<std::unique_ptr<DeviceExchange>> SharedHeap::OpenExchange(int64_t
 }
 
 void SharedHeap::FreeLater(DeviceBuffer buffer, int64_t shared_bytes) {
-  // Tasks are copied.
+  // In a shared_ptr, because tasks are copied.
   auto freed = std::make_shared<DeviceBuffer>(std::move(buffer));
   workers_->enqueue(frees_.defer([this, freed = std::move(freed), shared_bytes] {
     const CurrentDevice current(gpu_.ordinal);

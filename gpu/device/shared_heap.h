@@ -13,22 +13,22 @@
 
 namespace spillway::cuda {
 
-// GPU memory that other processes map by CUDA IPC, an allocation for each piece: a handle
-// opens the whole allocation. What is given up is freed by a worker, since cudaFree waits
-// for the GPU. Thread-safe.
+// GPU memory that other processes map by CUDA IPC. Each piece is an allocation of its own, because
+// a handle opens a whole allocation. A worker frees released pieces, because cudaFree waits for the
+// GPU. Thread-safe.
 class SharedHeap {
  public:
-  // All outlive it; so does gpu.name. What it gave goes before it.
+  // All arguments, and gpu.name, must outlive the heap. The heap must outlive what it returns.
   SharedHeap(const Device* device, const Gpu& gpu, MemoryBudget* budget, tbb::task_arena* workers)
       : device_(device), gpu_(gpu), budget_(budget), workers_(workers) {}
-  // Waits until what was given up is freed.
+  // Waits until all released memory is freed.
   ~SharedHeap();
   SharedHeap(const SharedHeap&) = delete;
   SharedHeap& operator=(const SharedHeap&) = delete;
 
   // RESOURCE_EXHAUSTED, from the budget or from CUDA. REQUIRES: bytes is positive.
   absl::StatusOr<std::unique_ptr<SharedDeviceMemory>> Allocate(int64_t bytes);
-  // Allocates `bytes` of shared memory, and inputs and a stream beside it. The same errors.
+  // Allocates `bytes` of shared memory, with inputs and a stream. The same errors.
   absl::StatusOr<std::unique_ptr<DeviceExchange>> OpenExchange(int64_t bytes, int64_t input_bytes);
   int64_t used_bytes() const { return used_bytes_; }
 
@@ -36,7 +36,7 @@ class SharedHeap {
   class Memory;
   class Exchange;
 
-  // Frees a buffer, of which shared_bytes were counted, in a worker.
+  // Frees a buffer in a worker. shared_bytes: its part of used_bytes_.
   void FreeLater(DeviceBuffer buffer, int64_t shared_bytes);
 
   const Device* const device_;
@@ -45,7 +45,7 @@ class SharedHeap {
   tbb::task_arena* const workers_;
   tbb::task_group frees_;
   std::atomic<int64_t> used_bytes_ = 0;
-  std::atomic<int> busy_count_ = 0;  // threads that wait for the GPU busily
+  std::atomic<int> busy_count_ = 0;  // threads in Exchange::Await()
 };
 
 }  // namespace spillway::cuda

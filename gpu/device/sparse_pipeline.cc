@@ -18,26 +18,26 @@
 namespace spillway::cuda {
 namespace {
 
-// Rows that a unit gathers to GPU memory before it folds them; more are read
-// where they lie.
+// Most bytes of rows that a unit gathers in GPU memory before it folds them. If there are more, the
+// rows are read in place.
 constexpr int64_t kStagingBytes = int64_t{32} << 20;
 constexpr int64_t kStagingRowsMin = 8192;
-// Blocks that gather rows; see docs/link.md: more SMs hold more addresses in
-// flight than are translated.
+// Blocks that gather rows. More SMs have more addresses in flight than the GPU can translate; see
+// docs/link.md.
 constexpr int kGatherBlocks = 8;
 constexpr int64_t kReferencePagesStep = 16;
-// Units of a step from which on two halves at once are faster than all together.
+// From this many units on, two halves of a step at once are faster than all units together.
 constexpr int64_t kLanesUnitsMin = 96;
 constexpr int64_t kLaneAlignment = 256;
 
-// Tokens that grids are made for, of a unit of n.
+// Tokens for which the grids of a unit of n tokens are made.
 int64_t GridTokens(int64_t n) {
   const auto sixteenth = static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(n)) / 16);
   return RoundUp(n, std::max<int64_t>(kSegmentTokens, sixteenth));
 }
 
-// Tokens of the reference pages of a unit of up to n, at most: fewer pages are taken of
-// a longer one only where it takes them further apart.
+// Most tokens in the reference pages of a unit of up to n tokens. A longer unit has fewer pages
+// only if they are further apart.
 int64_t ReferenceTokensMax(int64_t n) {
   const int64_t pages = (n + kPageTokenCount - 1) / kPageTokenCount;
   constexpr int64_t kAtLeast = 32;  // see ReferencePages
@@ -132,8 +132,8 @@ void SparsePipeline::LayOutUnit(const UnitWave& wave, int64_t i, const Unit& uni
   r.list = workspace.Take<uint32_t>(n);
   r.sources = workspace.Take<const std::byte*>(n);
   const int64_t staging_bytes = std::min(kStagingBytes, context_->wave_bytes() / 4);
-  // A quarter of the rows; more where all of the job's units have room for it in one
-  // wave, for waves wait for each other. A step keeps its memory, and is content.
+  // A quarter of the rows. More if all units of the job still fit into one wave, because waves run
+  // one after the other. A step keeps its memory, so it takes no more.
   const int64_t share_bytes = context_->wave_bytes() / context_->unit_count() / 2;
   const int64_t rows_max =
       std::min(n, std::max({n / 4, kStagingRowsMin,
@@ -171,7 +171,7 @@ UnitRequest SparsePipeline::Request(size_t item, int64_t query) const {
 
 void SparsePipeline::Add(size_t item, int64_t query) {
   const Policy& policy = context_->attend(item).policy;
-  // All units of a query have as much memory of their own.
+  // All units of a query need the same amount of own memory.
   UnitWave alone = WaveFor(item);
   Carver pinned, shared, own;
   LayOutWave(policy, 1, alone, pinned, pinned, shared);
@@ -252,7 +252,7 @@ void SparsePipeline::Fill(const UnitWave& wave, Carver& workspace) const {
   for (size_t i = 0; i < wave.units.size(); ++i) {
     const Unit& unit = wave.units[i];
     const AttendQuery& w = context_->attend(unit.item);
-    // An item's units follow each other, and so do a query's.
+    // The units of an item follow each other, and so do those of a query.
     const Unit* const before = i > 0 ? &wave.units[i - 1] : nullptr;
     const bool same_item = before != nullptr && before->item == unit.item;
     if (!same_item || before->query != unit.query) of_query = Request(unit.item, unit.query);
@@ -302,7 +302,7 @@ absl::Status SparsePipeline::Launch(StepAppend append) {
     if (status.ok()) status = Launch(wave, {});
   }
   step->stream = first;
-  // Also after an error: what was launched ends before the stream goes on.
+  // Also after an error: the stream waits until what was launched has ended.
   SPILLWAY_CUDA_RETURN_IF_ERROR(cudaEventRecord(step->join, step->side_stream));
   SPILLWAY_CUDA_RETURN_IF_ERROR(cudaStreamWaitEvent(first, step->join));
   return status;
@@ -325,7 +325,7 @@ Wave SparsePipeline::View(const UnitWave& wave, const StepAppend& append) const 
   w.unit_count = static_cast<int>(wave.units.size());
   for (int i = 0; i < w.unit_count; ++i) {
     const UnitRequest& r = wave.requests[i];
-    // Rounded up, so that the wave of the next step is the same.
+    // Rounded up, so that the next step usually has the same wave.
     w.token_count_max = std::max(w.token_count_max, GridTokens(r.n));
     const int64_t reference_pages = r.reference_token_count / kPageTokenCount;
     w.reference_pages_max =
@@ -351,8 +351,8 @@ absl::Status SparsePipeline::Launch(const UnitWave& wave, const StepAppend& appe
   if (w.methods.shape != nullptr) {
     SPILLWAY_CUDA_RETURN_IF_ERROR(context_->model().methods()->LaunchAhead(
         w.methods, PolicyOf(wave), context_->layer(), wave.q, w.unit_count, stream));
-    // Not a node of the graph: as one the copy failed with cudaErrorLaunchFailure and no kernel at
-    // fault (H200, driver 580.159).
+    // Not a node of the graph: as a node, the copy failed with cudaErrorLaunchFailure, although no
+    // kernel was at fault (H200, driver 580.159).
     if (w.methods.request_bytes > 0) {
       SPILLWAY_CUDA_RETURN_IF_ERROR(cudaMemcpyAsync(w.methods.units, w.methods.host_units,
                                                     static_cast<size_t>(w.methods.request_bytes),
@@ -360,7 +360,7 @@ absl::Status SparsePipeline::Launch(const UnitWave& wave, const StepAppend& appe
     }
   }
   if (context_->step() != nullptr) return LaunchWave(w, *context_);
-  // Events between the kernels are of one job alone.
+  // With a trace, no graph: the events between the kernels belong to one job.
   RETURN_IF_ERROR(context_->job().trace ? LaunchWave(w, *context_)
                                         : context_->slot().graphs().Run(
                                               w, stream, [&] { return LaunchWave(w, *context_); }));

@@ -11,26 +11,26 @@
 
 namespace spillway::cuda {
 
-// A job's queries that choose their rows: one after the other planned by Add(),
-// measured by Reserve(), prepared, launched and, once the GPU is done, collected.
+// The queries of a job that choose their rows. Add() plans them and Reserve() measures them. Then
+// come Prepare(), Launch() and, once the GPU is done, Collect().
 class SparsePipeline {
  public:
   explicit SparsePipeline(JobContext* context) : context_(context) {}
 
-  // A query of an item whose policy CheckServed() takes.
+  // Adds a query of an item, whose policy CheckServed() accepts.
   void Add(size_t item, int64_t query);
   bool empty() const { return waves_.empty(); }
-  // Takes the pinned memory of all from carvers that only measure: what the GPU
-  // reads, and what it writes. Returns the bytes of the workspace, which the waves of
-  // a lane have one after the other.
+  // Takes the pinned memory of all waves from carvers that only measure: requests, which the GPU
+  // reads, and results, which it writes. Returns the bytes of the workspace, which the waves of a
+  // lane use one after the other.
   int64_t Reserve(Carver& requests, Carver& results);
-  // Lays everything out and writes the requests.
+  // Lays out all waves and writes the requests.
   void Prepare(Carver& requests, Carver& results, std::byte* workspace);
-  // append: what is appended before the first wave, as a part of its graph.
+  // append: the append before the first wave, as a part of its graph.
   absl::Status Launch(StepAppend append);
-  // The waves as they are launched: what can be captured depends on them alone.
+  // The waves as they are launched. A captured graph depends on nothing else.
   std::vector<Wave> Views() const;
-  // Results and statuses of the items, and the stages' times.
+  // Sets the results and statuses of the items, and the stages' times.
   void Collect() const;
 
  private:
@@ -40,7 +40,7 @@ class SparsePipeline {
     int64_t query;
     int kv_head;
   };
-  // Units that go through the kernels together.
+  // Units that the kernels process together.
   struct UnitWave {
     std::vector<Unit> units;
     AttendShape shape;
@@ -48,12 +48,11 @@ class SparsePipeline {
     const TailKernels* tail_kernels = nullptr;
     bool select_only = false;
     int lane = 0;
-    // Of the workspace: what all units have of their own, and what the wave
-    // takes at most.
+    // In the workspace: bytes of the units' own memory, and most bytes of the wave.
     int64_t unit_bytes = 0;
     int64_t bytes_max = 0;
-    int64_t bytes = 0;  // once measured
-    // Pinned.
+    int64_t bytes = 0;  // as measured by Reserve()
+    // In pinned memory.
     UnitRequest* requests = nullptr;
     float* q = nullptr;
     UnitResult* results = nullptr;
@@ -65,47 +64,47 @@ class SparsePipeline {
   };
 
   const ModelSpec& spec() const { return context_->spec(); }
-  // The policy of a wave's units, the same in all that their kernels depend on.
+  // The policy of a wave's units. All that their kernels depend on is the same.
   const Policy& PolicyOf(const UnitWave& wave) const {
     return context_->attend(wave.units.front().item).policy;
   }
 
-  // Waves of different lanes run at once. A step of many units has two, so that the rows
-  // of one half cross the link while the other half is scored; jobs run beside other jobs.
+  // Waves of different lanes run concurrently. A step of many units has two, so that the rows of
+  // one half cross the link while the other half is scored. Jobs run beside other jobs instead.
   static constexpr int kLanesMax = 2;
   int lane_count() const;
-  // The bytes of the workspace that each lane has.
+  // Bytes of workspace for each lane.
   std::array<int64_t, kLanesMax> LaneBytes() const;
 
-  // A wave for queries of an item, without units.
+  // A wave without units that fits the queries of an item.
   UnitWave WaveFor(size_t item) const;
   AttendShape ShapeOf(const Policy& policy, Selector selector) const;
 
-  // Memory; empty carvers only measure. What a wave of unit_count units has
-  // beside the units' own:
+  // Memory layout; empty carvers only measure. LayOutWave() takes what a wave of unit_count units
+  // has beside the units' own memory.
   void LayOutWave(const Policy& policy, int64_t unit_count, UnitWave& wave, Carver& requests,
                   Carver& results, Carver& workspace) const;
-  // What unit i has of its own; the request's n, begin and end are known.
+  // Takes the own memory of unit i. n, begin and end of the request are set.
   void LayOutUnit(const UnitWave& wave, int64_t i, const Unit& unit, UnitRequest& request,
                   Carver& workspace) const;
 
-  // What is asked of a query's units, but for tails and addresses.
+  // The request for a query's units, without tails and addresses.
   UnitRequest Request(size_t item, int64_t query) const;
-  // Where a unit's rows and codes lie, and in which order they are sampled.
+  // Sets where a unit's rows and codes are, and in which order they are sampled.
   void Address(const Unit& unit, UnitRequest& request) const;
-  // Writes the requests and queries of a wave that is laid out.
+  // Lays out a wave's units, and writes their requests and queries.
   void Fill(const UnitWave& wave, Carver& workspace) const;
 
   // The kernels' view of a wave that is filled.
   Wave View(const UnitWave& wave, const StepAppend& append) const;
   absl::Status Launch(const UnitWave& wave, const StepAppend& append);
-  // Reads the lists of a wave that only selects. Waits for the GPU.
+  // Reads the lists of rows of a wave that only selects. Waits for the GPU.
   absl::Status CollectSelections(const UnitWave& wave) const;
   void Collect(const UnitWave& wave) const;
 
   JobContext* const context_;
   std::vector<UnitWave> waves_;
-  const uint64_t* append_begins_ = nullptr;  // of the append in the first wave's graph
+  const uint64_t* append_begins_ = nullptr;  // when the first wave's append begins
 };
 
 }  // namespace spillway::cuda

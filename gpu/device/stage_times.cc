@@ -5,7 +5,7 @@
 namespace spillway::cuda {
 
 void StageTimes::AddWave(const UnitResult& first, uint64_t ends, uint64_t append_begins) {
-  // What begins at each moment. A moment that was not reached took no time.
+  // The stage that begins at each moment. A moment that was not reached took no time.
   static constexpr std::array<JobStage, kWaveMoments - 1> kBegun = {
       JobStage::kScore, JobStage::kCut,    JobStage::kSample,
       JobStage::kFold,  JobStage::kSample, JobStage::kFold};

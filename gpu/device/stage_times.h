@@ -10,8 +10,8 @@
 #include "host/device/device.h"
 #include "host/device/job_stage.h"
 
-// How long the stages of a job took on a GPU. A captured graph has no events between its kernels:
-// the kernels note the moments themselves.
+// How long the stages of a job took on a GPU. A captured graph has no events between its kernels,
+// so the kernels record the times.
 namespace spillway::cuda {
 
 // Sums over a job's parts. Not thread-safe.
@@ -19,15 +19,16 @@ class StageTimes {
  public:
   void Add(JobStage stage, double us) { us_[static_cast<size_t>(stage)] += us; }
 
-  // A sparse wave's stages, from its first kernel to its last unit's end. first: the result of its
-  // first unit. ends: when its last unit ended, ns. append_begins: when an append did that is
-  // a part of the wave, ns; 0: there is none. Nothing of a wave that did not run to its end.
+  // Adds the stages of a sparse wave, from the start of its first kernel to the end of its last
+  // unit. first: the result of the first unit. ends: when the last unit ended, ns. append_begins:
+  // when the wave's append began, ns; 0: no append. Adds nothing if the wave did not run to its
+  // end.
   void AddWave(const UnitResult& first, uint64_t ends, uint64_t append_begins);
 
-  // From the first wave's beginning to the last one's end: waves of a step may run beside each
-  // other.
+  // From the start of the first wave to the end of the last one: waves of a step may run
+  // concurrently.
   double waves_us() const { return static_cast<double>(last_ - first_) / 1e3; }
-  // Those that took time, in the order that they run in.
+  // The stages that took time, in the order in which they run.
   std::vector<StageTime> Named() const;
 
  private:

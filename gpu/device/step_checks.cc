@@ -12,7 +12,7 @@
 namespace spillway::cuda {
 namespace {
 
-// Of rows that kernels read.
+// Alignment of rows that kernels read.
 constexpr int64_t kAlignment = 16;
 
 absl::Status CheckOfStep(int ordinal, const char* name, const void* data) {

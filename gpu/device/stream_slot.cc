@@ -53,7 +53,7 @@ absl::StatusOr<std::unique_ptr<StreamSlot>> StreamSlot::Create(MemoryBudget* dev
 
 absl::StatusOr<std::byte*> StreamSlot::Workspace(int64_t bytes) {
   if (bytes > workspace_.bytes()) {
-    // The old one first: the two need not fit together.
+    // Free the old one first: the two need not fit together.
     workspace_ = DeviceBuffer();
     const int64_t rounded = (std::max(bytes, 4 * kStep) + kStep - 1) / kStep * kStep;
     ASSIGN_OR_RETURN(workspace_,

@@ -15,13 +15,11 @@
 
 namespace spillway::cuda {
 
-// Graphs of waves that come again and again, as those of a decoding sequence
-// do: everything that a wave launches depends on its Wave alone, for what
-// differs from step to step lies in memory.
+// Graphs of waves that occur again and again, as in decoding. The launches of a wave depend only on
+// its Wave, because values that change from step to step are in memory.
 class GraphCache {
  public:
-  // Puts on the stream what `enqueue` does: by itself when the wave is new, as
-  // a graph from then on.
+  // Puts the work of `enqueue` on the stream: directly if the wave is new, later as a graph.
   template <typename Enqueue>
   absl::Status Run(const Wave& wave, cudaStream_t stream, Enqueue enqueue) {
     Entry* entry = Find(wave);
@@ -37,50 +35,50 @@ class GraphCache {
     Wave wave;
     Graph graph;
   };
-  // The wave's entry, or null, and then there is one from now on.
+  // The wave's entry. If there is none, adds one and returns null.
   Entry* Find(const Wave& wave);
 
-  std::vector<Entry> entries_;  // the latest first
+  std::vector<Entry> entries_;  // most recently used first
 };
 
-// Pinned memory for what appends list: always there, so that an append that was
-// prepared cannot lack it.
+// Pinned memory for the lists of appends. It always exists, so that a prepared append cannot fail
+// for lack of it.
 struct AppendLists {
   static constexpr int kStepRowsMax = 1024;
   static constexpr int kPieceMax = 4096;
 
   AppendCounts counts;
   uint64_t step_begins;  // see StepAppend
-  // Of the rows that an append brings from GPU memory, see RowsAppend.
+  // The first bad element of an append from GPU memory, see RowsAppend.
   unsigned long long bad_row;
   std::array<RowCopy, kCopiesOfRow * kStepRowsMax> step_copies;
-  // Of the rows and pages of longer appends, a piece at a time.
+  // For the rows and pages of longer appends, a piece at a time.
   std::array<RowCopy, kPieceMax> copies;
   std::array<TableUpdate, kPieceMax> updates;
 };
 
-// What one job in flight uses: a stream and memory that grows with the jobs.
-// Not thread-safe; grown only while nothing runs on the stream.
+// What one running job uses: a stream, and memory that grows with the jobs. Not thread-safe. May
+// grow only while nothing runs on the stream.
 class StreamSlot {
  public:
-  // wave_bytes: what a wave takes of the workspace, unless a unit alone takes
-  // more. urgent: the GPU takes up its kernels before those of slots that are not.
+  // wave_bytes: most workspace of a wave, unless one unit takes more. urgent: the GPU schedules its
+  // kernels before those of other slots.
   static absl::StatusOr<std::unique_ptr<StreamSlot>> Create(MemoryBudget* device_budget,
                                                             MemoryBudget* host_budget,
                                                             int64_t wave_bytes, bool urgent);
 
-  // At least as many bytes. RESOURCE_EXHAUSTED.
+  // At least `bytes` bytes. RESOURCE_EXHAUSTED.
   absl::StatusOr<std::byte*> Workspace(int64_t bytes);
   absl::StatusOr<std::byte*> Pinned(int64_t bytes);
 
-  // What appends need is always there: device memory, and lists.
+  // Device memory and lists for appends, which always exist.
   static constexpr int64_t kAppendScratchBytes = int64_t{256} << 10;
   std::byte* append_scratch() const { return append_scratch_.data(); }
-  // Behind it.
+  // Directly behind append_scratch().
   unsigned long long* bad_row() const {
     return reinterpret_cast<unsigned long long*>(append_scratch_.data() + kAppendScratchBytes);
   }
-  // For what goes on beside the stream, from stages that are filled and coded in turn.
+  // Rows from GPU memory are coded on side_stream(), from stages that are filled and coded in turn.
   static constexpr int kStages = 2;
   struct Stage {
     Event filled, coded;
@@ -93,7 +91,7 @@ class StreamSlot {
   cudaStream_t stream() const { return stream_.get(); }
   cudaEvent_t start() const { return start_.get(); }
   cudaEvent_t done() const { return done_.get(); }
-  // Where a job's parts meet: after its appends, and before its dense attends.
+  // Between the parts of a job: after its appends, and before its dense attends.
   cudaEvent_t appended() const { return appended_.get(); }
   cudaEvent_t dense() const { return dense_.get(); }
   // Pinned; not 0 asks the kernels to stop.

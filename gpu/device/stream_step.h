@@ -8,19 +8,19 @@
 
 namespace spillway::cuda {
 
-// What a step of one GPU is made of; all outlive it.
+// What a step on one GPU uses; all of it must outlive the step.
 struct StreamStepHome {
   int ordinal = 0;
   Gpu gpu;
-  Device* device = nullptr;  // for jobs that index what is there
+  Device* device = nullptr;  // for jobs that index existing rows
   CudaModel* model = nullptr;
   MemoryBudget* device_budget = nullptr;
   MemoryBudget* host_budget = nullptr;
   int64_t wave_bytes = 0;
 };
 
-// RESOURCE_EXHAUSTED; UNIMPLEMENTED for a policy or a model whose methods lie beside
-// the core: they read queries on the host.
+// RESOURCE_EXHAUSTED; UNIMPLEMENTED for a policy or a model with optional methods, which read
+// queries on the host.
 absl::StatusOr<std::unique_ptr<StreamStep>> CreateStreamStep(const StreamStepHome& home,
                                                              StreamStepOptions options);
 

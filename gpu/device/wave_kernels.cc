@@ -70,7 +70,8 @@ absl::Status LaunchWave(const Wave& wave, JobContext& context) {
   }
   stage("finish", LaunchFinish(wave, stream));
   if (wave.has_tail && wave.tail_kernels == nullptr) {
-    // Of units with a head whose error came out too large: rare, else nothing.
+    // Only for units with a head whose error is too large, which is rare. Otherwise they do
+    // nothing.
     stage("more", LaunchSample(wave, 2, stream));
     stage("more fold", LaunchFold(wave, 2, stream));
     stage("more finish", LaunchFinishAgain(wave, stream));

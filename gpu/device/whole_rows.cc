@@ -46,7 +46,7 @@ void WholeRowsOfLayer::Prepare(int64_t start, int64_t token_count, MakeRoom make
   if (pool_ == nullptr) return;
   while (grows_ && !Reserve(start, token_count)) grows_ = make_room();
   if (grows_ || start >= end_) return;
-  // Of the last page, which a fork may share.
+  // Make the last page writable, which a fork may share.
   if (!Reserve(start, end_)) GiveUp();
 }
 

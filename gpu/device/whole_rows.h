@@ -11,49 +11,48 @@
 
 namespace spillway::cuda {
 
-// Copies in GPU memory of all rows of one layer of a sequence, from the first
-// token on as far as there was room, so that attends read no host memory. What
-// writes a row to the host's page writes it here too: within a job, before its
-// attends. Not thread-safe.
+// Copies in GPU memory of all rows of one layer of a sequence, from the first token on as far as
+// there was room, so that attends read no host memory. Whatever writes a row to its page in host
+// memory writes it here too, in the same job and before its attends. Not thread-safe.
 class WholeRowsOfLayer {
  public:
-  // pool: of kPageTokenCount rows a page, outlives it; null: holds nothing ever.
+  // pool: pages of kPageTokenCount rows; must outlive this object. Null: never holds rows.
   WholeRowsOfLayer(const ModelSpec& spec, PagePool* pool);
-  // The first token_count tokens of another's as far as it has them, pages shared.
+  // Shares the pages of the first token_count tokens, as far as `source` has them.
   WholeRowsOfLayer(const WholeRowsOfLayer& source, int64_t token_count);
 
-  // Asked for room where the pool has none: true if there is some now.
+  // Called if the pool has no room. Returns whether there is room now.
   using MakeRoom = absl::FunctionRef<bool()>;
-  // Takes room for tokens up to token_count, if it has room for all before them
-  // or was told to Resume(). Where it finds none it keeps what it has, and grows
-  // no more until then. Tokens from `start` on are about to be written.
+  // Makes room for tokens up to token_count, if all tokens before them have room, or after
+  // Resume(). If it fails, keeps what it has, and does not grow again before Resume() or a
+  // Truncate() to end() or less. Tokens from `start` on are about to be written.
   void Prepare(int64_t start, int64_t token_count, MakeRoom make_room);
-  // The next Prepare() takes room for what lacks.
+  // Lets the next Prepare() make the room that is missing.
   void Resume() { grows_ = pool_ != nullptr; }
   void Truncate(int64_t token_count);
   // Gives all pages back.
   void GiveUp();
 
-  // Tokens [0, end()) have room, a multiple of kPageTokenCount.
+  // Tokens [0, end()) have room; a multiple of kPageTokenCount.
   int64_t end() const { return end_; }
-  // Whether there is room for less than so many tokens.
+  // Whether fewer than token_count tokens have room.
   bool Lacks(int64_t token_count) const { return pool_ != nullptr && end_ < token_count; }
-  // Of tokens [0, token_count), the first that has room here but no row yet; or token_count.
+  // The first of tokens [0, token_count) that has room here but no row yet; else token_count.
   int64_t FirstUnfilled(int64_t token_count) const;
   bool LacksRows(int64_t token_count) const { return FirstUnfilled(token_count) < token_count; }
-  // Says that the rows of tokens up to token_count are here, as far as there is room.
+  // Says that rows of tokens up to token_count are here, as far as they have room.
   void SetFilled(int64_t token_count);
 
   int64_t page_count() const { return end_ / kPageTokenCount; }
   std::byte* Page(int kv_head, int64_t page) const { return tables_[kv_head].Page(page); }
   // A token's row; null if it has no room.
   std::byte* Row(int kv_head, int64_t token) const;
-  // Pages below this have been where they are since it was last asked.
+  // The first page that may have moved since the last call.
   int64_t TakeChangedPage() { return std::exchange(changed_page_, INT64_MAX); }
   int64_t bytes() const;
 
  private:
-  // Room for tokens up to `end` in all tables, or in none.
+  // Makes room for tokens up to `end` in all tables, or in none.
   bool Reserve(int64_t start, int64_t end);
 
   const ModelSpec& spec_;

@@ -25,8 +25,8 @@ cudaError_t LaunchWholeCopy(const WholeCopy& copy, cudaStream_t stream) {
   const int64_t rows = copy.head_count * (copy.end - copy.begin);
   if (rows == 0) return cudaSuccess;
   constexpr int kWarps = kWholeCopyThreads / 32;
-  // Few blocks, as gathers have: more hold more addresses in flight than are
-  // translated (docs/link.md).
+  // Few blocks, as in a gather: more would have more addresses in flight than the link can
+  // translate (docs/link.md).
   const auto blocks = static_cast<unsigned>(std::min<int64_t>((rows + kWarps - 1) / kWarps, 8));
   return Launch<WholeCopyKernel>({blocks, kWholeCopyThreads}, stream, copy);
 }

@@ -3,10 +3,10 @@
 #include "gpu/kernels/append.h"
 #include "gpu/kernels/device_math.cuh"
 
-// Kernels of what a step appends.
+// Kernels that copy rows to GPU memory and update the tables of page addresses.
 namespace spillway::cuda {
 
-// A warp a row.
+// One warp per row; this is warp `warp` of `warps`.
 __device__ inline void CopyRows(const RowCopy* copies, int64_t count, int64_t row_bytes,
                                 int64_t warp, int64_t warps) {
   for (int64_t i = warp; i < count; i += warps) {
@@ -25,7 +25,7 @@ __device__ inline void UpdateTables(const TableUpdate* updates, int64_t count, i
   }
 }
 
-// Blocks that copy rows, and a last one that updates tables.
+// The last block updates tables, all others copy rows.
 __global__ void StepAppendKernel(StepAppend append) {
   TriggerDependents();
   if (append.begins != nullptr && blockIdx.x == 0 && threadIdx.x == 0) {
@@ -50,9 +50,9 @@ __global__ void RowCopyKernel(const RowCopy* copies, int64_t count, int64_t row_
 
 inline constexpr int kWholeCopyThreads = 1024;
 
-// A warp a row, neighbours neighbours.
+// One warp per row; neighbouring warps copy neighbouring rows.
 __global__ void __launch_bounds__(kWholeCopyThreads) WholeCopyKernel(WholeCopy c) {
-  constexpr int kAhead = 4;  // rows that a warp has on their way
+  constexpr int kAhead = 4;  // rows that a warp has in flight
   const int64_t tokens = c.end - c.begin;
   const int64_t rows = c.head_count * tokens;
   const int64_t warps = int64_t{gridDim.x} * (blockDim.x / 32);

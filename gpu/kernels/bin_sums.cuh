@@ -3,18 +3,17 @@
 #include "gpu/kernels/device_math.cuh"
 #include "host/core/page_index.h"
 
-// What is read of a unit's histogram; its sums from the highest bin down, by one
-// block.
+// Helpers for a unit's histogram: its strays, and its sums from the highest bin down.
 namespace spillway::cuda {
 
-// Strays among the scored tokens that the histogram counts.
+// Number of strays among the scored tokens, from their bin of the histogram.
 __device__ inline int64_t ScoredStrays(const AttendShape& shape, const UnitRequest& u) {
   return shape.weighed ? u.histogram[kStrayBin] : 0;
 }
 
 inline constexpr int kCutThreads = 1024;
 
-// Turns counts per bin into tokens of that bin and above, in place.
+// Replaces each count by the number of tokens in that bin and above. A block of kCutThreads.
 __device__ inline void SuffixSums(uint32_t* counts, int bin_count) {
   __shared__ uint32_t warp_sums[kCutThreads / 32];
   const int per_thread = (bin_count + kCutThreads - 1) / kCutThreads;

@@ -5,18 +5,16 @@
 
 // Products of codes and query bits on binary tensor cores.
 //
-// A warp takes 32 tokens of a code page at a time, as two pairs of octets:
-// the instruction m16n8k128 .and.popc multiplies a pair's 16 keys with eight
-// columns of query bits, (head, plane) pairs of four heads. Two of them hold
-// four planes of four heads, so that a lane ends up with all planes of one
-// head for two keys of the pair. Memory is to be the limit: everything else is
-// counted in instructions per key.
+// A warp processes 32 tokens of a code page at a time, as two pairs of octets. One instruction
+// m16n8k128 .and.popc multiplies the 16 keys of a pair with a set of eight columns of query bits,
+// one column per (head, plane). Two column sets hold four planes of four heads, so that a lane ends
+// up with all planes of one head for two keys of the pair. Memory should be the limit, so the code
+// uses few instructions per key.
 namespace spillway::cuda {
 
-// acc += popcounts of the bits that rows of a and columns of b share. Lane:
-// a0 row lane / 4, a1 row lane / 4 + 8, b column lane / 4, each word lane % 4;
-// acc[0..1] row lane / 4, columns 2 (lane % 4) + {0, 1}; acc[2..3] row
-// lane / 4 + 8.
+// acc += number of bits that are set in both a row of a and a column of b. A lane passes
+// word lane % 4 of row lane / 4 (a0), of row lane / 4 + 8 (a1) and of column lane / 4 (b). Its
+// acc[0..1] are for row lane / 4 and columns 2 (lane % 4) + {0, 1}, acc[2..3] for row lane / 4 + 8.
 __device__ inline void AndPopc(int32_t (&acc)[4], uint32_t a0, uint32_t a1, uint32_t b) {
   asm("mma.sync.aligned.m16n8k128.row.col.s32.b1.b1.s32.and.popc "
       "{%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
@@ -24,8 +22,8 @@ __device__ inline void AndPopc(int32_t (&acc)[4], uint32_t a0, uint32_t a1, uint
       : "r"(a0), "r"(a1), "r"(b));
 }
 
-// The words of a lane's keys, one of each of a tile's four octets, for one
-// plane and fragment; 0 where the fragment has no such word.
+// Word lane % 4, in one plane and fragment, of the lane's four keys: key lane / 4 of each octet of
+// the tile. 0 if the fragment has no such word.
 __device__ inline uint4 LoadCodes(const CodeTiling& tiling, const std::byte* page, int plane,
                                   int tile, int fragment, int lane) {
   const int width = tiling.fragment_words(fragment);
@@ -37,10 +35,10 @@ __device__ inline uint4 LoadCodes(const CodeTiling& tiling, const std::byte* pag
   return *reinterpret_cast<const uint4*>(at);
 }
 
-// Which token of a tile a lane holds once four heads were exchanged.
+// The token of a tile that a lane holds after ExchangeHeads().
 __device__ inline int TokenOfLane(int lane) { return (lane % 4) * 8 + lane / 4; }
 
-// a[octet] of head `lane % 4` becomes a[head] of octet `lane % 4`.
+// Transposes among each four lanes: a[octet] of head lane % 4 becomes a[head] of octet lane % 4.
 __device__ inline void ExchangeHeads(float (&a)[4], int lane) {
   const bool odd = (lane & 1) != 0;
 #pragma unroll
@@ -66,9 +64,9 @@ __device__ inline void ExchangeHeads(float (&a)[4], int lane) {
   }
 }
 
-// Query bits of a block's unit in shared memory: per quartet and fragment the
-// lane's words of both column sets. Column 2 head + plane % 2 of set
-// plane / 2 is row plane * 4 + head of query_planes.
+// Loads the unit's query bits to shared memory, planes [quartets][fragments][32]: each lane's words
+// of both column sets. Column 2 head + plane % 2 of set plane / 2 is row plane * 4 + head of
+// query_planes. The caller synchronises.
 __device__ inline void LoadQueryPlanes(const UnitRequest& u, int quartets, int words, int fragments,
                                        uint2* planes) {
   for (int i = threadIdx.x; i < quartets * fragments * 32; i += blockDim.x) {
@@ -88,7 +86,7 @@ __device__ inline void LoadQueryPlanes(const UnitRequest& u, int quartets, int w
   }
 }
 
-// A lane's query bits of a quartet: both column sets.
+// A lane's query bits of a quartet: its words of column set 0 (low) and 1 (high).
 template <int kFragments>
 struct QueryBits {
   uint32_t low[kFragments];
@@ -104,9 +102,8 @@ struct QueryBits {
   }
 };
 
-// Which accumulators plane p of a tile's codes is multiplied into, and how often,
-// so that no sum has to be doubled on its way: set p / 2, whose sums weigh
-// 4^(p / 2), once or twice.
+// Calls f(set, fragment, low, high) for all planes of a pair of octets. Set p / 2 of plane p weighs
+// 4^(p / 2). Odd planes are passed twice, so that no sum has to be doubled.
 template <int kPlanes, int kFragments, typename F>
 __device__ inline void ForPlanes(const uint4 (&codes)[kPlanes][kFragments], int pair, F f) {
 #pragma unroll
@@ -122,14 +119,14 @@ __device__ inline void ForPlanes(const uint4 (&codes)[kPlanes][kFragments], int 
   }
 }
 
-// Integer sums of four query heads over a tile's keys: totals[octet] is of
-// head lane % 4 and key lane / 4 of the octet: offset + 4 sum w u - 30 sum u,
-// w the stored 4-bit weight.
+// Integer sums of four query heads over a tile's keys. totals[octet] is for head lane % 4 and key
+// lane / 4 of the octet: offset + 4 sum w u - 30 sum u, w the stored 4-bit weight, u the key's
+// code. ones: from TileOnes().
 template <int kPlanes, int kFragments>
 __device__ inline void TileTotals(const uint4 (&codes)[kPlanes][kFragments],
                                   const int32_t (&ones)[4], const QueryBits<kFragments>& query,
                                   int32_t offset, int32_t (&totals)[4]) {
-  // The query's upper planes go a set further.
+  // The query's planes 2 and 3 count 4 times: they go to the next set.
   constexpr int kSets = (kPlanes - 1) / 2 + 2;
 #pragma unroll
   for (int pair = 0; pair < 2; ++pair) {
@@ -150,11 +147,11 @@ __device__ inline void TileTotals(const uint4 (&codes)[kPlanes][kFragments],
   }
 }
 
-// sum u of each octet's key, as the lane's key of TileTotals.
+// ones[octet] = sum u of key lane / 4 of the octet.
 template <int kPlanes, int kFragments>
 __device__ inline void TileOnes(const uint4 (&codes)[kPlanes][kFragments], int lane,
                                 int32_t (&ones)[4]) {
-  // Set 0 in the even columns, set 1 in the odd ones.
+  // Even columns sum up set 0, odd ones set 1.
   const uint32_t even = lane / 4 % 2 == 0 ? 0xFFFFFFFFu : 0;
 #pragma unroll
   for (int pair = 0; pair < 2; ++pair) {
@@ -172,7 +169,7 @@ __device__ inline float ScaledTotal(int32_t total, float coefficient) {
   return coefficient * static_cast<float>(total);
 }
 
-// Factors of the lane's keys in a tile's four octets.
+// The factors of the lane's four keys: key lane / 4 of each octet of the tile.
 __device__ inline void LoadFactors(const CodeTiling& tiling, const std::byte* page, int tile,
                                    int lane, float (&factors)[4]) {
   const auto* at = reinterpret_cast<const uint2*>(page + tiling.factor_offset_bytes()) +
@@ -184,7 +181,7 @@ __device__ inline void LoadFactors(const CodeTiling& tiling, const std::byte* pa
   factors[3] = __uint_as_float(raw.y & 0xFFFF0000u);
 }
 
-// Their norm bytes, that of octet t in byte t.
+// The norm bytes of the same keys; byte t is that of octet t.
 __device__ inline uint32_t LoadNorms(const CodeTiling& tiling, const std::byte* page, int tile,
                                      int lane) {
   const auto* norms = reinterpret_cast<const uint32_t*>(page + tiling.norm_offset_bytes());
@@ -193,19 +190,19 @@ __device__ inline uint32_t LoadNorms(const CodeTiling& tiling, const std::byte* 
 __device__ inline bool IsStrayNorm(uint32_t norms, int octet) {
   return (norms >> (8 * octet) & 0xFFu) == kStrayNorm;
 }
-// Whether one of the four says so.
+// Whether any of the four keys is a stray.
 __device__ inline bool HasStrayNorm(uint32_t norms) {
   static_assert(kStrayNorm == 0xFF);
-  // A byte of the complement is 0.
+  // Tests whether a byte of the complement is 0.
   return ((~norms - 0x01010101u) & norms & 0x80808080u) != 0;
 }
 
-// Of a code page what keys are scored by: all but the centre. A multiple of 16.
+// Bytes of a code page that scoring reads: all but the centre. A multiple of 16.
 __host__ __device__ inline int ScoredBytes(const CodeTiling& tiling) {
   return tiling.centre_offset_bytes();
 }
 
-// Per query head, what a block's warps read again and again.
+// What the warps of a scoring block need of a query head; in shared memory.
 struct HeadTerms {
   int32_t offset;
   float coefficient;

@@ -4,15 +4,15 @@
 #include "host/core/page_score.h"
 #include "host/core/rank_error.h"
 
-// What pages' centres add to their keys' estimated logits; see
-// host/core/page_score.h. Half a warp takes a page's centre, a lane a chain.
+// Centre logits: what the centre of a page adds to the estimated logits of its keys
+// (host/core/page_score.h). Half a warp multiplies one centre, one lane per chain.
 namespace spillway::cuda {
 
 inline constexpr int kHalfWarp = kRankChains;
 static_assert(kHalfWarp == 16);
 
-// The lane's coordinates of a vector, those of chain lane % 16; 0 beyond the last.
-// kFragments: CodeTiling::fragments(), of 128 dimensions each.
+// A lane's coordinates of a vector: lane % 16, lane % 16 + 16, ... (chain lane % 16); 0 beyond the
+// last. kFragments: CodeTiling::fragments(), of 128 dimensions each.
 template <int kFragments>
 struct ChainCoordinates {
   static constexpr int kCount = kFragments * kFragmentWords * 32 / kHalfWarp;
@@ -33,7 +33,7 @@ struct ChainCoordinates {
       x[i] = i * kHalfWarp < shape.tiling.centre_dims ? own[i * kHalfWarp] : 0.0f;
     }
   }
-  // The chain of the product.
+  // The lane's chain of the product.
   __device__ float Times(const ChainCoordinates& other) const {
     float sum = 0;
 #pragma unroll
@@ -42,8 +42,8 @@ struct ChainCoordinates {
   }
 };
 
-// Adds up kCount values of each lane over kCount lanes, as SumChains() does: lane
-// i of them gets the sum of value i. All lanes of the warp.
+// Sums kCount values over kCount lanes, in the order of SumChains(). Lane i of these gets the sum
+// of value i. All lanes of the warp call it.
 template <int kCount>
 __device__ inline float SumByLane(const float (&values)[kCount], int lane) {
   if constexpr (kCount == 1) {
@@ -62,8 +62,8 @@ __device__ inline float SumByLane(const float (&values)[kCount], int lane) {
   }
 }
 
-// CentreLogit() of a page for each query head of a quartet, head lane % 4 of it;
-// of heads that are not there another's. All lanes of the warp.
+// CentreLogit() of a page for query head lane % 4 of a quartet; that of another head if the group
+// has no such head. All lanes of the warp call it.
 template <int kFragments>
 __device__ inline float QuartetCentreLogit(const AttendShape& shape, const float* q,
                                            const ChainCoordinates<kFragments>& centre, int quartet,
@@ -79,7 +79,7 @@ __device__ inline float QuartetCentreLogit(const AttendShape& shape, const float
     for (int apart = kHalfWarp / 2; apart > 0; apart /= 2) {
       sum += __shfl_xor_sync(kFullWarp, sum, apart);
     }
-    // Lane 16 i has that of head 2 pair + i.
+    // Lane 16 i has the sum of head 2 pair + i of the quartet.
     const float received =
         __shfl_sync(kFullWarp, CentreLogit(sum, shape.scale), lane % 2 * kHalfWarp);
     if (lane % 4 / 2 == pair) own = received;
@@ -87,12 +87,12 @@ __device__ inline float QuartetCentreLogit(const AttendShape& shape, const float
   return own;
 }
 
-// Pages that a warp takes together: their addresses and centres lie far. With a
-// quartet of heads, a lane ends with the logit of one page and head.
+// Pages that a warp processes together, because reading addresses and centres has a long latency.
+// With a quartet of heads, each lane ends up with the logit of one page and head.
 inline constexpr int kCentrePagesPerWarp = 8;
 
-// Fills UnitRequest::centre_logits and raises UnitState::reference to their
-// largest; warp `warp` of `warps`. All lanes.
+// Fills UnitRequest::centre_logits and raises UnitState::reference to each head's largest. All
+// lanes of warp `warp` of `warps` call it.
 template <int kFragments>
 __device__ inline void StoreCentreLogits(const AttendShape& shape, const UnitRequest& u,
                                          int64_t warp, int64_t warps) {
@@ -111,7 +111,7 @@ __device__ inline void StoreCentreLogits(const AttendShape& shape, const UnitReq
 #pragma unroll
     for (int i = 0; i < kPages; ++i) centres[i].LoadCentre(shape.tiling, pages[i], lane);
     for (int quartet = 0; quartet * 4 < shape.group; ++quartet) {
-      float products[kHalfWarp];  // of page i and head h of the quartet at 4 i + h
+      float products[kHalfWarp];  // [4 i + h]: of page i and head h of the quartet
 #pragma unroll
       for (int h = 0; h < 4; ++h) {
         ChainCoordinates<kFragments> query;

@@ -15,18 +15,17 @@ namespace spillway::cuda {
 //   factors  bf16 [tile = 4][row = 8][octet = 4]
 //   norms    uint8 [tile = 4][row = 8][octet = 4]
 //   centre   bf16 [d]
-// Token 32 tile + 8 octet + row; plane 0 is a code's low bit. A fragment is up to
-// four 32-bit words of a plane (the last may have fewer): what one binary
-// tensor-core instruction multiplies. So a lane reads the words of its key of
-// four octets as one 16-byte load, ready for the instruction, and a page has no
-// padding beyond a plane's last word.
+// (tile, row, octet) is token 32 tile + 8 octet + row; plane 0 has the lowest bit of the codes. A
+// fragment is up to four 32-bit words of a plane (the last may have fewer), what one binary
+// tensor-core instruction multiplies. So one 16-byte load gives a lane a word of its key in each of
+// four octets, ready for the instruction, and a page has no padding beyond a plane's last word.
 inline constexpr int kCodeTileTokens = 32;
 inline constexpr int kCodeTilesPerPage = kPageTokenCount / kCodeTileTokens;
 inline constexpr int kFragmentWords = 4;
 
 struct CodeTiling {
   int planes = 0;
-  int words = 0;        // of a plane of one token
+  int words = 0;        // 32-bit words of one token's plane
   int centre_dims = 0;  // d with a rotation, else 0
 
   bool operator==(const CodeTiling&) const = default;
@@ -42,12 +41,12 @@ struct CodeTiling {
     const int left = words - fragment * kFragmentWords;
     return left < kFragmentWords ? left : kFragmentWords;
   }
-  // In words from the page's start to row 0, word 0, octet 0 of a fragment.
+  // Offset of row 0, word 0, octet 0 of a fragment from the page's start, in words.
   SPILLWAY_HOST_DEVICE int fragment_offset(int plane, int tile, int fragment) const {
     return (plane * kCodeTilesPerPage + tile) * words * kCodeTileTokens +
            fragment * kFragmentWords * kCodeTileTokens;
   }
-  // Of one word of one token's plane; slot in [0, 128), word in [0, words).
+  // The same for one word of one token's plane; slot in [0, 128), word in [0, words).
   SPILLWAY_HOST_DEVICE int word_offset(int plane, int slot, int word) const {
     const int fragment = word / kFragmentWords;
     const int row = slot % 8;
@@ -55,7 +54,7 @@ struct CodeTiling {
     return fragment_offset(plane, slot / kCodeTileTokens, fragment) +
            (row * fragment_words(fragment) + word % kFragmentWords) * 4 + octet;
   }
-  // Of a token's factor, and of its norm, among the page's.
+  // Index of a token's factor among the page's factors, and of its norm among the norms.
   SPILLWAY_HOST_DEVICE static int factor_index(int slot) {
     return slot / kCodeTileTokens * kCodeTileTokens + slot % 8 * 4 + slot % kCodeTileTokens / 8;
   }

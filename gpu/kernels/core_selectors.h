@@ -4,7 +4,7 @@
 
 #include "gpu/kernels/attend.h"
 
-// Launchers of the core's selectors; see SelectorKernels. `oracle` prepares by
+// Launchers of the core's selectors; see SelectorKernels. `oracle` prepares with
 // LaunchClearUnits().
 namespace spillway::cuda {
 

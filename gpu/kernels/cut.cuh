@@ -4,10 +4,10 @@
 #include "host/core/sample_limit.h"
 #include "host/core/tail_plan.h"
 
-// The heavy threshold, the tail's strata and the pilots, from one histogram.
+// Computes the heavy threshold, the tail's strata and the pilots' thresholds from one histogram.
 namespace spillway::cuda {
 
-// The heavy set that is wanted by count; state.rank_variance is known.
+// The heavy set, if it is chosen by count. REQUIRES: state.rank_variance is set.
 __device__ inline HeavySet HeavySetByCount(const AttendShape& shape, const UnitRequest& u) {
   int64_t wanted = u.heavy_count;
   if (u.adaptive_heavy && u.knows_rank_error) {
@@ -22,20 +22,21 @@ __device__ inline HeavySet HeavySetByCount(const AttendShape& shape, const UnitR
 // Where a unit's bins are cut, in shared memory.
 struct TailCut {
   int strata;
-  uint16_t lowest_bin[kTailStrataMax];  // of a stratum
+  uint16_t lowest_bin[kTailStrataMax];  // of each stratum
   int64_t stratum_count[kTailStrataMax];
   int64_t heavy;      // tokens
-  int64_t skip;       // of the heavy bin's, those that are not
+  int64_t skip;       // tokens of the heavy bin that are not heavy
   int64_t tail;       // tokens
-  int64_t rows_left;  // that row_count_max leaves for them
+  int64_t rows_left;  // rows that row_count_max leaves for the tail
 };
 
-// Where the strata end. One warp; every lane computes the same.
+// Fills `cut`: finds where the strata end. One warp; every lane computes the same, but for its own
+// edge.
 __device__ inline void CutTail(const AttendShape& shape, const UnitRequest& u, const HeavySet& set,
                                const uint32_t* above, int heavy_bin, TailCut& cut) {
   const int bins = shape.bin_count;
   const int64_t all = above[0];
-  int64_t heavy = 0;  // that the histogram still counts
+  int64_t heavy = 0;  // heavy tokens in the histogram; none by mass
   int64_t skip = 0;
   if (!u.by_mass) {
     const int64_t higher = heavy_bin + 1 < bins ? above[heavy_bin + 1] : 0;
@@ -59,7 +60,7 @@ __device__ inline void CutTail(const AttendShape& shape, const UnitRequest& u, c
   };
   if (tail > 0 && terms.tail == Tail::kStratified) {
     const int64_t k = max(int64_t{1}, heavy_total - set.strays);
-    // Lane i knows where edge i falls.
+    // Lane i finds where edge i falls.
     const int own_edge = min(static_cast<int>(threadIdx.x), kStratumEdgeCount - 1);
     const int own_bin = LastBinReaching(bins, StratumEdge(k, own_edge), tail_at);
     const int64_t own_reached = own_bin < 0 ? 0 : tail_at(own_bin);
@@ -80,12 +81,12 @@ __device__ inline void CutTail(const AttendShape& shape, const UnitRequest& u, c
   cut.rows_left = rows_left;
 }
 
-// Tells the kernels that follow of the cut, and the pilots' thresholds. One warp.
+// Stores the cut and the pilots' thresholds in UnitState, for the kernels that follow. One warp.
 __device__ inline void BeginTail(const UnitRequest& u, const TailCut& cut, int heavy_bin) {
   UnitState& state = *u.state;
   const int strata = cut.strata;
   const int64_t rows_left = cut.rows_left;
-  // Heavy tokens and those of the heavy bin pass.
+  // Heavy tokens and those of the heavy bin must pass the filter.
   int near_bin = min(heavy_bin, INT16_MAX);
   for (int h = threadIdx.x; h < strata; h += 32) {
     const int64_t count = cut.stratum_count[h];
@@ -118,7 +119,7 @@ __device__ inline void BeginTail(const UnitRequest& u, const TailCut& cut, int h
   state.limit_of_class[kClassNever] = 0;
 }
 
-// One block a unit. Shared memory: [bin_count] counts.
+// One block per unit. Shared memory: above [bin_count].
 __global__ void __launch_bounds__(kCutThreads, 1)
     CutKernel(AttendShape shape, const UnitRequest* units) {
   extern __shared__ uint32_t above[];  // tokens of a bin and above
@@ -130,13 +131,14 @@ __global__ void __launch_bounds__(kCutThreads, 1)
   if (!u.by_mass) NoteMoment(u.result, kCutBegins);
   const int bins = shape.bin_count;
   for (int i = threadIdx.x; i < bins; i += blockDim.x) above[i] = u.histogram[i];
-  // RankTotalsKernel knows, if anyone.
+  // If it is known, RankTotalsKernel has set it.
   if (!u.knows_rank_error && threadIdx.x < shape.group) u.state->rank_variance[threadIdx.x] = 0;
   __syncthreads();
   if (threadIdx.x == 0) {
     heavy_set = u.by_mass ? u.state->heavy_set : HeavySetByCount(shape, u);
     u.state->heavy_set = heavy_set;
-    // Of no tokens to call heavy the highest bin's first.
+    // By count, the loop below finds the bin. If it finds none, this is the bin: the highest if no
+    // token is heavy (all of its tokens are skipped), 0 if all are.
     heavy_bin = u.by_mass ? bins : heavy_set.count() == 0 ? bins - 1 : 0;
   }
   SuffixSums(above, bins);

@@ -6,7 +6,7 @@
 // Exact attention over all rows.
 namespace spillway::cuda {
 
-// Splits of dense units. Grid (blocks, units).
+// Folds the splits of dense units. Grid (blocks, units).
 __global__ void DenseFoldKernel(DenseWave wave) {
   extern __shared__ __align__(16) float memory[];
   __shared__ SoftmaxSums sums[kDenseQueryRows];

@@ -7,7 +7,7 @@
 
 #include "gpu/kernels/attend.h"
 
-// Small things that kernels share.
+// Small functions that kernels share.
 namespace spillway::cuda {
 
 inline constexpr unsigned kFullWarp = 0xFFFFFFFFu;
@@ -82,12 +82,12 @@ __device__ inline T WarpScan(T x) {
   return x;
 }
 
-// What sums over a unit's values are in units of.
+// Values of a unit are divided by this before they are summed.
 __device__ inline float ValueUnit(const UnitRequest& u) {
   return u.statistics != nullptr ? u.statistics->value_unit : 1.0f;
 }
 
-// A unit's request in shared memory: one read of GPU memory for all threads.
+// Copies a unit's request to shared memory, by one read for all threads. Ends with a barrier.
 template <typename Request>
 __device__ inline void LoadRequest(const Request* from, Request& to) {
   static_assert(sizeof(Request) % 8 == 0);
@@ -99,9 +99,9 @@ __device__ inline void LoadRequest(const Request* from, Request& to) {
   __syncthreads();
 }
 
-// Kernels of an attend may begin while the one before still runs: a kernel
-// waits for all that came before, then allows the next to begin. What two
-// kernels before have written can so be read before the wait.
+// A kernel of an attend may begin while the previous one still runs. It waits for the end of all
+// earlier kernels, and only then lets the next one begin. So before its wait, it can read what the
+// kernels before the previous one have written.
 __device__ inline void GridDependencyWait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -113,41 +113,41 @@ __device__ inline void TriggerDependents() {
 #endif
 }
 
-// ns, of all multiprocessors.
+// Time in ns, by a clock that all multiprocessors share.
 __device__ inline uint64_t GlobalTime() {
   uint64_t ns;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(ns));
   return ns;
 }
-// Notes the moment, in the result of the wave's first unit, which the grid's first block has. The
-// write is not waited for.
+// Notes the time of a moment in the result of the wave's first unit, which the grid's first block
+// has. Does not wait for the write.
 __device__ inline void NoteMoment(UnitResult* result, WaveMoment moment) {
   if ((blockIdx.x | blockIdx.y | blockIdx.z | threadIdx.x) == 0) {
     result->moments[moment] = GlobalTime();
   }
 }
 
-// How every kernel of an attend begins but the first, which fills the
-// requests, and the second.
+// How every kernel of an attend begins, except the first, which writes the requests, and the
+// second.
 __device__ inline void Begin(const UnitRequest* from, UnitRequest& to) {
   LoadRequest(from, to);
   GridDependencyWait();
   TriggerDependents();
 }
-// How the second does: the one before it has yet to write the requests.
+// How the second begins: the first may not have written the requests before the wait.
 __device__ inline void BeginSecond(const UnitRequest* from, UnitRequest& to) {
   GridDependencyWait();
   TriggerDependents();
   LoadRequest(from, to);
 }
 
-// Whether `count` blocks have come here, each once: true in the last one, which
-// then sees what the others wrote before. counter began as 0. All threads.
+// Called once by each of `count` blocks, by all threads. True in the last block, which then sees
+// what the others wrote before their calls. counter: 0 at first.
 __device__ inline bool IsLastBlock(int count, uint32_t& counter) {
   __shared__ bool last;
   __syncthreads();
   if (threadIdx.x == 0) {
-    // For all of the block's threads: the barriers pass it on.
+    // The barriers extend the fences to all threads of the block.
     __threadfence();
     last = atomicAdd(&counter, 1) + 1 == static_cast<uint32_t>(count);
     __threadfence();
@@ -156,13 +156,13 @@ __device__ inline bool IsLastBlock(int count, uint32_t& counter) {
   return last;
 }
 
-// Whether the resident sample, or the first tokens, have a token that is indexed.
+// Whether the row of an indexed token is in the GPU's sink or resident sample.
 __device__ inline bool IsSampled(const ResidentRows& rows, uint32_t token) {
   if (rows.pages == nullptr) return false;
   const uint32_t slot = token % kPageTokenCount;
   return (rows.pages[token / kPageTokenCount].mask[slot / 32] >> (slot % 32) & 1u) != 0;
 }
-// Its address there. REQUIRES: IsSampled().
+// The address of that row. REQUIRES: IsSampled().
 __device__ inline const std::byte* SampledRow(const ResidentRows& rows, int64_t row_bytes,
                                               uint32_t token) {
   const ResidentPage& page = rows.pages[token / kPageTokenCount];
@@ -172,25 +172,25 @@ __device__ inline const std::byte* SampledRow(const ResidentRows& rows, int64_t 
   return rows.row_pages[rank / kResidentPageRows] + (rank % kResidentPageRows) * row_bytes;
 }
 
-// Whether the GPU holds the row of a token that is not in the window.
+// Whether the GPU holds the row of a token outside the window.
 __device__ inline bool IsResident(const ResidentRows& rows, uint32_t token) {
   return token < rows.whole_end || IsSampled(rows, token);
 }
-// Its address. REQUIRES: IsResident().
+// The address of that row. REQUIRES: IsResident().
 __device__ inline const std::byte* ResidentRow(const ResidentRows& rows, int64_t row_bytes,
                                                uint32_t token) {
   return token < rows.whole_end ? RowAddress(rows.whole_pages, row_bytes, token)
                                 : SampledRow(rows, row_bytes, token);
 }
-// Of a token of the window that the GPU holds.
+// The address of a window token's row. REQUIRES: it is in a whole page or in the ring.
 __device__ inline const std::byte* WindowRow(const ResidentRows& rows, int64_t row_bytes,
                                              uint32_t token) {
   return token < rows.whole_end ? RowAddress(rows.whole_pages, row_bytes, token)
                                 : rows.recent + token % kRecentRows * row_bytes;
 }
 
-// Rows of the sink (its last ones) and of the window (its first ones) that the
-// GPU does not hold; of a window that whole pages end in, all before the ring.
+// Numbers of rows of the sink (its last ones) and of the window (its first ones) that the GPU does
+// not hold. If whole pages end before the ring, all window rows before the ring count.
 __device__ inline int64_t MissedSink(const UnitRequest& u) {
   return max(u.sink - max(u.resident.sink, u.resident.whole_end), int64_t{0});
 }
@@ -199,12 +199,12 @@ __device__ inline int64_t MissedWindow(const UnitRequest& u) {
   return min(max(u.resident.recent_begin - (u.n - u.window), int64_t{0}), u.window);
 }
 
-// Where a bin's class and limit are.
+// Index of a bin in class_of_bin, where kNoBin and kHeavyBin follow the score bins.
 __device__ inline int BinIndex(int bin, int bin_count) {
   return bin < bin_count ? bin : bin_count + (bin & 1);
 }
 
-// The stratum of a tail token's bin: strata descend, lowest_bin[last] is 0.
+// The stratum of a tail token's bin. Strata descend; lowest_bin of the last is 0.
 __device__ inline int StratumOf(const uint16_t* lowest_bin, int bin) {
   int h = 0;
   while (bin < lowest_bin[h]) ++h;

@@ -11,13 +11,13 @@ namespace {
 
 template <typename T>
 void RunCentre(const EncodeWork& work, int64_t token_count, cudaStream_t stream) {
-  // Narrow blocks: few threads in all, best on many SMs.
+  // Narrow blocks, so that the few threads run on many SMs.
   constexpr int kThreads = 32;
   const dim3 grid((work.head_dim + kThreads - 1) / kThreads, work.kv_head_count);
   CentreKernel<T><<<grid, kThreads, 0, stream>>>(work, token_count);
 }
 
-// As much shared memory as an SM has. Every call: the attribute is a device's own, and
+// Asks for as much shared memory as an SM has. Every call does it: the attribute is per device, and
 // setting it is cheap.
 template <typename Kernel>
 cudaError_t PreferShared(Kernel kernel) {
@@ -25,7 +25,7 @@ cudaError_t PreferShared(Kernel kernel) {
                               cudaSharedmemCarveoutMaxShared);
 }
 
-// radii: null, or [H][pages][kPageTokenCount] in place of norms.
+// radii: null, or [H][pages][kPageTokenCount], filled in place of the norms.
 cudaError_t RunPages(const EncodeWork& work, const RotationWeights& weights, const HeadIndex& heads,
                      float* radii, cudaStream_t stream) {
   if (work.end <= work.begin) return cudaSuccess;
@@ -40,7 +40,7 @@ cudaError_t RunPages(const EncodeWork& work, const RotationWeights& weights, con
 cudaError_t RunFirstPages(const EncodeWork& work, const RotationWeights& weights,
                           const HeadIndex& heads, float* scratch, cudaStream_t stream) {
   constexpr int kMeanThreads = kHeadDimMax / 4;
-  // Two tokens a warp: rows may lie in host memory, and each is waited for.
+  // Two tokens per warp: rows may be in host memory, and a warp waits for each of them.
   constexpr unsigned kDistanceBlocks = 64;
   constexpr int kDistanceThreads = 256;
   const auto kv_heads = static_cast<unsigned>(work.kv_head_count);

@@ -5,17 +5,17 @@
 #include "gpu/kernels/device_math.cuh"
 #include "gpu/kernels/encode.h"
 
-// The centre of a layer's keys.
+// Computes the centre of a layer's keys.
 namespace spillway::cuda {
 
 __device__ inline float Widen(float x) { return x; }
 __device__ inline float Widen(__half x) { return __half2float(x); }
 __device__ inline float Widen(__nv_bfloat16 x) { return __bfloat162float(x); }
 
-// A thread a dimension, blockIdx.y the KV head.
+// One thread per dimension; blockIdx.y is the KV head.
 template <typename T>
 __global__ void CentreKernel(EncodeWork work, int64_t token_count) {
-  // Rows may lie in host memory, a microsecond or two away.
+  // In flight: rows may be in host memory, one or two microseconds away.
   constexpr int kLoads = 32;
   static_assert(kPageTokenCount % kLoads == 0);
   const int i = blockIdx.x * blockDim.x + threadIdx.x;

@@ -26,7 +26,7 @@ struct EncodeWork {
   std::byte* const* code_pages = nullptr;  // likewise
   int64_t code_page_capacity = 0;
   CodeTiling tiling;
-  float* centre = nullptr;  // [H][d], of methods' codes; null without any
+  float* centre = nullptr;  // [H][d], for the codes of methods; null without any
 };
 
 struct RotationWeights {
@@ -35,24 +35,24 @@ struct RotationWeights {
   const float* transposed = nullptr;  // P^T [d][d]
 };
 
-// What norms are relative to, of each KV head; see host/core/page_index.h.
+// What the norms of each KV head are relative to; see host/core/page_index.h.
 // Device addresses.
 struct HeadIndex {
   HeadStatistics* statistics = nullptr;  // [H]
   float* value_centres = nullptr;        // [H][d]
 };
 
-// Launchers; nothing waits. centre: the mean of each head's first token_count
-// keys, summed in fp64 in token order and rounded once.
+// Launchers; they do not wait. LaunchCentre sets work.centre to the mean of each head's first
+// token_count keys, summed in fp64 in token order and rounded once.
 cudaError_t LaunchCentre(const EncodeWork& work, int64_t token_count, cudaStream_t stream);
 
-// Centres, codes, factors and norms of closed pages, bit-equal to the CPU
-// device's. begin and end are multiples of kPageTokenCount; `heads` are known.
+// Computes centres, codes, factors and norms of closed pages, bit-equal to those of the CPU device.
+// REQUIRES: work.begin and work.end are multiples of kPageTokenCount, and `heads` is filled.
 cudaError_t LaunchEncodePages(const EncodeWork& work, const RotationWeights& weights,
                               const HeadIndex& heads, cudaStream_t stream);
-// The same of a sequence's first kCentreTokenCount tokens, begin and end are not
-// read; fills `heads`. scratch: device memory for as many heads at a time as it
-// holds, at least one, of FirstPagesScratchBytes() each.
+// The same for a sequence's first kCentreTokenCount tokens; begin and end are not read, `heads` is
+// filled. scratch: device memory for at least one head, FirstPagesScratchBytes() each; as many
+// heads as fit are encoded at a time.
 cudaError_t LaunchEncodeFirstPages(const EncodeWork& work, const RotationWeights& weights,
                                    const HeadIndex& heads, std::byte* scratch,
                                    int64_t scratch_bytes, cudaStream_t stream);

@@ -3,25 +3,25 @@
 #include "gpu/kernels/page_norms.cuh"
 #include "gpu/kernels/page_rotation.cuh"
 
-// The encoder of closed pages. A row is read once: a block holds a page's keys
-// in shared memory while it finds their centre, divides and rotates them. Only
-// keys far from all others make it read the page anew.
+// Encodes closed pages. Each row is read once: a block keeps a page's keys in shared memory while
+// it finds their centre, normalises and rotates them. It reads keys again only if some are far from
+// all others.
 namespace spillway::cuda {
 
-// Two slices of P^T and the keys [d][128].
+// Bytes of two slices of P^T and of the keys [d][128].
 inline constexpr int EncodePageSharedBytes(int head_dim) {
   return (2 * kSliceFloats + head_dim * kPageTokenCount) * static_cast<int>(sizeof(float));
 }
 
-// A page of a KV head. With `radii` [128] the radii go there, else norms to the page.
-// All threads of a block of kPageThreads. Shared memory: EncodePageSharedBytes().
+// Encodes a page of a KV head. Writes the keys' radii to radii [128], or if that is null, norms to
+// the page. A block of kPageThreads. Shared memory: EncodePageSharedBytes().
 __device__ inline void EncodePage(const EncodeWork& work, const RotationWeights& weights,
                                   const Quantiser& quantiser, const HeadIndex& heads, float* radii,
                                   int64_t page_index, int head) {
   extern __shared__ float4 shared[];
   __shared__ __align__(16) float radius[kPageTokenCount];
   float* slices = reinterpret_cast<float*>(shared);
-  // The second slice is not copied before the product begins.
+  // The second slice is not copied before the product begins: the scratch takes its place.
   static_assert(sizeof(PageScratch) <= kSliceFloats * sizeof(float));
   auto& scratch = *reinterpret_cast<PageScratch*>(slices + kSliceFloats);
   float* x = slices + 2 * kSliceFloats;
@@ -32,7 +32,7 @@ __device__ inline void EncodePage(const EncodeWork& work, const RotationWeights&
 
   CopySlice(weights.transposed, dim, 0, 0, slices);
   if (radii == nullptr) {
-    // Both halves of the rows are on their way at once.
+    // Reads of keys and values are in flight at the same time.
     RoughDistances distances(work, rows);
     LoadKeys(work, rows, x);
     distances.Sum(work, value_centre, heads.statistics[head].value_unit, scratch.square);
@@ -61,8 +61,8 @@ __device__ inline void EncodePage(const EncodeWork& work, const RotationWeights&
   StoreCodes(work, weights.transposed, quantiser, slices, x, radius, page);
 }
 
-// blockIdx.x: page from that of work.begin on; blockIdx.y: KV head. With radii
-// [H][pages][128] the radii go there, else norms to the page.
+// One block per page: blockIdx.x counts pages from that of work.begin, blockIdx.y is the KV head.
+// radii: null or [H][pages][128], see EncodePage().
 __global__ void __launch_bounds__(kPageThreads, 2)
     EncodePageKernel(EncodeWork work, RotationWeights weights, Quantiser quantiser, HeadIndex heads,
                      float* radii) {

@@ -4,7 +4,7 @@
 namespace spillway::cuda {
 namespace {
 
-// A block per head.
+// One block per query head.
 LaunchShape ByHead(const Wave& wave) {
   const dim3 grid(wave.shape.group, wave.unit_count);
   return {grid, kEstimateThreads, HeadSumsBytes(wave.shape.head_dim), wave.overlap};

@@ -8,20 +8,19 @@
 #include "host/core/tail_draw.h"
 #include "host/core/tail_plan.h"
 
-// What a unit's sums say: budgets after the pilot, output and certificate after
-// the second draw, budgets of a third for heads that want it. A block takes one
-// head.
+// Evaluates a unit's sums: budgets after the pilot, output and certificate after the second draw,
+// budgets of a third for heads that want it. One block per query head.
 namespace spillway::cuda {
 
-static_assert(kEstimatedStrataMax <= 32);  // a lane each
+static_assert(kEstimatedStrataMax <= 32);  // one lane per stratum
 
-// Rows drawn of all strata. All lanes of a warp.
+// Rows drawn from all strata. All lanes of a warp call it.
 __device__ inline int64_t DrawnRows(const UnitState& s) {
   const int64_t own = s.drawn[threadIdx.x % 32];
   return WarpSum(static_cast<int>(threadIdx.x % 32) < s.strata ? own : int64_t{0});
 }
 
-// A stratum a lane: see StrataInTurn. All lanes of a warp.
+// Like StrataInTurn, with one lane per stratum. All lanes of a warp call the functions.
 struct StrataByLane {
   int count;
 
@@ -34,7 +33,7 @@ struct StrataByLane {
   __device__ NeymanSums Sum(F f) const {
     NeymanSums sums;
     if (lane() < count) sums = f(lane());
-      // Side by side: each step waits for the one before.
+      // Side by side, because each step waits for the one before.
 #pragma unroll
     for (int apart = 16; apart > 0; apart /= 2) {
       sums.spent += __shfl_xor_sync(kFullWarp, sums.spent, apart);
@@ -49,8 +48,8 @@ struct StrataByLane {
   }
 };
 
-// Rows per stratum that one head's bound asks for, what is drawn at least, into
-// budgets. One warp does it; the caller synchronises.
+// Sets budgets [strata] to the rows that one head's bound asks for, at least those drawn. The first
+// warp works; the caller synchronises.
 __device__ inline void SetHeadBudgets(const UnitRequest& u, const HeadSums& head, int strata,
                                       int64_t* budgets) {
   __shared__ NeymanStratum asked[kEstimatedStrataMax];
@@ -66,9 +65,9 @@ __device__ inline void SetHeadBudgets(const UnitRequest& u, const HeadSums& head
   walk.ForEach([&](int h) { budgets[h] = allotted[h]; });
 }
 
-// Lane h's stratum: its budget from those of the heads, the most of them, within
-// what row_count_max leaves, and the threshold that draws it, in UnitState.
-// Returns whether that draws more than the pilot did. One warp.
+// Lane h sets budget and threshold of stratum h in UnitState. The budget is the largest of the
+// heads' budgets, within what row_count_max leaves. Returns whether the threshold has risen. One
+// warp.
 __device__ inline bool SettleBudget(const UnitRequest& u, int group, bool sampled) {
   UnitState& s = *u.state;
   const int h = threadIdx.x;
@@ -80,7 +79,7 @@ __device__ inline bool SettleBudget(const UnitRequest& u, int group, bool sample
   if (!sampled) return false;
   int64_t budget = 0;
   for (int g = 0; present && g < group; ++g) {
-    // Another block's, past this block's cache.
+    // Volatile: another block wrote it, so a cached value may be stale.
     budget = max(budget, *static_cast<const volatile int64_t*>(&s.head_budget[g][h]));
   }
   const int64_t total = WarpSum(budget);
@@ -95,8 +94,8 @@ __device__ inline bool SettleBudget(const UnitRequest& u, int group, bool sample
   return threshold != drawn_threshold;
 }
 
-// The unit's budgets, and the limits of classes by which they are drawn. All
-// threads.
+// Sets the unit's budgets, and the limits of classes by which the filter draws them. The first warp
+// works.
 __device__ inline void SettleBudgets(const AttendShape& shape, const UnitRequest& u, bool sampled) {
   if (threadIdx.x >= 32) return;
   UnitState& s = *u.state;
@@ -115,7 +114,7 @@ __device__ inline void SettleBudgets(const AttendShape& shape, const UnitRequest
   }
 }
 
-// Budgets of phase 1. Grid (heads, units); the unit's last block settles them.
+// Computes the budgets of phase 1. Grid (heads, units); the last block of a unit settles them.
 // Shared memory: HeadSumsBytes().
 __global__ void __launch_bounds__(kEstimateThreads)
     BudgetKernel(AttendShape shape, const UnitRequest* units) {
@@ -126,7 +125,7 @@ __global__ void __launch_bounds__(kEstimateThreads)
   NoteMoment(u.result, kSampleBegins);
   UnitState& s = *u.state;
   EstimateHead(shape, u, blockIdx.x, 1, totals, head);
-  // Else there is nothing to draw, or nothing that would be answered.
+  // If not, there is nothing to draw, or the attend fails anyway.
   const bool sampled = s.error_token == kNoToken && DrawnRows(s) > 0;
   if (!sampled) {
     if (blockIdx.x == 0) SettleBudgets(shape, u, false);
@@ -136,14 +135,14 @@ __global__ void __launch_bounds__(kEstimateThreads)
   if (IsLastBlock(shape.group, s.heads_done)) SettleBudgets(shape, u, true);
 }
 
-// Whether a query head's ranks may carry a promise.
+// Whether a query head's ranks are good enough for a promise.
 __device__ inline bool HeadRanksHold(const UnitRequest& u, int g) {
   return u.state->heavy_set.strays_fit && RanksHold(u.state->rank_variance[g]) &&
          (u.statistics == nullptr || ValuesCanBeSampled(u.statistics->value_floor));
 }
 
-// Writes a head's output and certificate, and with the first head what the unit
-// says. Returns the certificate, in thread 0 alone. All threads.
+// Writes a head's output and certificate and, for head 0, the unit's counts. Returns the
+// certificate in thread 0 only. All threads call it.
 __device__ inline HeadCertificate WriteHead(const AttendShape& shape, const UnitRequest& u,
                                             const CallerTensors& step, int g,
                                             const HeadSums& head) {
@@ -175,8 +174,8 @@ __device__ inline HeadCertificate WriteHead(const AttendShape& shape, const Unit
   return certificate;
 }
 
-// Output and certificate. Grid (heads, units). draws_again: heads whose error came
-// out too large set budgets of phase 2, which the unit's last block settles.
+// Writes output and certificate. Grid (heads, units). With draws_again, heads whose error is too
+// large set budgets of phase 2, and the unit's last block settles them.
 // Shared memory: HeadSumsBytes().
 __global__ void __launch_bounds__(kEstimateThreads)
     FinishKernel(AttendShape shape, bool draws_again, CallerTensors step,
@@ -206,7 +205,7 @@ __global__ void __launch_bounds__(kEstimateThreads)
   SettleBudgets(shape, u, *static_cast<volatile uint32_t*>(&s.heads_wanting) > 0);
 }
 
-// The same after the third draw, of units that had one.
+// The same after the third draw, for units that had one.
 __global__ void __launch_bounds__(kEstimateThreads)
     FinishAgainKernel(AttendShape shape, CallerTensors step, const UnitRequest* units) {
   extern __shared__ __align__(16) float totals[];

@@ -3,17 +3,16 @@
 #include "gpu/kernels/device_math.cuh"
 #include "host/core/sample_limit.h"
 
-// Drawing the tail's sample and listing the rows of a phase, in token order,
-// without a generator: by the keyed hash of host/core/keyed_hash.h. Phase 0
-// lists the exact rows (sink, heavy, window) and the pilot, later ones what the
-// budgets ask for beyond the pilot.
-// Here: the rule, and the tokens that it lets through.
+// Drawing the tail's sample and listing the rows of a phase, in token order. Tokens are drawn by
+// the keyed hash of host/core/keyed_hash.h. Phase 0 lists the exact rows (sink, heavy, window) and
+// the pilot, later phases what the budgets ask for beyond it.
+// This file has the rule of a draw, and the filter for tokens that may be listed.
 namespace spillway::cuda {
 
 inline constexpr int kFilterThreads = 256;
 
-// What is drawn of each class: tokens whose places lie in [x, y], both
-// inclusive, for a threshold of 2^32 does not fit; x > y is nothing.
+// What is drawn of each class: tokens whose place (SamplePlace()) is in [x, y]; nothing if x > y. y
+// is inclusive because a threshold of 2^32 does not fit.
 struct SampleRule {
   SampleOrder order;
   int strata;
@@ -22,8 +21,8 @@ struct SampleRule {
   uint2 ranges[kClassCount];
 };
 
-// All threads of the block; upper: thresholds that bound the draw. In phase 0
-// all of the heavy bin's tokens pass.
+// Fills `rule`; all threads call it. upper: the thresholds below which tokens are drawn. In phase 0
+// all tokens of the heavy bin pass.
 __device__ inline void LoadRule(const UnitRequest& u, int phase, const uint64_t* upper,
                                 SampleRule& rule) {
   const UnitState& state = *u.state;
@@ -36,7 +35,7 @@ __device__ inline void LoadRule(const UnitRequest& u, int phase, const uint64_t*
     rule.heavy_from = state.heavy_from;
   }
   for (int c = threadIdx.x; c < kClassCount; c += blockDim.x) {
-    // All read together: one way to memory and back.
+    // Read together, so that the latency is paid once.
     const bool stratum = c < kTailStrataMax;
     const uint64_t high = stratum ? upper[c] : 0;
     const uint64_t low = stratum ? state.drawn_threshold[c] : 0;
@@ -49,7 +48,7 @@ __device__ inline void LoadRule(const UnitRequest& u, int phase, const uint64_t*
     rule.ranges[c] = range;
   }
   __syncthreads();
-  // After phase 0 ties are drawn as their stratum is.
+  // After phase 0, ties are drawn like the other tokens of their stratum.
   if (phase > 0 && threadIdx.x == 0) {
     rule.ranges[kClassTie] = rule.tie_class < rule.strata ? rule.ranges[rule.tie_class] : nothing;
   }
@@ -62,7 +61,7 @@ __device__ inline bool Drawn(const SampleRule& rule, int c, uint32_t token) {
   return x >= range.x && x <= range.y;
 }
 
-// A token that the filter lets through: it is or may be listed. In 32 bits.
+// A token that has passed the filter, in 32 bits.
 struct FilteredToken {
   static __device__ uint32_t Pack(int slot, int c, bool resident) {
     return static_cast<uint32_t>(slot) | static_cast<uint32_t>(c) << 12 |
@@ -77,8 +76,8 @@ struct FilteredToken {
 };
 static_assert(kSegmentTokens <= 1 << 12 && kClassCount <= 1 << 8);
 
-// What a filtered token is once it is known which ties are heavy: 0 heavy, 1 + h
-// drawn of stratum h, -1 neither.
+// The kind of a filtered token, once it is known which ties are heavy: 0 heavy, 1 + h drawn from
+// stratum h, -1 neither.
 __device__ inline int Kind(const SampleRule& rule, int c, uint32_t token) {
   if (c == kClassHeavy) return 0;
   if (c == kClassTie) {
@@ -88,18 +87,18 @@ __device__ inline int Kind(const SampleRule& rule, int c, uint32_t token) {
   return c < rule.strata && Drawn(rule, c, token) ? 1 + c : -1;
 }
 
-// What a filtering block knows of bins, in shared memory.
+// What a filtering block needs of bins; in shared memory.
 struct BinTable {
-  uint8_t* class_of_bin;  // of BinIndex()
+  uint8_t* class_of_bin;  // indexed by BinIndex()
   int bin_count;
   uint16_t limit_of_class[kClassCount];
 
   __device__ int ClassOf(int bin) const { return class_of_bin[BinIndex(bin, bin_count)]; }
 };
-// Bytes of class_of_bin.
+// Bytes of class_of_bin, in whole uint4.
 __host__ __device__ inline int ClassBytes(int bin_count) { return (bin_count + 2 + 15) / 16 * 16; }
 
-// limits: [kClassCount]. All threads of the block; the caller synchronises.
+// Fills `table`; all threads call it, the caller synchronises. limits: [kClassCount].
 __device__ inline void LoadBins(const UnitRequest& u, int bin_count, uint8_t* class_of_bin,
                                 const uint16_t* limits, BinTable& table) {
   for (int i = threadIdx.x; i < ClassBytes(bin_count) / 16; i += blockDim.x) {
@@ -112,12 +111,12 @@ __device__ inline void LoadBins(const UnitRequest& u, int bin_count, uint8_t* cl
   }
 }
 
-// What a thread knows of its tokens of a segment before it looks at them.
+// What a thread reads ahead about its tokens of a segment.
 template <int kThreads>
 struct OwnTokens {
   static constexpr int kCount = kSegmentTokens / kThreads;
-  uint2 pairs[kCount / 4];  // of bins
-  uint32_t resident;        // a bit each; of tokens that exist
+  uint2 pairs[kCount / 4];  // of bins, four in each
+  uint32_t resident;        // one bit per token: in the sink or the resident sample
 
   __device__ void Load(const UnitRequest& u, int64_t segment) {
     const int64_t first = segment * kSegmentTokens + static_cast<int>(threadIdx.x) * kCount;
@@ -134,8 +133,8 @@ struct OwnTokens {
   }
 };
 
-// A bit for each of the tokens from `first` on that may be listed: the resident sample's,
-// and those that their bins' limits let through. bins: of the tokens.
+// One bit per token from `first` on, set if the token may be listed: if it is in the resident
+// sample, or its bin's limit lets it pass. bins: the tokens' bins.
 template <int kThreads>
 __device__ inline uint32_t FirstLook(const UnitRequest& u, const BinTable& table, uint32_t near_bin,
                                      uint32_t first, const uint16_t* bins,
@@ -151,7 +150,7 @@ __device__ inline uint32_t FirstLook(const UnitRequest& u, const BinTable& table
   };
   uint32_t flags = 0;
   if (u.resident.pages != nullptr) {
-    flags = own.resident;  // the resident sample among them
+    flags = own.resident;  // includes the resident sample
   } else if (u.order.resident != 0) {
     for (int i = 0; i < OwnTokens<kThreads>::kCount; ++i) {
       if (TokenHash(u.order.key, first + i) < u.order.resident) flags |= 1u << i;
@@ -165,8 +164,8 @@ __device__ inline uint32_t FirstLook(const UnitRequest& u, const BinTable& table
     }
     return flags;
   }
-  // Two bins at a time: bit p is of token 2 p, bit 16 + p of the next. A bin
-  // is below 2^15, or says something else and passes.
+  // Compares two bins at a time: bits p and 16 + p are for tokens 2 p and 2 p + 1. Score bins are
+  // below 2^15; kNoBin and kHeavyBin may pass here.
   uint32_t near = 0;
 #pragma unroll
   for (int p = 0; p < kPairs; ++p) {
@@ -180,9 +179,9 @@ __device__ inline uint32_t FirstLook(const UnitRequest& u, const BinTable& table
   return flags;
 }
 
-// Collects a segment's filtered tokens in their order, some of them for nothing; and counts them by
-// class into segment_table. In phase 0 tokens of the heavy bin (ties) count apart, for which of
-// them are heavy is not known yet. All threads of the block.
+// Collects a segment's filtered tokens in token order, including some that will not be listed, and
+// counts those to be listed by kind in segment_table. In phase 0, ties are counted separately,
+// because it is not yet known which of them are heavy. All threads of the block call it.
 template <int kThreads>
 __device__ inline void FilterSegment(const UnitRequest& u, const SampleRule& rule,
                                      const BinTable& table, int phase, int64_t segment,
@@ -254,8 +253,8 @@ __device__ inline void FilterSegment(const UnitRequest& u, const SampleRule& rul
   __syncthreads();
 }
 
-// Counts a segment's filtered tokens by class anew, all that is known considered; in
-// `counts` [kSegmentColumns], shared memory of the warp's own. All lanes.
+// Counts a segment's filtered tokens again, by the current rule and with the ties resolved. counts
+// [kSegmentColumns]: shared memory of this warp. All lanes call it.
 __device__ inline void CountSegment(const UnitRequest& u, const SampleRule& rule, int phase,
                                     int64_t segment, uint32_t* counts) {
   const int lane = threadIdx.x % 32;
@@ -286,7 +285,7 @@ __global__ void __launch_bounds__(kFilterThreads)
   __shared__ SampleRule rule;
   __shared__ UnitRequest u;
   LoadRequest(units + blockIdx.y, u);
-  // The kernel before does not write bins.
+  // Before the wait: the previous kernel does not write bins.
   OwnTokens<kFilterThreads> own, next;
   own.Load(u, blockIdx.x);
   GridDependencyWait();

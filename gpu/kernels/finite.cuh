@@ -4,13 +4,13 @@
 
 #include "host/base/dtype.h"
 
-// Whether what a caller brings is finite.
+// Checks whether a caller's tensors are finite.
 namespace spillway::cuda {
 
-// Elements of 16 bytes.
+// Number of elements in 16 bytes.
 __device__ inline int ElementsOf16(DType dtype) { return dtype == DType::kF32 ? 4 : 8; }
 
-// The first element of 16 bytes that is not finite; -1: none.
+// Index of the first element in 16 bytes that is not finite; -1 if all are finite.
 __device__ inline int FirstBad(DType dtype, const uint4& bytes) {
   const uint32_t words[4] = {bytes.x, bytes.y, bytes.z, bytes.w};
   for (int i = 0; i < 4; ++i) {

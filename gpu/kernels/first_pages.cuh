@@ -2,20 +2,20 @@
 
 #include "gpu/kernels/page_rows.cuh"
 
-// HeadStatistics, and the norms of the pages that they are of.
+// Computes HeadStatistics of the first pages, and the norms of these pages.
 namespace spillway::cuda {
 
 inline constexpr int kValueBlockTokens = kCentreTokenCount / kValueBlockCount;
 inline constexpr int kFirstPages = kCentreTokenCount / kPageTokenCount;
 
-// A token's value.
+// The address of a token's value.
 __device__ inline const std::byte* ValueAddress(const EncodeWork& work, int head, int64_t token) {
   return RowAddress(work.row_pages + head * work.row_page_capacity, work.row_bytes, token) +
          work.row_bytes / 2;
 }
 
-// means [H][kValueBlockCount][d] of runs of values. Grid (kValueBlockCount, H),
-// four dimensions a thread.
+// Sets means [H][kValueBlockCount][d] of runs of values. Grid (kValueBlockCount, H), one thread per
+// four dimensions.
 __global__ void ValueMeansKernel(EncodeWork work, float* means) {
   constexpr int kLoads = 16;  // in flight: rows may lie in host memory
   static_assert(kValueBlockTokens % kLoads == 0 && kPageTokenCount % kValueBlockTokens == 0);
@@ -61,8 +61,8 @@ __device__ inline float MedianOfBlocks(const float* means, int stride) {
   return median;
 }
 
-// value_centres, and distances [H][kCentreTokenCount] of the first values from
-// them. Grid (runs of kCentreTokenCount / gridDim.x tokens, H), a warp a token.
+// Sets value_centres, and distances [H][kCentreTokenCount] of the first values from them. Grid
+// (blocks, H): kCentreTokenCount / gridDim.x tokens per block, one warp per token.
 __global__ void ValueDistancesKernel(EncodeWork work, const float* means, float* value_centres,
                                      float* distances) {
   __shared__ __align__(16) float centre[kHeadDimMax];
@@ -83,8 +83,8 @@ __global__ void ValueDistancesKernel(EncodeWork work, const float* means, float*
 
 inline constexpr int kStatisticsThreads = 32 * kFirstPages;
 
-// statistics, and the norms of the first pages; radii [H][kCentreTokenCount] of
-// keys. Grid (H).
+// Sets statistics and the norms of the first pages. radii [H][kCentreTokenCount]: of the keys. Grid
+// (H).
 __global__ void __launch_bounds__(kStatisticsThreads)
     StatisticsKernel(EncodeWork work, const float* radii, const float* distances,
                      HeadStatistics* statistics) {
@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(kStatisticsThreads)
       zeros += !(of_lane[n] > 0);
     }
     zeros = warp == 0 ? 0 : __reduce_add_sync(kFullWarp, zeros);
-    // The median of those that are not 0, which are the last ones.
+    // For distances, the median of those that are not 0: in ascending order, these come last.
     const int index = zeros + (static_cast<int>(kCentreTokenCount) - zeros) / 2;
     const float median = WarpElement(of_lane, index);
     if (lane == 0 && warp == 0) median_radius = median;

@@ -3,32 +3,31 @@
 #include "gpu/kernels/rows.cuh"
 #include "host/core/degrees.h"
 
-// Softmax sums over rows. A block takes a split tile by tile: rows into
-// shared memory as fp32, a thread per (row, query row) for the logits, a
-// thread per dimension for the sums of x v. The order of every sum depends on
-// the split alone.
+// Softmax sums over rows. A block processes a split tile by tile: it loads rows to shared memory as
+// fp32, computes logits with one thread per (row, query row) and sums x v with one thread per
+// dimension. The order of every sum depends on the split alone.
 namespace spillway::cuda {
 
-// Sums that a thread keeps for its dimension, and with moments for its pair of
+// The sums that a thread keeps, for its dimension and, with moments, for its entry of
 // kProjectedPairs.
 template <int kRows, bool kMoments>
 struct ValueSums {
-  float value[kRows] = {};
-  float value_sq[kMoments ? kRows : 1] = {};
-  float projected[kMoments ? kRows : 1] = {};
+  float value[kRows] = {};                     // sum x v
+  float value_sq[kMoments ? kRows : 1] = {};   // sum x^2 v
+  float projected[kMoments ? kRows : 1] = {};  // sum x^2 y_a y_b
 };
 
 struct FoldShape {
   DType dtype;
   int head_dim;
   int rows;  // query rows in use, <= kRows
-  // With moments: values v are taken as v * inverse_unit, and projected.
+  // With moments: values are multiplied by inverse_unit, and projected.
   float inverse_unit = 1;
   const ProjectionSigns* signs = nullptr;
 };
 
-// Floats from one row's projected value to the next: four of them lie in
-// different banks, eight rows of which a quarter-warp writes.
+// Floats from one row's projected value to the next. With this stride, a quarter-warp that writes
+// one float4 for each of eight rows uses different banks.
 inline constexpr int kProjectionStride = kProjectionDims + 4;
 
 // Shared memory of a folding block, in floats.
@@ -39,7 +38,7 @@ __host__ __device__ inline int FoldFloats(int head_dim, int row_capacity, bool m
          row_capacity * head_dim;
 }
 
-// Four elements 4 quad, ... of a value's projection; value: [d] in units.
+// Elements [4 quad, 4 quad + 4) of a value's projection. value: [d], times inverse_unit.
 __device__ inline float4 ProjectFour(const float* value, int d, int quad,
                                      const ProjectionSigns& signs) {
   float4 y = make_float4(0, 0, 0, 0);
@@ -54,7 +53,7 @@ __device__ inline float4 ProjectFour(const float* value, int d, int quad,
   return y;
 }
 
-// A row's numbers of all query rows.
+// Loads one row's numbers for all query rows.
 template <int kRows>
 __device__ inline void LoadOfRows(const float* from, float (&x)[kRows]) {
   static_assert(kRows % 4 == 0);
@@ -68,11 +67,11 @@ __device__ inline void LoadOfRows(const float* from, float (&x)[kRows]) {
   }
 }
 
-// Folds `count` rows, row_at(i) being their addresses. visible(r, i): whether
-// query row r sees row i; bad(i): told of a seen logit that is not finite;
-// weigh(r, i, k, l): what is put in a seen logit's place, k the row's key.
-// queries: [kRows][d], scaled. The block has a thread per dimension, and with
-// moments one for each of kProjectedPairs.
+// Folds `count` rows; row_at(i) is the address of row i. visible(r, i): whether query row r sees
+// row i. bad(i): called for a visible logit that is not finite.
+// weigh(r, i, k, l): what replaces a visible logit l; k is the row's key. queries: [kRows][d],
+// scaled. memory: the rest of FoldFloats(). Needs one thread per dimension and, with moments, per
+// entry of kProjectedPairs.
 template <int kRows, bool kMoments, typename RowAt, typename Visible, typename Bad, typename Weigh>
 __device__ inline void FoldRows(const FoldShape& shape, int64_t count, RowAt row_at,
                                 Visible visible, Bad bad, Weigh weigh, const float* queries,
@@ -98,11 +97,12 @@ __device__ inline void FoldRows(const FoldShape& shape, int64_t count, RowAt row
       const float factor = element < d ? 1.0f : shape.inverse_unit;
       return make_float4(x.x * factor, x.y * factor, x.z * factor, x.w * factor);
     };
-    // With moments a tile of head_dim 128 in 16 bits in one go: its rows may lie across the link.
+    // With moments, a tile of head_dim 128 in 16 bits is loaded in one go: rows may be across the
+    // link.
     LoadTile<kMoments ? 7 : 4>(
         shape.dtype, 2 * d, m, [&](int i) { return row_at(at + i); }, in_units, tile);
     __syncthreads();
-    // Of each row: logits, and with moments its value's norm and projection.
+    // Computes the logits of each row and, with moments, its value's squared norm and projection.
     const int tasks = shape.rows + (kMoments ? 1 + kProjectionDims / 4 : 0);
     for (int i = threadIdx.x; i < m * tasks; i += blockDim.x) {
       const int row = i % m;
@@ -127,7 +127,7 @@ __device__ inline void FoldRows(const FoldShape& shape, int64_t count, RowAt row
       weights[row * kRows + r] = l;
     }
     __syncthreads();
-    // A warp a query row: maxima and sums.
+    // One warp per query row: maxima and sums.
     __shared__ float keep[kRows];
     for (int r = warp; r < kRows; r += warps) {
       if (r >= shape.rows) {
@@ -192,20 +192,20 @@ __device__ inline void FoldRows(const FoldShape& shape, int64_t count, RowAt row
   }
 }
 
-// What a fold puts in the place of logits: here the logits themselves. `Context`
-// is what the launch passes to it. kGathered: a gather has begun the phase.
+// What a fold uses in place of logits: here the logits themselves. The launch passes `Context`.
+// kGathered: whether a gather has noted that the stage begins.
 struct PlainLogits {
   static constexpr bool kGathered = true;
   struct Context {};
   __device__ explicit PlainLogits(const Context&) {}
-  // Of query head `head` and the row at `place` of the unit's list; key: [d].
+  // For query head `head` and the row at `place` of the unit's list. key: [d].
   __device__ float operator()(const AttendShape&, const UnitRequest&, int, int64_t, const float*,
                               float logit) const {
     return logit;
   }
 };
 
-// Splits of a sparse attend's phase. Grid (blocks, units). Shared memory:
+// Folds the splits of a phase of a sparse attend. Grid (blocks, units). Shared memory:
 // FoldFloats().
 template <int kRows, typename Weigh>
 __global__ void FoldKernel(AttendShape shape, typename Weigh::Context context, int phase,

@@ -15,7 +15,7 @@ inline LaunchShape FoldLaunch(dim3 grid, int head_dim, int row_capacity, bool mo
           sizeof(float) * FoldFloats(head_dim, row_capacity, moments), overlap};
 }
 
-// Sums over a phase's splits of what Weigh makes of logits.
+// Folds a phase's splits, with Weigh in place of the logits; see PlainLogits.
 template <typename Weigh>
 cudaError_t LaunchFoldOf(const Wave& wave, int phase, const typename Weigh::Context& context,
                          cudaStream_t stream) {

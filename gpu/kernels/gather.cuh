@@ -4,23 +4,23 @@
 
 #include "gpu/kernels/device_math.cuh"
 
-// Rows from pinned host memory to the GPU: listed rows in address order, all
-// warps side by side in the list, so that the addresses in flight stay close:
-// the link is limited by address translation, not by bytes.
+// Copies listed rows from pinned host memory to the GPU, in token order and so nearly in address
+// order. All warps work side by side in the list, so that the addresses in flight stay close
+// together: the link is limited by address translation, not by bytes.
 namespace spillway::cuda {
 
 inline constexpr int kGatherThreads = 512;
 
-// Units of one gather's lists; more are gathered by further launches.
+// Units that one launch gathers for; more need further launches.
 inline constexpr int kGatherUnitsMax = 256;
 
 // The units' lists, one after the other, in shared memory.
 struct GatherLists {
-  int64_t ends[kGatherUnitsMax];  // rows of the units up to this
+  int64_t ends[kGatherUnitsMax];  // rows of units [0, i]
   const std::byte* const* lists[kGatherUnitsMax];
   std::byte* stagings[kGatherUnitsMax];
 
-  // All threads of the block. How the kernel begins.
+  // How the kernel begins; waits for earlier kernels. All threads call it.
   __device__ void Load(const UnitRequest* units, int unit_count, int64_t row_bytes, int phase) {
     for (int i = threadIdx.x; i < unit_count; i += blockDim.x) {
       lists[i] = units[i].gather;
@@ -40,8 +40,8 @@ struct GatherLists {
     }
     __syncthreads();
   }
-  // Row `at` of all: where it comes from and goes to. unit: the last answer's,
-  // for a caller that goes on from there.
+  // Where row `at` of all lists comes from and goes to. unit: 0 at first, then as the last call
+  // left it; `at` must not decrease.
   __device__ void Find(int64_t at, int64_t row_bytes, int& unit, const std::byte*& from,
                        std::byte*& to) const {
     while (at >= ends[unit]) ++unit;
@@ -51,8 +51,8 @@ struct GatherLists {
   }
 };
 
-// By 16-byte loads. Warps take rows w, w + W, ... of the lists. Grid (blocks);
-// at most kGatherUnitsMax units.
+// Gathers with 16-byte loads. Warp w of W copies rows w, w + W, ... of the lists. Grid (blocks); at
+// most kGatherUnitsMax units.
 __global__ void __launch_bounds__(kGatherThreads)
     GatherKernel(int64_t row_bytes, const UnitRequest* units, int unit_count, int phase) {
   constexpr int kRowsInFlight = 4;
@@ -95,14 +95,13 @@ __global__ void __launch_bounds__(kGatherThreads)
 inline constexpr int kBulkWarps = 8;
 inline constexpr int kBulkStages = 4;
 inline constexpr int kBulkStageBytes = 4096;
-// More than half of a multiprocessor's: one block on each.
+// More than half of an SM's shared memory, so that an SM runs one block.
 inline constexpr int kBulkSharedBytes = kBulkWarps * kBulkStages * kBulkStageBytes;
 
-// By bulk copies, which keep more sparse rows under way than loads do. A warp
-// has a ring of stages; a lane brings a row of a stage in and out again. Warps
-// take runs of rows w, w + W, ... of the lists. Grid (blocks); at most
-// kGatherUnitsMax units; compute capability 9.0. Shared memory:
-// kBulkSharedBytes.
+// Gathers with bulk copies, which keep more scattered rows in flight than loads do. Each warp has a
+// ring of stages; each lane copies a row of a stage in and out again. Warp w of W takes runs w, w +
+// W, ... of up to 32 rows. Grid (blocks); at most kGatherUnitsMax units; compute capability 9.0.
+// Shared memory: kBulkSharedBytes.
 __global__ void __launch_bounds__(kBulkWarps * 32, 1)
     GatherBulkKernel(int row_bytes, const UnitRequest* units, int unit_count, int phase) {
 #if __CUDA_ARCH__ >= 900
@@ -115,7 +114,7 @@ __global__ void __launch_bounds__(kBulkWarps * 32, 1)
   const int lane = threadIdx.x % 32;
   if (lane == 0) {
     for (int s = 0; s < kBulkStages; ++s) ptx::mbarrier_init(&barriers[warp][s], 1);
-    // Bulk copies see barriers through another proxy.
+    // Bulk copies access the barriers through the async proxy.
     ptx::fence_proxy_async(ptx::space_shared);
   }
   lists.Load(units, unit_count, row_bytes, phase);
@@ -131,7 +130,7 @@ __global__ void __launch_bounds__(kBulkWarps * 32, 1)
   };
 
   int unit = 0;
-  const std::byte* from = nullptr;  // of the run that is brought in next
+  const std::byte* from = nullptr;  // of the run that is copied in next
   std::byte* to = nullptr;
   const auto look_up = [&](int64_t i) {
     if (i < own && lane < rows_of(i)) {
@@ -146,7 +145,7 @@ __global__ void __launch_bounds__(kBulkWarps * 32, 1)
       ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared,
                                      &barriers[warp][s], rows * row_bytes);
     }
-    // No byte arrives before it is expected.
+    // The bytes must be announced before the first one arrives.
     __syncwarp();
     if (lane < rows) {
       ptx::cp_async_bulk(ptx::space_cluster, ptx::space_global,
@@ -165,10 +164,10 @@ __global__ void __launch_bounds__(kBulkWarps * 32, 1)
       ptx::cp_async_bulk(ptx::space_global, ptx::space_shared, targets[warp][s][lane],
                          ring + s * kBulkStageBytes + lane * row_bytes, row_bytes);
     }
-    // Also by lanes that bring nothing out: groups are counted lane by lane.
+    // Lanes that copy nothing out commit too, because each lane counts its own groups.
     ptx::cp_async_bulk_commit_group();
-    // The stage before has had a turn to be read out; it is filled again once
-    // no lane's copies read it any more.
+    // The previous stage has had one turn to be copied out. It is filled again once no lane's copy
+    // reads it any more.
     if (i > 0 && i - 1 + kBulkStages < own) {
       ptx::cp_async_bulk_wait_group_read(ptx::n32_t<1>{});
       __syncwarp();
@@ -179,7 +178,7 @@ __global__ void __launch_bounds__(kBulkWarps * 32, 1)
 #endif
 }
 
-// Grid (blocks): a block a page at a time.
+// See LaunchStagePages(). Grid (blocks); a block copies one page at a time.
 __global__ void StagePagesKernel(const std::byte* const* from, int64_t capacity, int head_count,
                                  int64_t page_count, int64_t page_bytes, std::byte* to) {
   constexpr int kInFlight = 4;

@@ -5,28 +5,28 @@
 #include "host/core/estimate.h"
 #include "host/core/tail_plan.h"
 
-// What the folds' splits come to for one query head, in fp64 but for their vectors, every sum in
-// one order; the formulas are host/core/estimate.h's and degrees.h's. A block takes
-// one head.
+// Adds up the sums of the folds' splits for one query head: vectors in fp32, all else in fp64,
+// every sum in a fixed order. The formulas are in host/core/estimate.h and degrees.h. One block per
+// head.
 namespace spillway::cuda {
 
 inline constexpr int kEstimateThreads = 640;
-// Places of the splits of all phases.
+// Places for the splits of all phases: split i of phase p has place p * kSplitMax + i.
 inline constexpr int kAllSplitsMax = kPhases * kSplitMax;
 static_assert(kAllSplitsMax <= kEstimateThreads && kHeadDimMax <= kEstimateThreads);
-// Sets of rows: the exact ones, and the strata that CutStrata() makes at most.
+// Sets of rows: the exact rows, and at most as many strata as CutStrata() makes.
 inline constexpr int kEstimatedStrataMax = kStratumEdgeCount + 1;
 inline constexpr int kSetsMax = 1 + kEstimatedStrataMax;
 
-// A set's sums over its splits, relative to its own maximum: sum x v [d], and of a
-// stratum sum x^2 v [d] and sum x^2 y_a y_b [kProjectedPairs]. In floats:
+// Floats of a set's sums over its splits, relative to the set's maximum: sum x v [d]; for a stratum
+// also sum x^2 v [d] and sum x^2 y_a y_b [kProjectedPairs].
 __host__ __device__ inline int SetFloats(int head_dim) { return 2 * head_dim + kProjectedPairs; }
-// Shared memory of an estimating block: those of all sets.
+// Bytes of shared memory for the sums of all sets.
 __host__ __device__ inline size_t HeadSumsBytes(int head_dim) {
   return sizeof(float) * kSetsMax * SetFloats(head_dim);
 }
 
-// Where a set's splits are in each phase.
+// The places [begin, end) of a set's splits in each phase.
 struct SetSplits {
   int16_t begin[kPhases];
   int16_t end[kPhases];
@@ -37,7 +37,7 @@ struct SetSplits {
     for (int p = 0; p < kPhases; ++p) count += end[p] - begin[p];
     return count;
   }
-  // Of split i, phase by phase.
+  // The place of split i; splits are numbered phase by phase.
   __device__ int place(int i) const {
 #pragma unroll
     for (int p = 0; p + 1 < kPhases; ++p) {
@@ -48,33 +48,32 @@ struct SetSplits {
   }
 };
 
-// A set of rows as all of its splits see it.
+// A set of rows, combined over all of its splits.
 struct RowSet {
   SetSplits splits;
   int64_t drawn;        // r_h
   int64_t token_count;  // n_h
   float max;
   double factor;  // exp(max - M)
-  double rate;    // n_h / r_h, 1 of the exact rows, 0 without rows
+  double rate;    // n_h / r_h; 1 for the exact rows; 0 if no row was drawn
 };
 
-// What is known of the head, in shared memory; values in their unit.
+// Results for one query head, in shared memory; values in units of HeadStatistics::value_unit.
 struct HeadSums : HeadTotals {
   RowSet sets[kSetsMax];
   StratumSpread spreads[kEstimatedStrataMax];
   double outputs[kHeadDimMax];  // o^
 };
 
-// Of a stratum's projected rows, relative to M: see ProjectedSums.
+// Sums over a stratum's projected rows, relative to M; see ProjectedSums.
 struct StratumProjection {
-  double factor;  // of its spread in that of the output; 0: adds nothing
+  double factor;  // of the stratum's spread in the output's; 0: adds nothing
   double xx;
   double xxy[kProjectionDims];
   double deviation[kProjectionDims];
 };
 
-// The sums over the block's threads, the same in every thread; the order is
-// that of the warps.
+// Sums over the block's threads, in the order of the warps. Every thread gets them.
 struct TwoSums {
   double first;
   double second;
@@ -94,16 +93,16 @@ __device__ inline TwoSums BlockSums(double first, double second) {
   return sums;
 }
 
-// Calls f(place) for the lane's splits of a set.
+// Calls f(place) for every 32nd split of a set, from split `lane` on.
 template <typename F>
 __device__ inline void ForSplits(const SetSplits& splits, int lane, F f) {
   const int count = splits.count();
   for (int i = lane; i < count; i += 32) f(splits.place(i));
 }
 
-// Four elements of a set's vector: the sum of its splits' in turn, that of the
-// split at place i times factor(i), from vectors + i * stride. In fp32, as the splits' own sums
-// are. Several are read together: their number is small, and the memory far.
+// Sums four elements of a set's vector over its splits, in order: those of the split at place i, at
+// vectors + i * stride, times factor(i). In fp32, like the splits' own sums. Several splits are
+// loaded at once, because there are few and the latency of memory is high.
 template <typename Factor>
 __device__ inline float4 SumFours(const SetSplits& splits, const float* vectors, int64_t stride,
                                   Factor factor) {
@@ -131,7 +130,7 @@ __device__ inline float4 SumFours(const SetSplits& splits, const float* vectors,
   return sum;
 }
 
-// Fills `head` from the splits of phases [0, phases). totals: HeadSumsBytes() of
+// Fills `head` for query head g from the splits of phases [0, phases). totals: HeadSumsBytes() of
 // shared memory. All threads.
 __device__ inline void EstimateHead(const AttendShape& shape, const UnitRequest& u, int g,
                                     int phases, float* totals, HeadSums& head) {
@@ -139,7 +138,7 @@ __device__ inline void EstimateHead(const AttendShape& shape, const UnitRequest&
   constexpr int kWarps = kEstimateThreads / 32;
   __shared__ int16_t set_of[kAllSplitsMax];  // -1: no split
   __shared__ SoftmaxSums sums[kAllSplitsMax];
-  __shared__ double factors[kAllSplitsMax];  // exp(max - the set's)
+  __shared__ double factors[kAllSplitsMax];  // exp(split's max - set's max)
   __shared__ StratumProjection projections[kEstimatedStrataMax];
   __shared__ double output_projection[kProjectionDims];
   __shared__ double slices[kSlices][kProjectedPairs];
@@ -150,13 +149,13 @@ __device__ inline void EstimateHead(const AttendShape& shape, const UnitRequest&
   const int warp = threadIdx.x / 32;
   const int set_floats = SetFloats(d);
   const int64_t partial_floats = PartialFloats(shape.group, d);
-  // Of sums [G][width] that lie at `first` in a split's.
+  // Head g's part of the array [G][width] at offset `first` of a split's partial sums.
   const auto partial = [&](int place, int first, int width) {
     return u.partials + place * partial_floats + first + g * width;
   };
 
-  // All that is read of the splits but their vectors is asked for at once, and
-  // passed over where there is no split.
+  // Everything but the splits' vectors is loaded at once; what is loaded for places without a split
+  // is ignored.
   const int place = threadIdx.x;
   const int phase = place / kSplitMax;
   const int at = place % kSplitMax;
@@ -182,7 +181,7 @@ __device__ inline void EstimateHead(const AttendShape& shape, const UnitRequest&
   const int strata = s.strata;
   __syncthreads();
   if (own_set >= 0) {
-    // Splits of a set adjoin.
+    // The splits of a set are adjacent.
     if (at == 0 || set_of[place - 1] != own_set) {
       sets[own_set].splits.begin[phase] = static_cast<int16_t>(place);
     }
@@ -208,7 +207,7 @@ __device__ inline void EstimateHead(const AttendShape& shape, const UnitRequest&
   }
   __syncthreads();
 
-  // The sets' vectors, four elements at a time: of the exact rows sum x v alone.
+  // The sets' vectors, four elements at a time; of the exact rows only sum x v.
   const int value_fours = d / 4;
   const int set_fours = set_floats / 4;
   const int values_at = kSumsFloats * shape.group;
@@ -232,7 +231,7 @@ __device__ inline void EstimateHead(const AttendShape& shape, const UnitRequest&
     const RowSet& set = sets[own_set];
     part = set.rate * set.factor * factors[place] * sums[place].sum;
   }
-  // All are done with the vectors, too.
+  // Its barriers also complete the vectors in `totals`.
   const auto [all, exact] = BlockSums(part, own_set == 0 ? part : 0.0);
 
   double norm_sq = 0;
@@ -246,7 +245,7 @@ __device__ inline void EstimateHead(const AttendShape& shape, const UnitRequest&
   }
   norm_sq = BlockSums(norm_sq, 0).first;
 
-  // A warp a stratum.
+  // One warp per stratum.
   const double o_norm_sq = norm_sq / (all * all);
   for (int h = warp; h < strata; h += kWarps) {
     const RowSet& set = sets[1 + h];
@@ -298,7 +297,7 @@ __device__ inline void EstimateHead(const AttendShape& shape, const UnitRequest&
   }
   __syncthreads();
 
-  // S': a thread an entry, strata dealt out to as many slices as there are
+  // S': one thread per entry and slice; the strata are divided among as many slices as there are
   // threads for.
   const int slice = threadIdx.x / kProjectedPairs;
   const int pair = threadIdx.x % kProjectedPairs;

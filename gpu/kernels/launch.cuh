@@ -13,17 +13,17 @@ struct LaunchShape {
   dim3 grid;
   int threads = 0;
   size_t shared_bytes = 0;
-  // The kernel may begin while the one before it on the stream still runs: it
-  // waits by itself (GridDependencyWait). Compute capability 9.0.
+  // The kernel may begin while the previous one on the stream still runs, and waits for it
+  // (GridDependencyWait). Compute capability 9.0.
   bool overlap = false;
 };
 
-// Launches kKernel, which may take all the shared memory that a block can have.
+// Launches kKernel, which may use all the shared memory that a block can have.
 template <auto kKernel, typename... Arguments>
 cudaError_t Launch(const LaunchShape& shape, cudaStream_t stream, const Arguments&... arguments) {
   constexpr int kDevicesMax = 64;
   static std::array<std::atomic<bool>, kDevicesMax> allowed{};
-  // How much is allowed without depends on what the kernel has of its own.
+  // How much is allowed by default depends on the kernel's static shared memory.
   if (shape.shared_bytes > 0) {
     int device = 0;
     if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;

@@ -4,21 +4,20 @@
 #include "gpu/kernels/rows.cuh"
 #include "host/core/score.h"
 
-// Scores from logits, a page of keys at a time. A block takes a page. A source
-// says where its logits come from: here exact ones, every key read where it
-// lies (for evaluation).
+// Scores from logits. A block scores one page of keys at a time, and a `Source` computes the
+// logits: here ExactLogits, which reads every key where it is (for evaluation).
 //
-// Of a source, whose `Context` is what the launch passes to it:
-//   Bytes(shape, context)      shared memory that it takes
+// A source has a type `Context`, which the launch passes to it, and:
+//   Bytes(shape, context)      bytes of shared memory that it needs
 //   Source(shape, context, u, memory)
-//   Compute(page, count)       logits of the page's first `count` tokens; all
-//                              threads, before and after as well
+//   Compute(page, count)       computes the logits of the page's first `count` tokens; called by
+//                              all threads; contains the barriers that it needs before and after
 //   Get(head)                  the logit of the thread's own token
 namespace spillway::cuda {
 
 inline constexpr int kLogitThreads = kPageTokenCount;
 
-// Exact logits. A logit that is not finite is remembered.
+// Exact logits. The first token with a logit that is not finite goes to UnitState::error_token.
 class ExactLogits {
  public:
   struct Context {};
@@ -70,7 +69,7 @@ class ExactLogits {
   float* tile_;
 };
 
-// The reference pages' logits and their largest. Grid (blocks, units).
+// The logits of the reference pages, and the largest per head. Grid (blocks, units).
 template <typename Source>
 __global__ void __launch_bounds__(kLogitThreads)
     LogitReferenceKernel(AttendShape shape, typename Source::Context context,
@@ -96,8 +95,8 @@ __global__ void __launch_bounds__(kLogitThreads)
   }
 }
 
-// Bins of every token. Grid (blocks, units). Shared memory: the histogram, then
-// the source's.
+// The bins of all tokens and their histogram. Grid (blocks, units). Shared memory: the histogram,
+// then the source's.
 template <typename Source>
 __global__ void __launch_bounds__(kLogitThreads)
     ScoreLogitsKernel(AttendShape shape, typename Source::Context context,

@@ -3,17 +3,17 @@
 #include "gpu/kernels/bin_sums.cuh"
 #include "host/core/page_index.h"
 
-// Heavy sets by mass (Twilight's top-p): one threshold per query head, the
-// union over the group is heavy. One set more is that of the strays, by the
-// group's bins.
+// Heavy sets by mass (Twilight's top-p): every query head has its own threshold, and a token is
+// heavy if any head of the group selects it. One more set selects the strays, by the bins of the
+// group.
 namespace spillway::cuda {
 
-// Bins that a set's threshold is among, by token.
+// The bins, by token, that are compared with a set's threshold.
 __device__ inline const uint16_t* SetBins(const UnitRequest& u, int group, int set) {
   return set < group ? u.head_bins + set * u.n : u.bins;
 }
 
-// Histograms of each head's own bins. Grid (blocks, units, heads).
+// Computes the histogram of each query head's own bins. Grid (blocks, units, heads).
 __global__ void CountHeadBinsKernel(const UnitRequest* units) {
   __shared__ uint32_t histogram[kScoreBinCount];
   __shared__ UnitRequest u;
@@ -33,8 +33,8 @@ __global__ void CountHeadBinsKernel(const UnitRequest* units) {
   }
 }
 
-// Each head's threshold, and the strays'; the sums over bins run in the CPU
-// device's order. Grid (heads + 1, units), one warp.
+// Finds the threshold of each head, and that of the strays. Sums over bins have the same order as
+// on the CPU device. Grid (heads + 1, units), one warp per block.
 __global__ void HeadThresholdKernel(AttendShape shape, const UnitRequest* units) {
   __shared__ uint16_t used[kScoreBinCount];  // bins with tokens, ascending
   __shared__ uint32_t counts[kScoreBinCount];
@@ -71,7 +71,7 @@ __global__ void HeadThresholdKernel(AttendShape shape, const UnitRequest* units)
   u.state->head_skip[head] = int64_t{histogram[threshold.bin]} - threshold.take;
 }
 
-// Tokens of each set's threshold bin, per segment. Grid (segments, units).
+// Counts each set's ties (tokens in its threshold bin), per segment. Grid (segments, units).
 __global__ void CountHeadTiesKernel(int group, const UnitRequest* units) {
   __shared__ UnitRequest u;
   Begin(units + blockIdx.y, u);
@@ -90,15 +90,15 @@ __global__ void CountHeadTiesKernel(int group, const UnitRequest* units) {
   }
 }
 
-// Marks heavy tokens and takes them out of the group's histogram. One warp
-// walks a segment in token order; grid (segments, units).
+// Marks heavy tokens and removes them from the group's histogram. One warp goes through a segment
+// in token order. Grid (segments, units).
 __global__ void MarkHeavyKernel(int group, const UnitRequest* units) {
   __shared__ UnitRequest u;
   Begin(units + blockIdx.y, u);
   UnitState& state = *u.state;
   const int lane = threadIdx.x;
   for (int64_t segment = blockIdx.x; segment < u.segments(); segment += gridDim.x) {
-    // Ties before this segment, per set; of a set's bin the first skip stay.
+    // rank[h]: ties of set h before this segment. The first head_skip ties of a set are not heavy.
     int64_t rank[kGroupMax + 1];
     for (int h = 0; h <= group; ++h) {
       int64_t before = 0;

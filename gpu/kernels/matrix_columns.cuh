@@ -4,13 +4,13 @@
 
 namespace spillway::cuda {
 
-// A thread's columns of a row-major matrix [rows][width], read kAhead rows
-// ahead of their use: a small block has little else to hide the memory's
-// latency. The first rows are asked for at once.
+// A thread's columns of a row-major matrix [rows][width], loaded kAhead rows before their use: a
+// small block has little else to hide the latency of memory. The constructor starts the first
+// loads.
 template <int kColumns, int kAhead>
 class MatrixColumns {
  public:
-  // Columns first, first + step, ...; those beyond the matrix are its last.
+  // Columns first, first + step, ...; the last column takes the place of those beyond the matrix.
   __device__ MatrixColumns(const float* matrix, int rows, int width, int first, int step)
       : rows_(rows), width_(width) {
     next_ = matrix + min(first, width - 1);
@@ -24,9 +24,9 @@ class MatrixColumns {
     }
   }
 
-  // Adds the products with vectors x [kVectors][stride] in shared memory,
-  // aligned to 16 bytes: each sum[c][v] is continued as one chain of fused
-  // multiply-adds over the rows. To be called once.
+  // Adds to sum[c][v] the product of column c with vector v of x [kVectors][stride], which is in
+  // shared memory and aligned to 16 bytes. Each sum is one chain of fused multiply-adds over the
+  // rows. Call this only once.
   template <int kVectors>
   __device__ void MultiplyAdd(const float* x, int stride, float (&sum)[kColumns][kVectors]) {
     static_assert(kAhead % kQuad == 0);
@@ -51,7 +51,7 @@ class MatrixColumns {
         if (row + kAhead <= rows_) Read(i);
       }
     }
-    // next_ is at the rows that make no four.
+    // The last rows, fewer than four: next_ points to the first of them.
 #pragma unroll 1
     for (; row < rows_; ++row) {
 #pragma unroll
@@ -67,7 +67,7 @@ class MatrixColumns {
  private:
   static constexpr int kQuad = 4;
 
-  // The next four rows to ahead_[at].
+  // Loads the next four rows into ahead_[at], ahead_[at + 1], ...
   __device__ void Read(int at) {
 #pragma unroll
     for (int i = 0; i < kQuad; ++i) {
@@ -77,7 +77,7 @@ class MatrixColumns {
     }
   }
 
-  const float* next_;  // the first column's, of the row to read next
+  const float* next_;  // first column of the row to read next
   int offset_[kColumns];
   int rows_;
   int width_;

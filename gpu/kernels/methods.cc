@@ -15,7 +15,7 @@ constexpr std::array kCoreSelectors = {
                     LaunchExactScore},
 };
 
-// The entry whose `member` is the value, or null.
+// The entry whose `member` equals `value`, or null.
 template <typename Kernels, typename Value>
 const Kernels* Find(std::span<const Kernels> list, Value Kernels::*member, Value value) {
   const auto found = std::ranges::find(list, value, member);

@@ -9,39 +9,38 @@
 #include "host/core/tail.h"
 #include "host/model/model_spec.h"
 
-// The kernels of a wave that a policy chooses: those of its selector, of its
-// first selection and of its tail. The core has those of the default way;
-// gpu/methods, where it is built, lists the others.
+// The kernels of a wave that its policy chooses: of its selector, its first selection and its tail.
+// The core has those of `asymmetric` and `oracle`; gpu/methods, if it is built, lists the others.
 namespace spillway::cuda {
 
-// How a selector scores the tokens of a wave. Launchers, in the order of an
-// attend; afterwards every token has its bin and every unit its histogram.
+// How a selector scores the tokens of a wave: launchers, in the order of an attend. Afterwards
+// every token has its bin, and every unit its histogram.
 struct SelectorKernels {
   Selector selector;
-  // Bins of the histogram.
+  // Number of bins of the histogram.
   int (*bin_count)(const ModelSpec& spec);
-  // The wave's first kernel: reads requests and queries in pinned memory. It
-  // may overlap as PrepareOverlaps() says.
+  // Launches the wave's first kernel, which reads requests and queries from pinned memory. It may
+  // overlap with an append if PrepareOverlaps() says so.
   cudaError_t (*prepare)(const Wave& wave, cudaStream_t stream);
-  // What scores are relative to.
+  // Computes what scores are relative to (UnitState::reference and mass).
   cudaError_t (*reference)(const Wave& wave, cudaStream_t stream);
   cudaError_t (*score)(const Wave& wave, cudaStream_t stream);
 };
 
-// A tail that samples in a way of its own, in place of the second draw.
+// A tail that samples in its own way, in place of the second draw.
 struct TailKernels {
   Tail tail;
   const char* stage;  // its name in traces
   // Finds and lists the sample's rows.
   cudaError_t (*sample)(const Wave& wave, cudaStream_t stream);
-  // Sums over them.
+  // Sums over these rows.
   cudaError_t (*fold)(const Wave& wave, cudaStream_t stream);
 };
 
 struct FirstSelectionKernels {
-  // After the first selection's scores: finds the candidates.
+  // Finds the candidates, after the scores of the first selection.
   cudaError_t (*find)(const Wave& wave, cudaStream_t stream);
-  // After the second's: takes what is no candidate out of them.
+  // Drops all tokens that are not candidates, after the scores of the main selector.
   cudaError_t (*drop_others)(const Wave& wave, cudaStream_t stream);
 };
 
@@ -53,16 +52,16 @@ struct MethodKernels {
 };
 const MethodKernels& BuiltMethods();
 
-// The core's or a method's; null: this build has none. SELECTOR_ALL scores
-// nothing and has none.
+// The core's or a method's; null for SELECTOR_ALL, which scores nothing, and if this build has
+// none.
 const SelectorKernels* FindSelectorKernels(Selector selector);
-// A method's; null for the tails that the core draws.
+// The kernels of a method's tail; null for tails that the core draws.
 const TailKernels* FindTailKernels(Tail tail);
-// Whether the core or a method samples it.
+// Whether the core or a method of this build can sample the tail.
 bool IsSampled(Tail tail);
 
-// For launchers of SelectorKernels: score bins of logits, and the prepare and
-// mass kernels that do not depend on what is scored.
+// For launchers of SelectorKernels: the bins of scores by logits, whether the first kernel may
+// overlap with an append, and the prepare and mass kernels that selectors share.
 int ScoreBins(const ModelSpec& spec);
 bool PrepareOverlaps(const Wave& wave);
 cudaError_t LaunchClearUnits(const Wave& wave, cudaStream_t stream);

@@ -3,16 +3,16 @@
 #include "gpu/kernels/page_rows.cuh"
 
 // A page's keys in shared memory, their centre and their distances from it
-// (host/core/page_index.h). All functions are of a block of kPageThreads.
+// (host/core/page_index.h). All functions are for blocks of kPageThreads threads.
 namespace spillway::cuda {
 
 inline constexpr int kPageThreads = 256;
 inline constexpr int kPageWarps = kPageThreads / 32;
 inline constexpr int kPageQuads = kPageTokenCount / 4;
-static_assert(kPageQuads == 32);  // a lane a quad
+static_assert(kPageQuads == 32);  // one lane per quad
 
-// Tiles are [row][128] floats. Every four tokens are permuted by
-// row / kRows, so that threads of different rows meet in different banks.
+// Tiles are [row][128] floats. Within a row, groups of four tokens are permuted by row / kRows, so
+// that threads that access different rows use different banks.
 template <int kRows>
 __device__ inline int TileAt(int row, int token) {
   return row * kPageTokenCount + (token ^ (static_cast<unsigned>(row) / kRows % 8 * 4));
@@ -21,15 +21,15 @@ __device__ inline float4& QuadAt(float* x, int row, int quad) {
   return *reinterpret_cast<float4*>(x + TileAt<8>(row, 4 * quad));
 }
 
-// What a block keeps beside the keys until they are rotated, aligned to 16 bytes.
+// What a block keeps besides the keys until it rotates them, aligned to 16 bytes.
 struct PageScratch {
   float4 largest[kPageWarps][kPageQuads];
-  float4 inverse[kPageQuads];     // of the norms of keys that are divided by their largest
-  float centre[kHeadDimMax];      // c, widened
+  float4 inverse[kPageQuads];     // 1 / norm of each key after DivideByLargest()
+  float centre[kHeadDimMax];      // c, as fp32
   float square[kPageTokenCount];  // see RoughDistances
 };
 
-// A 16-byte piece of a key, its elements from i on, to x.
+// Stores a 16-byte piece of a key, its elements from i on, to x as fp32.
 __device__ inline void StorePiece(DType dtype, uint4 raw, int i, int token, float* x) {
   float* out = x + TileAt<8>(i, token);
   if (dtype == DType::kF32) {
@@ -51,13 +51,13 @@ __device__ inline void StorePiece(DType dtype, uint4 raw, int i, int token, floa
   out[7 * kPageTokenCount] = high.w;
 }
 
-// Which pieces of a page's keys a thread has: every kPageThreads-th.
+// The 16-byte pieces of a page's keys that a thread handles: every kPageThreads-th one.
 struct PieceCursor {
   int token;
   int piece;
   __device__ explicit PieceCursor(int pieces)
       : token(threadIdx.x / pieces), piece(threadIdx.x % pieces) {}
-  // kPageThreads = token_step * pieces + piece_step.
+  // REQUIRES: kPageThreads = token_step * pieces + piece_step.
   __device__ void Advance(int pieces, int token_step, int piece_step) {
     token += token_step;
     piece += piece_step;
@@ -68,11 +68,11 @@ struct PieceCursor {
   }
 };
 
-// The page's keys into x [d][128]. Ends without a barrier.
+// Loads the page's keys into x [d][128]. Ends without a barrier.
 __device__ inline void LoadKeys(const EncodeWork& work, const std::byte* rows, float* x) {
-  constexpr int kLoads = 8;  // in flight: rows may lie in host memory
+  constexpr int kLoads = 8;  // in flight, because rows may be in host memory
   const int piece_elements = PieceElements(work.dtype);
-  const int pieces = work.head_dim / piece_elements;  // of a key, even
+  const int pieces = work.head_dim / piece_elements;  // per key, even
   const int rounds = pieces * kPageTokenCount / kPageThreads;
   const int token_step = kPageThreads / pieces;
   const int piece_step = kPageThreads % pieces;
@@ -98,15 +98,14 @@ __device__ inline void LoadKeys(const EncodeWork& work, const std::byte* rows, f
 
 // ---- The centre --------------------------------------------------------------
 
-// The dimension whose keys a thread below d sums up: neighbouring threads have
-// rows eight apart, which lie in different banks.
+// The dimension that a thread below d sums over the tokens. Neighbouring threads take dimensions
+// eight apart, whose rows use different banks.
 __device__ inline int SummedDim(int dim) {
   const int groups = dim / 8;
   return static_cast<int>(threadIdx.x) % groups * 8 + static_cast<int>(threadIdx.x) / groups;
 }
 
-// Dimension i of the centre, rounded to bf16, to the page and, widened, to
-// shared memory.
+// Stores element i of the centre, rounded to bf16, to the page, and as fp32 to shared memory.
 __device__ inline void StoreCentre(const CodeTiling& tiling, int i, float mean, std::byte* page,
                                    float* centre) {
   const uint16_t rounded = FloatToBFloat16(mean);
@@ -114,7 +113,8 @@ __device__ inline void StoreCentre(const CodeTiling& tiling, int i, float mean, 
   centre[i] = BFloat16ToFloat(rounded);
 }
 
-// The centre is the mean of the keys x, or 0. Ends without a barrier.
+// Computes and stores the page's centre: the mean of the keys x, or 0 with raw_keys. Ends without a
+// barrier.
 __device__ inline void Centre(const EncodeWork& work, bool raw_keys, float* x, std::byte* page,
                               float* centre) {
   if (static_cast<int>(threadIdx.x) >= work.head_dim) return;
@@ -133,7 +133,7 @@ __device__ inline void Centre(const EncodeWork& work, bool raw_keys, float* x, s
   StoreCentre(work.tiling, i, static_cast<float>(sum / kPageTokenCount), page, centre);
 }
 
-// A token's distance from a centre, of keys x that are as they were.
+// The distance of a token's key from a centre. x must hold the unchanged keys.
 __device__ inline float TokenRadius(int dim, const float* centre, const float* x, int token) {
   float largest = 0;
   for (int i = 0; i < dim; ++i) {
@@ -147,12 +147,11 @@ __device__ inline float TokenRadius(int dim, const float* centre, const float* x
   return RadiusOf(largest, sum);
 }
 
-// Whether the largest of a page's radii is more than kStrayFactor times their
-// median: whether more than half of them are so much smaller than it. The same
-// in all threads.
+// Whether the largest of a page's radii is more than kStrayFactor times their median: whether more
+// than half of them, times kStrayFactor, are below it. The same in all threads.
 __device__ inline bool IsUneven(const float* radius) {
   const float4 r = reinterpret_cast<const float4*>(radius)[threadIdx.x % 32];
-  // Floats that are not negative order as their bits do.
+  // Non-negative floats have the same order as their bits.
   const float largest = __uint_as_float(
       __reduce_max_sync(kFullWarp, __float_as_uint(fmaxf(fmaxf(r.x, r.y), fmaxf(r.z, r.w)))));
   const int smaller = (kStrayFactor * r.x < largest) + (kStrayFactor * r.y < largest) +
@@ -160,16 +159,15 @@ __device__ inline bool IsUneven(const float* radius) {
   return __reduce_add_sync(kFullWarp, smaller) > kPageTokenCount / 2;
 }
 
-// The median of a page's radii, in every warp that asks.
+// The median of a page's radii, for every warp that calls this.
 __device__ inline float MedianRadius(const float* radius) {
   const float4 r = reinterpret_cast<const float4*>(radius)[threadIdx.x % 32];
   return WarpElement<4>({r.x, r.y, r.z, r.w}, kPageTokenCount / 2);
 }
 
-// The centre of a page with keys far from it: the mean of those near the median
-// per coordinate. Reads the keys into x anew, where they stay. All threads have
-// read radius [128] for the last time once they are at the first barrier; it is
-// overwritten.
+// Stores a new centre for a page with keys far from it: the mean of the keys near the median per
+// coordinate. Loads the keys into x again, where they stay. Overwrites radius [128] after the first
+// barrier, so threads must have read it before the call. All threads.
 __device__ inline void CentreAgain(const EncodeWork& work, const std::byte* rows, float* x,
                                    float* radius, std::byte* page, float* centre) {
   const int dim = work.head_dim;
@@ -203,11 +201,11 @@ __device__ inline void CentreAgain(const EncodeWork& work, const std::byte* rows
 
 // ---- Unit vectors ------------------------------------------------------------
 
-// Keys x become x - c over the largest of it, radius [128] their distances from
-// c. Begins after a barrier and ends with one.
+// Replaces each key x by (x - c) / max |x - c|, and sets radius [128] to the distances of the keys
+// from c. The caller must have passed a barrier; ends with a barrier.
 __device__ inline void DivideByLargest(int dim, float* x, float* radius, PageScratch& scratch) {
-  constexpr int kRows = 4;  // of a thread at once: all are read before one is written
-  // All but the chain: a lane has four tokens, a warp every eighth row.
+  constexpr int kRows = 4;  // per thread at a time: all are read before one is written
+  // Everything except the sums of squares: a lane handles four tokens, a warp every eighth row.
   const int quad = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
   float largest[4] = {};
@@ -286,7 +284,7 @@ __device__ inline void DivideByLargest(int dim, float* x, float* radius, PageScr
   __syncthreads();
 }
 
-// What DivideByLargest() left becomes of length 1. Ends without a barrier.
+// Scales the keys that DivideByLargest() left in x to length 1. Ends without a barrier.
 __device__ inline void DivideByNorm(int dim, float* x, const PageScratch& scratch) {
   constexpr int kRows = 8;
   const int quad = threadIdx.x % 32;

@@ -2,27 +2,26 @@
 
 #include "gpu/kernels/page_keys.cuh"
 
-// Norms of a page's rows: how far each value lies from the usual one.
+// The norm bytes of a page's rows: how far each value is from the usual one.
 namespace spillway::cuda {
 
-// Threads that share a value, a piece each at a time, and values of a thread.
+// Threads that share a value, one piece each at a time; and values per thread.
 inline constexpr int kValueThreads = 16;
 inline constexpr int kThreadValues = kPageTokenCount * kValueThreads / kPageThreads;
 
-// The squared distances of a page's values from their centre, roughly and in
-// units of value_unit. What they are rounded to is a byte of the logarithm, so
-// that a sum in any order decides nearly always which.
+// Approximate squared distances of a page's values from their centre, in units of value_unit. Only
+// a byte of the logarithm is needed, so a sum in any order nearly always determines it.
 class RoughDistances {
  public:
-  // Asks for the first pieces.
+  // Starts to load the first pieces.
   __device__ RoughDistances(const EncodeWork& work, const std::byte* rows)
       : values_(rows + work.row_bytes / 2 + threadIdx.x / kValueThreads * work.row_bytes),
         pieces_(work.head_dim / PieceElements(work.dtype)) {
     Load(work, threadIdx.x % kValueThreads);
   }
 
-  // square [128]: what kErrorMax says is true of a root of them. centre: [d].
-  // Ends without a barrier.
+  // Fills square [128]; for the error of their roots see kErrorMax. centre: [d]. Ends without a
+  // barrier.
   __device__ void Sum(const EncodeWork& work, const float* centre, float unit, float* square) {
     const float inverse = 1.0f / unit;
     float sum[kThreadValues] = {};
@@ -84,18 +83,17 @@ class RoughDistances {
     }
   }
 
-  const std::byte* values_;  // the thread's first
-  int pieces_;               // of a value
+  const std::byte* values_;  // first value of the thread
+  int pieces_;               // per value
   uint4 raw_[kThreadValues];
 };
 
-// A row's norm from a rough squared distance; false if that does not decide it.
-// A sum of up to 256 squares is off by less than 2^-17 of itself either way, and
-// so is the fixed order's.
+// A row's norm byte from its approximate squared distance; false if that does not determine it. A
+// sum of up to 256 squares has a relative error below 2^-17, and so has the sum in the fixed order.
 __device__ inline bool RoughNorm(const HeadStatistics& head, float square, uint8_t& norm) {
   constexpr float kErrorMax = 0x1p-16f;
   constexpr float kSmall = 0x1p-100f;
-  // Else distances in fp32 may have few bits left, or none.
+  // Outside these ranges, distances in fp32 may have few valid bits, or none.
   if (!(square < 0x1p80f)) return false;
   if (!(head.value_reference > kSmall && head.value_reference < 1 / kSmall)) return false;
   const float ratio = __fsqrt_rn(square) * (head.value_unit / head.value_reference);
@@ -103,17 +101,18 @@ __device__ inline bool RoughNorm(const HeadStatistics& head, float square, uint8
   return norm == NormByte(false, ValueExponent(ratio * (1 + kErrorMax), 1.0f));
 }
 
-// Norms of the page; threads [0, 128), a row each. square: RoughDistances::Sum();
-// radius [128] of the keys; uneven: IsUneven() of it.
+// Stores the page's norm bytes; threads [0, 128), one row each. square: from RoughDistances::Sum();
+// radius [128]: of the keys; uneven: IsUneven(radius).
 __device__ inline void StoreNorms(const EncodeWork& work, const HeadStatistics& head,
                                   const float* value_centre, const std::byte* rows,
                                   const float* square, const float* radius, bool uneven,
                                   std::byte* page) {
   const int token = threadIdx.x;
-  // Without distant keys none is a stray.
+  // Only an uneven page has keys far enough away to be strays.
   const bool stray = uneven && IsStray(radius[token], MedianRadius(radius), head.median_radius);
   uint8_t norm = kStrayNorm;
   const bool known = stray || RoughNorm(head, square[token], norm);
+  // Exact distances for the other rows, by the whole warp one after the other.
   for (unsigned left = __ballot_sync(kFullWarp, !known); left != 0; left &= left - 1) {
     const int lane = __ffs(left) - 1;
     const std::byte* row = rows + (token / 32 * 32 + lane) * work.row_bytes;

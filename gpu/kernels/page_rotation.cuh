@@ -5,23 +5,22 @@
 #include "gpu/kernels/page_keys.cuh"
 #include "gpu/kernels/quantiser.cuh"
 
-// A page's keys times P^T, a register-blocked matrix product: 128 rotated
-// dimensions a pass, each thread 8 tokens x 8 dimensions; and the codes of what
-// it gives.
+// Multiplies a page's keys by P^T, as a register-blocked matrix product (128 rotated dimensions per
+// pass, 8 tokens x 8 dimensions per thread), and computes the codes.
 namespace spillway::cuda {
 
 inline constexpr int kPassDims = 128;
 inline constexpr int kSliceRows = 16;  // of P^T, double-buffered
 inline constexpr int kSliceFloats = kSliceRows * kPassDims;
-// Rotated dimensions at once in shared memory: with one pass they take the place
-// of the keys, with two that of both slices.
+// With two passes: rotated dimensions in shared memory at a time, in place of both slices. With one
+// pass all of them are there, in place of the keys.
 inline constexpr int kChunkDims = 2 * kSliceFloats / kPageTokenCount;
 
-// Starts the copy of rows [row, row + 16) and columns [column, column + 128)
-// of P^T, 0 beyond its edge.
+// Starts the copy of rows [row, row + 16) and columns [column, column + 128) of P^T to `slice`,
+// with 0 beyond the matrix.
 __device__ inline void CopySlice(const float* transposed, int dim, int row, int column,
                                  float* slice) {
-  static_assert(kPassDims == 32 * 4);  // a warp a row
+  static_assert(kPassDims == 32 * 4);  // one warp per row
   const int i = threadIdx.x / 32;
   const int j = threadIdx.x % 32 * 4;
   const bool inside = column + j < dim;
@@ -35,10 +34,9 @@ __device__ inline void CopySlice(const float* transposed, int dim, int row, int 
   __pipeline_commit();
 }
 
-// Which tokens and dimensions of a pass a thread has: [4 a, 4 a + 4) and 64
-// further on, [4 b, 4 b + 4) and 64 further on. Of a warp's threads 4 x 8 have
-// neighbouring ones, in an order in which the two halves of a 16-byte shared
-// load by half a warp fall together.
+// The tokens and dimensions of a pass that a thread computes: tokens [4 a, 4 a + 4) and the same +
+// 64, dimensions [4 b, 4 b + 4) and the same + 64. A warp covers 4 x 8 neighbouring a and b, in an
+// order that lets the hardware combine the halves of a 16-byte shared load by half a warp.
 struct PassThread {
   int token;
   int dim;
@@ -50,7 +48,7 @@ struct PassThread {
   }
 };
 
-// sum[t][j] += over the slice's rows, ascending: o of token t times P^T.
+// sum[t][j] += token t's unit vector o times the slice of P^T, over its rows in ascending order.
 __device__ inline void MultiplySlice(const float* x, int row, const float* slice,
                                      const PassThread& at, float (&sum)[8][8]) {
 #pragma unroll
@@ -75,14 +73,14 @@ __device__ inline void MultiplySlice(const float* x, int row, const float* slice
   }
 }
 
-// y [end - begin][128] of the sums of the pass's dimensions [begin, end).
+// Stores the sums of the pass's dimensions [begin, end) to y [end - begin][128].
 __device__ inline void StoreRotated(const float (&sum)[8][8], const PassThread& at, int begin,
                                     int end, float* y) {
 #pragma unroll
   for (int part = 0; part < 2; ++part) {
     const int first = at.dim + part * (kPassDims / 2);
     if (first < begin || first >= end) continue;
-    float* out = y + TileAt<4>(first - begin, at.token);  // the permutation of all four rows
+    float* out = y + TileAt<4>(first - begin, at.token);  // all four rows have this permutation
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
       const int j = 4 * part + n;
@@ -94,7 +92,7 @@ __device__ inline void StoreRotated(const float (&sum)[8][8], const PassThread& 
   }
 }
 
-// Bits 0, 4, ... 28 as one byte.
+// Packs bits 0, 4, ..., 28 into one byte.
 __device__ inline uint32_t EveryFourthBit(uint32_t x) {
   x &= 0x11111111u;
   x = (x | x >> 3) & 0x03030303u;
@@ -102,18 +100,18 @@ __device__ inline uint32_t EveryFourthBit(uint32_t x) {
   return (x | x >> 12) & 0xFFu;
 }
 
-// Stores the code words of one token's dimensions [column, column + dims), of
-// which y [dims][128] holds the rotated values. column is a multiple of 32.
+// Stores the code words of one token for dimensions [column, column + dims). y [dims][128] has the
+// rotated values. column is a multiple of 32.
 __device__ inline void StoreWords(const Quantiser& quantiser, const CodeTiling& tiling,
                                   const float* y, int token, int column, int dims,
                                   std::byte* page) {
-  // All of one fragment, whose words stand four apart.
+  // The words of a pass belong to one fragment, in which a token's words are four apart.
   static_assert(kPassDims == kFragmentWords * 32);
   uint32_t* out = reinterpret_cast<uint32_t*>(page) + tiling.word_offset(0, token, column / 32);
   const int plane_words = tiling.fragment_offset(1, 0, 0);
 #pragma unroll 1
   for (int word = 0; word * 32 < dims; ++word) {
-    uint32_t codes[4] = {};  // of eight dimensions each, four bits a dimension
+    uint32_t codes[4] = {};  // of eight dimensions each, four bits per dimension
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
       const int first = word * 32 + n * 8;
@@ -132,7 +130,7 @@ __device__ inline void StoreWords(const Quantiser& quantiser, const CodeTiling& 
   }
 }
 
-// dot += <y, t> over y [dims][128] of one token, t in units of the step.
+// Returns dot + <y, t> for one token of y [dims][128]; t is the quantised y, in units of the step.
 __device__ inline float AddProducts(const Quantiser& quantiser, const float* y, int token, int dims,
                                     float dot) {
   for (int row = 0; row < dims; row += 16) {
@@ -145,9 +143,9 @@ __device__ inline float AddProducts(const Quantiser& quantiser, const float* y, 
   return dot;
 }
 
-// Codes and factors of the page's keys x [d][128], of length 1; radius [128] are
-// their distances. slices: two of P^T, the first of which was asked for at
-// (0, 0). Begins with a barrier.
+// Stores the codes and factors of the page's keys. x [d][128]: unit vectors; radius [128]:
+// distances from the centre. slices: two of P^T; the copy of the first, at (0, 0), has been
+// started. Begins with a barrier.
 __device__ inline void StoreCodes(const EncodeWork& work, const float* transposed,
                                   const Quantiser& quantiser, float* slices, float* x,
                                   const float* radius, std::byte* page) {
@@ -163,7 +161,7 @@ __device__ inline void StoreCodes(const EncodeWork& work, const float* transpose
     float sum[8][8] = {};
 #pragma unroll 1
     for (int row = 0; row < dim; row += kSliceRows) {
-      // The slice is there for all threads, and all have left the one before.
+      // Now all threads can read the slice, and none still reads the one before.
       __pipeline_wait_prior(0);
       __syncthreads();
       if (row + kSliceRows < dim) {
@@ -176,13 +174,13 @@ __device__ inline void StoreCodes(const EncodeWork& work, const float* transpose
 #pragma unroll 1
     for (int begin = 0; begin < dims; begin += chunk_dims) {
       const int end = min(begin + chunk_dims, dims);
-      __syncthreads();  // what y takes the place of has been read
+      __syncthreads();  // all threads have read what y overwrites
       StoreRotated(sum, at, begin, end, y);
       __syncthreads();
-      // Half of the threads have a token each for the chain of the factor, half
-      // for the code.
+      // Half of the threads compute the factors' dot products, the others the codes; one token
+      // each.
       int token = threadIdx.x % kPageTokenCount;
-      asm volatile("" : "+r"(token));  // no addresses of it in registers meanwhile
+      asm volatile("" : "+r"(token));  // so that its addresses take no registers before this
       if (threadIdx.x < kPageTokenCount) {
         dot = AddProducts(quantiser, y, token, end - begin, dot);
       } else {

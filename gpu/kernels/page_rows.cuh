@@ -6,8 +6,8 @@
 #include "gpu/kernels/encode.h"
 #include "host/core/page_index.h"
 
-// What the kernels of the page index share. Every rounding happens where the
-// CPU has it (host/cpu/page_encoder.cc).
+// Functions that the kernels of the page index share. They round at the same points as the CPU
+// (host/cpu/page_encoder.cc).
 namespace spillway::cuda {
 
 __device__ inline uint16_t FloatToBFloat16(float x) {
@@ -15,12 +15,12 @@ __device__ inline uint16_t FloatToBFloat16(float x) {
   return static_cast<uint16_t>((bits + 0x7FFFu + (bits >> 16 & 1)) >> 16);
 }
 
-// Elements of a vector that a 16-byte load brings.
+// Elements of a vector in a 16-byte load.
 __device__ inline int PieceElements(DType dtype) { return dtype == DType::kF32 ? 4 : 8; }
 
 __device__ inline float Divisor(float largest) { return largest > 0 ? largest : 1.0f; }
 
-// Quotients of numbers by the largest of them, rounded as divisions are.
+// Divides numbers by the largest of them, with the same rounding as a division.
 class Quotient {
  public:
   explicit __device__ Quotient(float largest) {
@@ -30,12 +30,12 @@ class Quotient {
     least_ = far ? INFINITY : fmaxf(divisor_, 1.0f) * kSmall;
   }
 
-  // Whether Fast() is as good: nothing in it underflows.
+  // Whether Fast() gives the same result as Of(): nothing in it underflows.
   __device__ bool Takes(float x) const { return fabsf(x) >= least_; }
-  // x times the rounded inverse, mended by one step: the number nearest to the
-  // quotient. Before it is rounded it is within 2^-21 of a unit in the last
-  // place, and those quotients of 24-bit numbers that lie so near to the middle
-  // of two (x 2^k - m d = r has few solutions for small r) all go the right way.
+  // x times the rounded inverse, corrected once by the remainder: the float nearest to the
+  // quotient. Before its last rounding, the result is within 2^-21 of a unit in the last place. The
+  // few quotients of 24-bit numbers that lie so near to the midpoint of two floats (x 2^k - m d = r
+  // has few solutions for small r) are all rounded the right way.
   __device__ float Fast(float x) const {
     const float q = x * inverse_;
     return fmaf(fmaf(-q, divisor_, x), inverse_, q);
@@ -50,7 +50,7 @@ class Quotient {
   float least_;
 };
 
-// Element `index` from below, from 0 on, of a warp's 32 kCount numbers.
+// The element at `index`, in ascending order, of a warp's 32 * kCount numbers.
 template <int kCount>
 __device__ inline float WarpElement(const float (&numbers)[kCount], int index) {
   uint32_t keys[kCount];
@@ -58,7 +58,7 @@ __device__ inline float WarpElement(const float (&numbers)[kCount], int index) {
   for (int j = 0; j < kCount; ++j) {
     keys[j] = static_cast<uint32_t>(OrderedBits(numbers[j])) ^ 0x80000000u;
   }
-  // The largest key that no more than `index` keys are below.
+  // The largest number that at most `index` keys are below.
   uint32_t found = 0;
 #pragma unroll 1
   for (uint32_t bit = 0x80000000u; bit != 0; bit >>= 1) {
@@ -70,7 +70,7 @@ __device__ inline float WarpElement(const float (&numbers)[kCount], int index) {
   return FromOrderedBits(static_cast<int32_t>(found ^ 0x80000000u));
 }
 
-// RadiusOf() of a vector [dim] about a centre, by a warp.
+// RadiusOf() of a vector [dim] relative to a centre, computed by one warp.
 __device__ inline float WarpRadius(DType dtype, const std::byte* vector, const float* centre,
                                    int dim) {
   constexpr int kFoursMax = kHeadDimMax / 128;
@@ -106,7 +106,7 @@ __device__ inline float WarpRadius(DType dtype, const std::byte* vector, const f
   return RadiusOf(largest, sum);
 }
 
-// Where a row's norm stands in its page.
+// The norm byte of a row in its code page.
 __device__ inline uint8_t& NormAt(const CodeTiling& tiling, std::byte* page, int slot) {
   return reinterpret_cast<uint8_t*>(page +
                                     tiling.norm_offset_bytes())[CodeTiling::factor_index(slot)];

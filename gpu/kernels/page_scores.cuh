@@ -3,22 +3,22 @@
 #include "gpu/kernels/device_math.cuh"
 #include "host/core/page_index.h"
 
-// What kernels that score a page at a time share: pages on their way in, bins
-// on their way out.
+// What kernels that score one page at a time share: they copy pages to shared memory and store
+// bins.
 namespace spillway::cuda {
 
-// A block has an SM to itself: its pages in flight fill the shared memory.
+// A block has an SM to itself, because its pages in flight fill the shared memory.
 inline constexpr int kScoreThreads = 512;
 
-// A warp's pages on their way to shared memory: the next one comes while one
-// is scored. 16-byte asynchronous copies; `bytes` from `page` on. kDepth pages
-// are brought before the first is taken, then one after each that was scored.
+// Copies a warp's pages to shared memory: the next page is on its way while one is scored. 16-byte
+// asynchronous copies of `bytes` from the start of a page. The caller brings kDepth pages before it
+// takes the first, then one after each page that it has scored.
 class PageRing {
  public:
   static constexpr int kDepth = 2;
 
   __device__ PageRing(std::byte* memory, int bytes) : memory_(memory), bytes_(bytes) {}
-  // Begins to bring a page; null: none, but the turn is taken.
+  // Starts the copy of a page. Null: copies nothing, but counts as a page.
   __device__ void Bring(const std::byte* page, int lane) {
     if (page != nullptr) {
       const auto to =
@@ -52,7 +52,7 @@ __device__ inline void AddToGlobal(const uint32_t* shared_histogram, int bin_cou
   }
 }
 
-// Marks the tokens of pages that hold no scored one. All threads of the grid's x.
+// Stores kNoBin for the tokens of pages without scored tokens. All threads of the grid's x.
 __device__ inline void MarkUnscoredPages(const UnitRequest& u) {
   const int64_t before = u.scored_page_begin() * kPageTokenCount;
   const int64_t after = u.scored_page_end() * kPageTokenCount;
@@ -63,13 +63,13 @@ __device__ inline void MarkUnscoredPages(const UnitRequest& u) {
   }
 }
 
-// The norm byte of a token of an index page, of a model with a rotation.
+// The norm byte of a token in an index page of a model with a rotation.
 __device__ inline uint8_t NormOf(const CodeTiling& tiling, const std::byte* page, int slot) {
   const auto* norms = reinterpret_cast<const uint8_t*>(page) + tiling.norm_offset_bytes();
   return norms[CodeTiling::factor_index(slot)];
 }
 
-// A page's tokens and which of them are scored, by slot.
+// The bins of a page's tokens, and the slots [begin, end) of its scored tokens.
 struct PageSlots {
   uint16_t* bins;
   int begin;
@@ -82,7 +82,7 @@ struct PageSlots {
   }
 
   __device__ bool Scored(int slot) const { return slot >= begin && slot < end; }
-  // Bins have room for whole pages.
+  // The array of bins has room for whole pages.
   __device__ void Store(int slot, uint32_t bin, uint32_t* histogram) const {
     const bool scored = Scored(slot);
     if (scored) atomicAdd(&histogram[bin], 1u);

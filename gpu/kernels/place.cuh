@@ -2,7 +2,7 @@
 
 #include "gpu/kernels/filter.cuh"
 
-// The list of a phase's rows, and where each is read.
+// The list of a phase's rows, and the address from which each row is read.
 namespace spillway::cuda {
 
 inline constexpr int kPlaceThreads = 256;
@@ -10,14 +10,14 @@ inline constexpr int kPlaceThreads = 256;
 // Kinds of listed tokens: see Kind().
 inline constexpr int kKinds = 1 + kTailStrataMax;
 
-// Writes the list and its sources, and what is to be gathered in token order.
-// A block a segment; grid (blocks, units).
+// Writes the list, the sources of its rows, and the rows to gather, in token order. One block per
+// segment at a time; grid (blocks, units).
 __global__ void __launch_bounds__(kPlaceThreads)
     PlaceKernel(int phase, int64_t row_bytes, const UnitRequest* units) {
   constexpr int kWarps = kPlaceThreads / 32;
   __shared__ SampleRule rule;
-  // Of a kind: where its next token goes, and how many each warp has of a round;
-  // 0 between rounds.
+  // Per kind: where its next token goes in the list, and its tokens in a round by warp; 0 between
+  // rounds.
   __shared__ int64_t next[kKinds];
   __shared__ uint8_t warp_kinds[kWarps][kKinds];
   __shared__ uint32_t warp_missed[kWarps];
@@ -34,6 +34,7 @@ __global__ void __launch_bounds__(kPlaceThreads)
     u.list[place] = token;
     u.sources[place] = source;
   };
+  // For a row that the GPU does not hold: the turn-th one of the phase.
   const auto bring = [&](uint32_t token, int64_t place, int64_t turn) {
     const std::byte* from = RowAddress(u.row_pages, row_bytes, token);
     if (staged) u.gather[turn] = from;
@@ -69,7 +70,7 @@ __global__ void __launch_bounds__(kPlaceThreads)
   }
   for (int64_t segment = blockIdx.x; segment < u.segments(); segment += gridDim.x) {
     const uint32_t count = u.segment_counts[segment];
-    // What a round looks at, read ahead: there is room for a whole segment.
+    // A round's tokens are loaded one round ahead; there is room for a whole segment.
     const uint32_t* filtered = u.filtered + segment * kSegmentTokens;
     uint32_t packed = filtered[threadIdx.x];
     const uint32_t* before = u.segment_table + segment;
@@ -107,7 +108,7 @@ __global__ void __launch_bounds__(kPlaceThreads)
       }
       for (const uint32_t of_warp : warp_missed) turn += of_warp;
       __syncthreads();
-      // By the threads that set next.
+      // By the same threads that set `next` for the segment.
       for (int kind = threadIdx.x; kind < kinds; kind += kPlaceThreads) {
         for (auto& of_warp : warp_kinds) {
           next[kind] += of_warp[kind];

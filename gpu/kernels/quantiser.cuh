@@ -5,13 +5,12 @@
 #include "gpu/kernels/page_rows.cuh"
 #include "host/core/quantiser.h"
 
-// How rotated keys become codes. Every rounding happens where the CPU's encoder
-// has it (host/cpu/kernels_encode.cc), so that codes are equal bit for bit: sums
-// are chains in index order, products are fused by fmaf() alone.
+// Quantises rotated keys to codes. Roundings happen at the same points as in the CPU's encoder
+// (host/cpu/kernels_encode.cc), so codes are equal bit for bit: sums are chains in index order, and
+// only fmaf() fuses products.
 namespace spillway::cuda {
 
-// The quantiser of B bits, a level being clamp(floor(y scale) + 2^(B-1), 0,
-// 2^B - 1).
+// The quantiser of B bits: level = clamp(floor(y scale) + 2^(B-1), 0, 2^B - 1).
 struct Quantiser {
   static Quantiser Of(int head_dim, int bits) {
     const float half = static_cast<float>(1 << (bits - 1));
@@ -27,8 +26,8 @@ struct Quantiser {
 
   float step = 0;
   float scale = 0;  // sqrt(d) / step
-  // y scale is clamped to [low, high] before its floor is taken: the same
-  // level, and small enough for the sum below.
+  // y scale is clamped to [low, high] before the floor is taken. The level stays the same, and the
+  // value is small enough for the sum with `shift`.
   float low = 0;   // -2^(B-1)
   float high = 0;  // 2^(B-1) - 1/2
   // 1.5 * 2^23 + 2^(B-1). Floats around it are integers, so a sum rounded down
@@ -38,7 +37,7 @@ struct Quantiser {
 
   // The code is in the low four bits.
   __device__ uint32_t Code(float y) const { return __float_as_uint(Shifted(y)); }
-  // Level less the middle: t in units of the step.
+  // The level minus the middle of all levels: t in units of the step.
   __device__ float Centred(float y) const { return (Shifted(y) - kIntegerFloats) - middle; }
 
   static constexpr float kIntegerFloats = 12582912.0f;  // 1.5 * 2^23
@@ -49,8 +48,8 @@ struct Quantiser {
   }
 };
 
-// The bf16 of f = ||k - c|| / <P o, t>, 0 where either vanishes; dot is in
-// units of the step.
+// The factor of a key's code in bf16: f = ||k - c|| / <P o, t>, or 0 if one of the two is not
+// positive. length: ||k - c||; dot: <P o, t> in units of the step.
 __device__ inline uint16_t Factor(float length, float dot, float step) {
   if (!(length > 0) || !(dot > 0)) return 0;
   return FloatToBFloat16(fminf(__fdiv_rn(length, dot * step), 3.0e38f));

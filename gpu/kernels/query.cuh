@@ -5,10 +5,10 @@
 #include "host/core/query_code.h"
 #include "host/core/rank_error.h"
 
-// Query heads as the bit planes that tensor cores multiply with codes.
+// Converts query heads to the bit planes that tensor cores multiply with codes.
 namespace spillway::cuda {
 
-// `oracle` needs no more. Grid (blocks, units).
+// Resets units and copies their queries; `oracle` needs no more. Grid (blocks, units).
 __global__ void ClearUnitKernel(AttendShape shape, PinnedRequests requests) {
   __shared__ UnitRequest u;
   TriggerDependents();
@@ -22,15 +22,15 @@ __global__ void ClearUnitKernel(AttendShape shape, PinnedRequests requests) {
   EndFirst(requests, u);
 }
 
-// asymmetric: levels of query_code.h, stored as w + 8 in planes;
-// row = plane * 4 + head of the quartet. Grid (heads of the quartets, units), a
+// For `asymmetric`: the levels w of query_code.h of the rotated query heads, stored as bit planes
+// of w + 8; row = plane * 4 + head of the quartet. Grid (heads, padded to quartets; units), one
 // thread per dimension, padded to 32.
 __global__ void PrepareAsymmetricKernel(AttendShape shape, PinnedRequests requests) {
   __shared__ UnitRequest u;
   __shared__ float x[kHeadDimMax];
   __shared__ float warp_largest[kHeadDimMax / 32];
   __shared__ int32_t warp_sums[kHeadDimMax / 32];
-  // Of query_code.h's runs.
+  // Sums of the runs of query_code.h.
   __shared__ float norm_runs[kHeadDimMax / kQueryRun];
   __shared__ float error_runs[kHeadDimMax / kQueryRun];
   static_assert(kQueryRun == 32);
@@ -38,7 +38,7 @@ __global__ void PrepareAsymmetricKernel(AttendShape shape, PinnedRequests reques
   const int g = blockIdx.x;
   const int j = threadIdx.x;
   TriggerDependents();
-  // Asked for together with the request.
+  // Loaded at the same time as the request.
   float own = 0;
   if (g < shape.group && j < d) own = PinnedQuery(requests, shape.group * d, g * d + j);
   FetchRequest(requests, u);

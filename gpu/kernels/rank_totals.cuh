@@ -4,13 +4,13 @@
 #include "host/core/rank_error.h"
 #include "host/core/score.h"
 
-// What the sums of a unit's pages say of its scores: how far off estimated logits
-// are, and whether heads must be weighted anew.
+// Adds up the page sums of a unit: how large the errors of the estimated logits are, and whether
+// heads must be weighted again.
 namespace spillway::cuda {
 
-// Sets UnitState::rank_variance, in the order of sums of host/core/rank_error.h,
-// and UnitState::reweighed; if so the heads' weights, and empties the histogram.
-// Grid (heads, units); kRankPageChains threads.
+// Sets UnitState::rank_variance, with sums in the order of host/core/rank_error.h, and
+// UnitState::reweighed. If heads are weighted again, also sets their weights and clears the
+// histogram. Grid (heads, units); kRankPageChains threads.
 __global__ void __launch_bounds__(kRankPageChains)
     RankTotalsKernel(AttendShape shape, const UnitRequest* units) {
   static_assert((kRankPageChains & (kRankPageChains - 1)) == 0);
@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(kRankPageChains)
   const int64_t begin = u.scored_page_begin();
   const int64_t end = u.scored_page_end();
   RankSums<double> sum = {0, 0};
-  // From its first page that has scored tokens on; several are asked for together.
+  // Starts at the chain's first page with scored tokens. Several pages are loaded together.
   constexpr int kAhead = 8;
   for (int64_t first = begin + ((chain - begin) & (kRankPageChains - 1)); first < end;
        first += kAhead * kRankPageChains) {
@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kRankPageChains)
       sum.error += of_page.error;
     }
   }
-  // As SumChains(), by the block down to a warp, then by shuffles.
+  // In the order of SumChains(): in shared memory until one warp is left, then by shuffles.
   chains[chain] = sum;
 #pragma unroll
   for (int apart = kRankPageChains / 2; apart >= 32; apart /= 2) {

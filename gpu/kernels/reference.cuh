@@ -5,14 +5,13 @@
 #include "host/core/page_score.h"
 #include "host/core/score.h"
 
-// What scores are relative to: over some pages, and all pages' centres, each
-// head's largest estimated logit and its softmax mass.
+// What scores are relative to: each head's largest estimated logit and softmax mass, over the
+// reference pages and the centres of all scored pages.
 namespace spillway::cuda {
 
-// Estimated logits of the reference pages and their largest; see ReferencePages.
-// A warp takes a tile; grid (blocks, units). Of these the first reference_blocks
-// do so, the others find all pages' centre logits, for the scores. Shared memory:
-// query planes.
+// Estimated logits of the reference pages (see ReferencePages), and the largest of each head. One
+// warp per tile; grid (blocks, units). The first reference_blocks blocks do this; the others
+// compute all pages' centre logits, for the scores. Shared memory: query planes.
 template <int kPlanes, int kFragments>
 __global__ void ReferenceKernel(AttendShape shape, int reference_blocks, const UnitRequest* units) {
   extern __shared__ uint2 planes[];
@@ -85,9 +84,8 @@ __global__ void ReferenceKernel(AttendShape shape, int reference_blocks, const U
   }
 }
 
-// sum 2^(x - M) in fixed point over these pages, and over all pages' centres if
-// the logits are `asymmetric`'s: the same in every order. Grid (blocks, units,
-// heads).
+// Each head's sum of 2^(x - M) over the reference pages and, with kCentres (`asymmetric`), all
+// pages' centres. In fixed point, so every order gives the same sum. Grid (blocks, units, heads).
 template <bool kCentres>
 __global__ void ReferenceMassKernel(int group, const UnitRequest* units) {
   __shared__ UnitRequest u;
@@ -106,7 +104,7 @@ __global__ void ReferenceMassKernel(int group, const UnitRequest* units) {
     sum += ScoreMass(u.reference_logits[h * u.reference_token_count + i], max);
   }
   if constexpr (kCentres) {
-    // Fewer than the tokens above.
+    // There are fewer pages than tokens above: no block returned too early.
     for (int64_t page =
              u.scored_page_begin() + static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
          page < u.scored_page_end(); page += static_cast<int64_t>(gridDim.x) * blockDim.x) {

@@ -3,32 +3,31 @@
 #include "gpu/kernels/filter.cuh"
 #include "host/core/tail_draw.h"
 
-// How many rows of which class a phase's filtered tokens come to, and where they
-// go in its list.
+// Settles a phase's draw: how many rows of each class it has, and where they go in the list.
 namespace spillway::cuda {
 
 inline constexpr int kResolveThreads = 1024;
-// Rows of a unit's pilot that are folded where they lie: fewer than these are
-// there as fast as they could be gathered.
+// If the GPU lacks at most this many rows in phase 0, they are not gathered: folding them from host
+// memory is as fast.
 inline constexpr int kDirectRowsMax = 512;
 
-// Where the heavy bin's tokens turn heavy: all but the first heavy_skip are.
+// Where the tokens of the heavy bin (the ties) become heavy: all except the first heavy_skip are.
 struct TieSplit {
-  int64_t heavy_from;  // token
-  int64_t segment;     // that holds it
-  uint32_t heavy;      // of that segment's ties, the heavy ones
-  uint32_t drawn;      // of the others, those drawn
+  int64_t heavy_from;  // the first heavy token among them
+  int64_t segment;     // of heavy_from
+  uint32_t heavy;      // heavy ties of this segment
+  uint32_t drawn;      // drawn ones among its other ties
   uint32_t missed;     // of both, those that the GPU does not hold
 };
 
-// All threads of the block.
+// Fills tie_split; the first `skip` ties are not heavy. All threads of the block.
 __device__ inline void SplitTies(const UnitRequest& u, const SampleRule& rule, int64_t skip,
                                  TieSplit& tie_split) {
   __shared__ int64_t warp_ties[kResolveThreads / 32];
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
   if (threadIdx.x == 0) {
-    // Until the segment is found: all of the bin is heavy, or none.
+    // Until the segment is found: all ties are heavy (skip is 0) or none.
     tie_split = {skip == 0 ? 0 : u.n, skip == 0 ? -1 : u.segments(), 0, 0, 0};
   }
   if (skip == 0) {
@@ -48,7 +47,7 @@ __device__ inline void SplitTies(const UnitRequest& u, const SampleRule& rule, i
       total += warp_ties[w];
     }
     before += total;
-    // The segment in which the first `skip` end: its warp looks closer.
+    // The warp with the segment in which the first `skip` ties end searches it.
     const unsigned found = __ballot_sync(kFullWarp, scan > skip && scan - ties <= skip);
     if (found != 0) {
       const int holder = __ffs(found) - 1;
@@ -59,7 +58,7 @@ __device__ inline void SplitTies(const UnitRequest& u, const SampleRule& rule, i
       const uint32_t count = u.segment_counts[its_segment];
       int64_t rank = first;
       uint32_t drawn = 0;
-      uint32_t missed = u.segment_ties[its_segment].all_missed;  // of the drawn and the heavy
+      uint32_t missed = u.segment_ties[its_segment].all_missed;  // of the drawn and heavy ties
       constexpr int kAhead = 8;
       bool turned = false;
       for (uint32_t base = 0; base < count && !turned; base += 32 * kAhead) {
@@ -97,13 +96,13 @@ __device__ inline void SplitTies(const UnitRequest& u, const SampleRule& rule, i
   }
 }
 
-// segment_table's columns of heavy tokens, strata and missed rows become what is
-// in segments before; totals all of them. counts(column, segment, count): what a
-// cell counts. A warp a column; all threads of the block.
+// Replaces segment_table's columns of heavy tokens, strata and missed rows by their sums over the
+// segments before; totals: the sums over all segments. counts(column, segment, count): what a cell
+// counts. One warp per column; all threads of the block.
 template <typename Counts>
 __device__ inline void SumColumns(const UnitRequest& u, int strata, Counts counts,
                                   int64_t* totals) {
-  constexpr int kCells = 8;  // that a lane reads at a time
+  constexpr int kCells = 8;  // read by a lane at a time
   const int lane = threadIdx.x % 32;
   for (int i = threadIdx.x / 32; i < strata + 2; i += blockDim.x / 32) {
     const int column = i <= strata ? i : kMissedColumn;
@@ -130,10 +129,10 @@ __device__ inline void SumColumns(const UnitRequest& u, int strata, Counts count
   __syncthreads();
 }
 
-// The part of UnitState that settling a draw turns over, in shared memory.
+// The part of UnitState that settling a draw changes, in shared memory.
 struct DrawState : TailDraw {
   int64_t list_count;
-  int64_t gathered;  // rows that the phases before bring over
+  int64_t gathered;  // rows that earlier phases gather
 };
 
 // All threads of the block; the caller synchronises.
@@ -156,8 +155,7 @@ __device__ inline void LoadDraw(const UnitRequest& u, int phase, DrawState& draw
   }
 }
 
-// The list's layout, the splits that folding takes, and what is drawn now,
-// for the kernels that follow. All threads.
+// Writes the list's layout, the splits to fold and what this phase draws to UnitState. All threads.
 __device__ inline void LayOut(const UnitRequest& u, int phase, const int64_t* totals,
                               const DrawState& draw) {
   constexpr int kSets = 1 + kTailStrataMax;
@@ -170,7 +168,7 @@ __device__ inline void LayOut(const UnitRequest& u, int phase, const int64_t* to
   const int64_t exact = phase == 0 ? u.sink + totals[0] + u.window : 0;
   const auto rows_of = [&](int set) { return set == 0 ? exact : set < sets ? totals[set] : 0; };
   if (threadIdx.x < 32) {
-    // A lane has sets 2 lane and the next.
+    // Each lane handles the sets 2 * lane and 2 * lane + 1.
     const int set = 2 * static_cast<int>(threadIdx.x);
     const int64_t low = rows_of(set), high = rows_of(set + 1);
     const int64_t after = draw.list_count + WarpScan(low + high);
@@ -199,7 +197,7 @@ __device__ inline void LayOut(const UnitRequest& u, int phase, const int64_t* to
       s.split_count[phase] = splits;
       int64_t missed = totals[kMissedColumn];
       if (phase == 0) missed += MissedSink(u) + MissedWindow(u);
-      // The third phase, of few rows and rare, has no gather.
+      // The third phase is rare and has few rows, so it has no gather.
       s.staged = (phase == 1 || (phase == 0 && missed > kDirectRowsMax)) &&
                  draw.gathered + missed <= u.staging_rows;
       s.moved_count = missed + (phase == 0 ? 0 : s.moved_count);
@@ -224,7 +222,7 @@ __device__ inline void LayOut(const UnitRequest& u, int phase, const int64_t* to
   }
 }
 
-// Settles a phase's draw. One block a unit.
+// Settles a phase's draw. One block per unit.
 __global__ void __launch_bounds__(kResolveThreads)
     ResolveKernel(int phase, int bin_count, const UnitRequest* units) {
   extern __shared__ __align__(16) uint8_t class_of_bin[];
@@ -284,7 +282,7 @@ __global__ void __launch_bounds__(kResolveThreads)
     __syncthreads();
     if (verdict == DrawVerdict::kTake) break;
     if (collect) {
-      // Rare: tokens beyond what was collected.
+      // Rare: the draw needs tokens that the filter has dropped. Filters all segments again.
       LoadRule(u, phase, collected, rule);
       if (threadIdx.x == 0) state.near_bin = 0;
       for (int c = threadIdx.x; c < kClassCount; c += blockDim.x) {

@@ -1,10 +1,10 @@
 #pragma once
 
-// A rotated query.
+// The rotation of a query.
 namespace spillway::cuda {
 
-// y_j of P x, x in shared memory: one chain of fused multiply-adds over i, its
-// matrix column read well ahead.
+// Element j of P x, from P^T [d][d] and x [d] in shared memory. One chain of fused multiply-adds
+// over i; the matrix column is loaded kAhead elements ahead.
 __device__ inline float RotatedCoordinate(const float* transposed, const float* x, int d, int j) {
   constexpr int kAhead = 32;
   float y = 0;

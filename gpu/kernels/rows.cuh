@@ -5,17 +5,17 @@
 // Tiles of rows in shared memory, as fp32.
 namespace spillway::cuda {
 
-// Floats from one row of a tile to the next: rows start 16 bytes apart in the
-// banks, so that a thread per row reads without conflicts.
+// Floats from one row of a tile to the next. Rows start 16 bytes further in the banks each, so that
+// threads with one row each read without conflicts.
 __host__ __device__ inline int TileStride(int elements) { return elements + 4; }
 
-// Rows of a tile, so that it takes some 33 KiB.
+// Rows of a tile. A tile of keys and values then takes about 33 KiB.
 __host__ __device__ inline int TileRows(int head_dim) { return head_dim <= 128 ? 32 : 16; }
 
-// The first `elements` of `count` rows, row_at(i) being the address of row i.
-// change(element, x) makes of elements [element, element + 4) what is stored.
-// kInFlight: loads that a thread has in flight before it uses the first, for rows
-// may lie across the link. All threads of the block; the caller synchronises.
+// Loads the first `elements` elements of `count` rows into a tile, as fp32. row_at(i): the address
+// of row i. change(element, x): what is stored for elements [element, element + 4) with values x.
+// kInFlight: loads that a thread has in flight before it uses the first, because rows may be across
+// the link. All threads of the block; the caller synchronises.
 template <int kInFlight, typename RowAt, typename Change>
 __device__ inline void LoadTile(DType dtype, int elements, int count, RowAt row_at, Change change,
                                 float* tile) {

@@ -8,14 +8,14 @@
 namespace spillway::cuda {
 namespace {
 
-// Few blocks, as gathers have: more hold more addresses in flight than are translated
-// (docs/link.md).
+// Few blocks, as in a gather: more blocks have more addresses in flight than can be translated in
+// time (docs/link.md).
 constexpr unsigned kBlocks = 8;
 constexpr int kThreads = 1024;
-// Rows that a warp has on their way.
+// Rows that a warp has in flight.
 constexpr int kAhead = 4;
 
-// One row's place, and where 16 bytes of it come from and go to.
+// One row: its KV head and token, and where each 16 bytes of it come from and go to.
 class RowMove {
  public:
   __device__ RowMove(const RowsAppend& a, uint32_t row)
@@ -77,7 +77,7 @@ class RowMove {
   const bool is_new_;
 };
 
-// A warp a row, neighbours neighbours.
+// One warp per row; neighbouring warps take neighbouring rows.
 __global__ void __launch_bounds__(kThreads) RowsAppendKernel(RowsAppend a) {
   const int chunks = static_cast<int>(a.row_bytes / 16);
   const auto rows = static_cast<uint32_t>(a.head_count * (a.end - a.begin));

@@ -7,17 +7,17 @@
 
 #include "gpu/kernels/attend.h"
 
-// Long appends whose K and V lie in GPU memory.
+// Long appends with K and V in GPU memory.
 namespace spillway::cuda {
 
-inline constexpr int kRowsAppendHeads = 32;  // of one launch
+inline constexpr int kRowsAppendHeads = 32;  // at most, per launch
 
-// Tokens [begin, end) of KV heads [0, head_count), fewer than 2^31 rows: from `start` on they are
-// new, of the tensors, whose first token is `start`; those before are in their pages.
+// Tokens [begin, end) of KV heads [0, head_count), fewer than 2^31 rows. Tokens from `start` on are
+// new: they come from k and v, whose first token is `start`. Earlier ones are in their pages.
 struct RowsAppend {
   DType dtype = DType::kBF16;
   int32_t head_count = 0;
-  int32_t first_head = 0;  // in messages
+  int32_t first_head = 0;  // added to the head in BadRow
   int64_t row_bytes = 0;
   const std::byte* k = nullptr;
   const std::byte* v = nullptr;
@@ -29,18 +29,18 @@ struct RowsAppend {
   // Page p of head h: row_pages[h * row_page_capacity + p], pinned.
   const std::byte* const* row_pages = nullptr;
   int64_t row_page_capacity = 0;
-  // A copy on the GPU of [begin, end), begin on a page's edge: page p of head h from
-  // there on at (h * stage_pages + p) * kPageTokenCount rows. Null: none.
+  // A copy of [begin, end) on the GPU; begin must be the start of a page. Page p of head h, counted
+  // from begin, is at row (h * stage_pages + p) * kPageTokenCount. Null: no copy.
   std::byte* stage = nullptr;
   int64_t stage_pages = 0;
-  // Rows that the GPU holds; those of tokens from recent_begin on go to the ring too.
+  // Rows that the GPU keeps; those of tokens from recent_begin on also go to the ring.
   ResidentRows resident[kRowsAppendHeads] = {};
   int64_t recent_begin = 0;
-  // The smallest BadRow of what is not finite.
+  // The smallest BadRow of the elements that are not finite.
   unsigned long long* bad = nullptr;
 };
 
-// Token, KV head, K (0) or V (1), element: in this order.
+// BadRow: the place of an element, ordered by token, KV head, K (0) or V (1), element.
 SPILLWAY_HOST_DEVICE inline unsigned long long MakeBadRow(int64_t token, int64_t head, int value,
                                                           int element) {
   return ((static_cast<unsigned long long>(token) * 1024 + static_cast<unsigned>(head)) * 2 +
@@ -50,7 +50,8 @@ SPILLWAY_HOST_DEVICE inline unsigned long long MakeBadRow(int64_t token, int64_t
 }
 inline constexpr unsigned long long kNoBadRow = ~0ull;
 
-// Nothing waits. An element that is not finite is written as 0, with those beside it.
+// Does not wait for the GPU. If a new element is not finite, the 16 bytes that contain it are
+// written as 0.
 cudaError_t LaunchRowsAppend(const RowsAppend& append, cudaStream_t stream);
 
 }  // namespace spillway::cuda

@@ -7,14 +7,14 @@
 namespace spillway::cuda {
 namespace {
 
-// Few blocks, as gathers have: more hold more addresses in flight than are translated
-// (docs/link.md).
+// Few blocks, as in a gather: more blocks have more addresses in flight than can be translated in
+// time (docs/link.md).
 constexpr unsigned kBlocks = 8;
 constexpr int kThreads = 1024;
-// Rows that a warp has on their way.
+// Rows that a warp has in flight.
 constexpr int kAhead = 4;
 
-// Where a row comes from, and where its K and V go.
+// Where a row comes from, and where its K and V go. `from` is null if there is no row.
 struct Move {
   const uint4* from;
   uint4* k;
@@ -35,7 +35,7 @@ __device__ Move MoveOf(const RowsFetch& f, uint32_t row) {
                 row);
 }
 
-// As many of each piece as of a page: those that it has not are nowhere.
+// Every piece counts as a whole page; the rows that it does not have are no moves.
 __device__ uint32_t RowCount(const PagesFetch& f) { return f.piece_count * kPageTokenCount; }
 
 __device__ Move MoveOf(const PagesFetch& f, uint32_t row) {
@@ -45,7 +45,8 @@ __device__ Move MoveOf(const PagesFetch& f, uint32_t row) {
   return MoveTo(f.to, piece.rows + at * f.to.row_bytes, piece.head, int64_t{piece.token} + at);
 }
 
-// A warp a row, neighbours neighbours. The list stays where parameters are.
+// One warp per row; neighbouring warps take neighbouring rows. The list stays in the memory of the
+// kernel's parameters.
 template <typename Fetch>
 __global__ void __launch_bounds__(kThreads) RowsFetchKernel(const __grid_constant__ Fetch f) {
   const int half = static_cast<int>(f.to.row_bytes / 32);
@@ -74,7 +75,7 @@ __global__ void __launch_bounds__(kThreads) RowsFetchKernel(const __grid_constan
   }
 }
 
-// For so many rows.
+// Blocks for a launch that copies `rows` rows.
 unsigned BlocksFor(uint32_t rows) {
   constexpr int kWarps = kThreads / 32;
   return static_cast<unsigned>(std::min<int64_t>((int64_t{rows} + kWarps - 1) / kWarps, kBlocks));

@@ -5,46 +5,46 @@
 #include <cstddef>
 #include <cstdint>
 
-// Rows from pinned host memory to tensors in GPU memory.
+// Copies rows from pinned host memory to tensors in GPU memory.
 namespace spillway::cuda {
 
-// Where rows [K | V] go: 16-byte aligned, as all strides are.
+// Where rows [K | V] go. Addresses and strides are multiples of 16 bytes.
 struct FetchTarget {
-  int64_t row_bytes = 0;  // of K and V; a multiple of 32
+  int64_t row_bytes = 0;  // K and V together; a multiple of 32
   std::byte* k = nullptr;
   std::byte* v = nullptr;
   int64_t k_head_stride = 0, k_token_stride = 0;  // bytes
   int64_t v_head_stride = 0, v_token_stride = 0;
 };
 
-// Chosen rows of pages of kPageTokenCount rows.
+// Single rows, from pages of kPageTokenCount rows.
 struct RowsFetch {
   FetchTarget to;
   uint32_t row_count = 0;
-  const std::byte* const* pages = nullptr;  // in GPU memory, of pinned memory
-  // Row i is row slots[i] of the pages, in GPU memory; it goes to token i.
+  const std::byte* const* pages = nullptr;  // table in GPU memory; the pages are pinned
+  // In GPU memory. Row slots[i] of the pages goes to token i.
   const uint32_t* slots = nullptr;
 };
 
-// Ranges of rows, each within a page. The list is the launch's own: nothing is
-// uploaded, so that launches follow one another closely.
+// Ranges of rows, each within a page. The list is a parameter of the launch: nothing is uploaded,
+// so that launches follow one another closely.
 struct PagesFetch {
   static constexpr uint32_t kPieceCountMax = 224;
   struct Piece {
-    const std::byte* rows = nullptr;  // the first of them, in pinned memory
-    uint32_t token = 0;               // it goes to this one,
-    uint16_t head = 0;                // of this KV head
-    uint16_t count = 0;               // at most kPageTokenCount
+    const std::byte* rows = nullptr;  // first row, in pinned memory
+    uint32_t token = 0;               // token that the first row goes to
+    uint16_t head = 0;                // KV head that the rows go to
+    uint16_t count = 0;               // rows, at most kPageTokenCount
   };
 
   FetchTarget to;
   uint32_t piece_count = 0;
   Piece pieces[kPieceCountMax] = {};
 };
-// What a kernel's parameters may take on every GPU.
+// Limit of a kernel's parameters that holds on every GPU.
 static_assert(sizeof(PagesFetch) <= 4096);
 
-// Nothing waits. Fewer than 2^32 pieces of 16 bytes in all.
+// These do not wait for the GPU. REQUIRES: fewer than 2^32 pieces of 16 bytes in all.
 cudaError_t LaunchRowsFetch(const RowsFetch& fetch, cudaStream_t stream);
 cudaError_t LaunchPagesFetch(const PagesFetch& fetch, cudaStream_t stream);
 

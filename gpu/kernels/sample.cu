@@ -12,7 +12,7 @@ cudaError_t LaunchSample(const Wave& wave, int phase, cudaStream_t stream) {
   const int bins = wave.shape.bin_count;
   const auto class_bytes = static_cast<size_t>(ClassBytes(bins));
   const int64_t segments = (wave.token_count_max + kSegmentTokens - 1) / kSegmentTokens;
-  // No more blocks than the GPU holds at once: each brings its tables along.
+  // No more blocks than the GPU holds at once, because each block first loads its tables.
   constexpr int64_t kFilterBlocksPerSm = 5;
   const int64_t share = wave.sm_count * kFilterBlocksPerSm / wave.unit_count;
   const auto filter_blocks = static_cast<unsigned>(std::min(segments, std::max<int64_t>(1, share)));

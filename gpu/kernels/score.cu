@@ -42,7 +42,7 @@ cudaError_t LaunchScoreOf(const Wave& wave, bool again, cudaStream_t stream) {
   return launch.template operator()<false, true>();
 }
 
-// Calls f<planes, segments>().
+// Calls f<planes, fragments>().
 template <typename F>
 cudaError_t ForShape(const CodeTiling& tiling, F f) {
   const bool one = tiling.fragments() == 1;
@@ -92,7 +92,7 @@ cudaError_t LaunchAsymmetricScore(const Wave& wave, cudaStream_t stream) {
     error = Launch<RankTotalsKernel>(
         {dim3(wave.shape.group, wave.unit_count), kRankPageChains, 0, wave.overlap}, stream,
         wave.shape, wave.units);
-    // One head is weighted as it may be.
+    // With one head, its weight does not change the order of the scores.
     if (error != cudaSuccess || wave.shape.group == 1) return error;
     return LaunchScoreOf<kPlanes, kFragments>(wave, /*again=*/true, stream);
   });

@@ -6,11 +6,11 @@
 #include "host/core/rank_error.h"
 #include "host/core/score.h"
 
-// Scores by estimated logits, and their histogram.
+// Computes scores from estimated logits, and their histogram.
 namespace spillway::cuda {
 
-// Sums of a page for one query head over a lane's tokens, by token % 16: what
-// ends in RankSums. Even octets of a tile are one chain, odd ones another.
+// For one query head, the sums over a lane's tokens of a page, by token % 16; Sum() makes RankSums
+// of them. Even octets of a tile are one chain, odd octets another.
 struct RankChains {
   float weight[2];
   float error[2];
@@ -19,7 +19,7 @@ struct RankChains {
     weight[octet % 2] += e;
     error[octet % 2] = fmaf(e, factor_square, error[octet % 2]);
   }
-  // The sums of the warp, of head lane % 4. All lanes.
+  // The sums over the warp, for head lane % 4. All lanes.
   __device__ RankSums<float> Sum() const {
     static_assert(kRankChains == 16);
     RankSums<float> sums = {weight[0] + weight[1], error[0] + error[1]};
@@ -32,16 +32,16 @@ struct RankChains {
   }
 };
 
-// Score bins of every token, the same bits as the CPU device's, the unit's
-// histogram, and sums of each page. Grid (blocks, units); a warp takes a page.
-// Shared memory: histogram [bin_count], query planes, a PageRing a warp.
-// With kOneQuartet the group has at most four heads, and what is said of them
-// stays in registers. again: of units whose heads are weighted anew, alone.
+// Computes the score bin of every token (same bits as on the CPU device), the unit's histogram,
+// and the RankSums of each page. Grid (blocks, units); one warp per page. Shared memory: histogram
+// [kScoreBinCount], query planes, and one PageRing per warp. kOneQuartet: the group has at most
+// four heads, and their terms stay in registers. again: scores only units whose heads are weighted
+// again, with the new weights.
 template <int kPlanes, int kFragments, bool kMass, bool kOneQuartet>
 __global__ void __launch_bounds__(kScoreThreads, 1)
     ScoreAsymmetricKernel(AttendShape shape, bool again, const UnitRequest* units) {
   constexpr int kQuartets = kOneQuartet ? 1 : kGroupMax / 4;
-  // Pages come in by whole lines of the shared memory.
+  // Aligned so that pages are copied to whole lines of shared memory.
   extern __shared__ __align__(128) uint32_t shared[];
   __shared__ HeadTerms heads[kGroupMax];
   __shared__ UnitRequest u;
@@ -63,10 +63,10 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
                     threadIdx.x / 32 * PageRing::kDepth * page_bytes,
                 page_bytes);
   int64_t page_index = first_page + threadIdx.x / 32;
-  // Codes were there before the attend, and of what the kernels of this attend
-  // have written, only the one before may still be at work: all but the
-  // references' masses need not wait. Addresses of pages are known a page before
-  // they are brought.
+  // Of the kernels before this one, only the last may still run; in the first pass it computes the
+  // references' masses. Only its results must be read after GridDependencyWait(): the codes and
+  // everything else are complete. Addresses of pages are loaded one page before the pages are
+  // copied.
   const auto address = [&](int64_t p) { return p < page_end ? u.code_pages[p] : nullptr; };
   const std::byte* next = address(page_index);
   for (int i = 0; i < PageRing::kDepth; ++i) {
@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
   MarkUnscoredPages(u);
   if (first_page >= page_end) return;
   if (threadIdx.x < kGroupMax) {
-    HeadTerms terms = {0, 0, 0, 0};  // of a head that is not there
+    HeadTerms terms = {0, 0, 0, 0};  // for a head beyond the group
     if (threadIdx.x < shape.group) {
       const UnitState& state = *u.state;
       terms = {state.offset[threadIdx.x], state.coefficient[threadIdx.x],
@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
             }
           }
           ExchangeHeads(e, lane);
-          // Heads that are not there weigh nothing, and their e is finite.
+          // Heads beyond the group have weight 0, and their e is finite.
 #pragma unroll
           for (int h = 0; h < 4; ++h) scores[a] = fmaf(e[h], weights[h], scores[a]);
           if (!kMass) continue;
@@ -219,7 +219,7 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
       const int head = q * 4 + lane;
       if (lane < 4 && head < shape.group) u.rank_sums[page_index * shape.group + head] = sums;
     }
-    __syncwarp();  // before another page takes this one's place
+    __syncwarp();  // before the next copy overwrites this page
     ring.Bring(next, lane);
     next = address(page_index + (PageRing::kDepth + 1) * step);
   }

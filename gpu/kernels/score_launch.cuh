@@ -9,18 +9,17 @@
 // How kernels that score are launched.
 namespace spillway::cuda {
 
-// Blocks per unit: `per_sm` on every SM shared among the units, no more than
-// there is work for.
+// Blocks per unit, at most `work`: all units together get `per_sm` blocks per SM.
 inline int BlocksPerUnit(const Wave& wave, int per_sm, int64_t work) {
   const int64_t share = (int64_t{wave.sm_count} * per_sm + wave.unit_count - 1) / wave.unit_count;
   return static_cast<int>(std::max<int64_t>(1, std::min(share, work)));
 }
 
-// Warps of a scoring block: as many as its shared memory has room for rings
-// of pages for, beside `fixed` bytes; the same number on each of an SM's four
-// parts, if there is room for as many.
+// Warps of a scoring block: as many as have room for their rings of pages in shared memory, besides
+// `fixed` bytes. If that is four or more, a multiple of four, so that the four parts of an SM get
+// the same number.
 inline int ScoreWarps(const Wave& wave, size_t fixed, int page_bytes) {
-  constexpr size_t kStaticBytes = 4096;  // at most, of the kernels
+  constexpr size_t kStaticBytes = 4096;  // upper limit for the scoring kernels
   constexpr size_t kWarpsMax = kScoreThreads / 32;
   const size_t ring = static_cast<size_t>(PageRing::kDepth) * page_bytes;
   const size_t taken = fixed + kStaticBytes;
@@ -30,14 +29,14 @@ inline int ScoreWarps(const Wave& wave, size_t fixed, int page_bytes) {
   return static_cast<int>(warps < 4 ? warps : warps / 4 * 4);
 }
 
-// kKernel(shape, more..., units) over pages of page_bytes each.
+// Launches kKernel(shape, more..., units), which scores pages of page_bytes each.
 template <auto kKernel, typename... More>
 cudaError_t LaunchScoring(const Wave& wave, size_t fixed, int page_bytes, cudaStream_t stream,
                           const More&... more) {
   const int warps = ScoreWarps(wave, fixed, page_bytes);
   const size_t shared = fixed + static_cast<size_t>(warps) * PageRing::kDepth * page_bytes;
   const int64_t pages = (wave.token_count_max + kPageTokenCount - 1) / kPageTokenCount;
-  // A block more than there are SMs would wait for another's end.
+  // If there were more blocks than SMs, some would have to wait until others end.
   const int64_t share = std::max(1, wave.sm_count / wave.unit_count);
   const dim3 grid(static_cast<unsigned>(std::min<int64_t>(share, (pages + warps - 1) / warps)),
                   wave.unit_count);
@@ -45,7 +44,7 @@ cudaError_t LaunchScoring(const Wave& wave, size_t fixed, int page_bytes, cudaSt
                          wave.units);
 }
 
-// Blocks an SM that score by logits.
+// Blocks per SM of the kernels that score by logits.
 inline constexpr int kLogitBlocks = 8;
 
 template <typename Source>

@@ -4,11 +4,11 @@
 
 #include "gpu/kernels/device_math.cuh"
 
-// Tensors of a step's caller.
+// Access to the tensors of a step's caller.
 namespace spillway::cuda {
 
-// Element i of the queries from a place on, [rows][d]: G heads of one token, then
-// those of the next.
+// Element i of the queries [rows][d] that begin at `place`: the G heads of one token, then those of
+// the next.
 __device__ inline float TensorQuery(const CallerTensors& step, const UnitPlace& place, int group,
                                     int head_dim, int i) {
   const int row = i / head_dim;
@@ -27,14 +27,14 @@ __device__ inline void StoreElement(DType dtype, std::byte* base, int i, float x
   }
 }
 
-// Whether a launch serves what was announced, and the item's inputs are finite.
+// Whether the launch serves the step that was announced last, and the item's inputs are finite.
 __device__ inline bool StepHolds(const StepCheck& check, int item) {
   return check.header->version == check.version &&
          static_cast<uint32_t>(check.bad[item] >> 32) != check.header->number;
 }
 
-// Writes one head of outputs, `row` query rows after the place: value(i) of element
-// i, or NaN all over unless `good`. Reports it. All threads.
+// Writes the output of one query row, `row` rows after `place`: value(i) for element i, or NaN for
+// all elements unless `good` and StepHolds(). Fills the report. All threads.
 template <typename Value>
 __device__ inline void WriteToTensors(const CallerTensors& step, const UnitPlace& place, int group,
                                       int head_dim, int row, bool good, Value value, float lse,

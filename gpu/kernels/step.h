@@ -6,20 +6,20 @@
 #include "host/base/dtype.h"
 #include "host/core/host_device.h"
 
-// What kernels see of a decode step on a stream of the caller's: tensors in GPU
-// memory, and what tells the host afterwards how it went. Launches of a step may
-// be captured and run again for later tokens: what differs lies in memory.
+// What kernels know of a decode step on a stream of the caller: tensors in GPU memory, and reports
+// that tell the host how the step went. Launches of a step may be captured and run again for later
+// tokens, so what differs is in memory.
 namespace spillway::cuda {
 
-// Where a unit's queries stand in tensors. Made with {}.
+// Where a unit's queries are in the caller's tensors. Made with {}.
 struct UnitPlace {
   int32_t item;
   int16_t query;
   int16_t kv_head;
 };
 
-// A tensor of the caller's in GPU memory: strides in bytes, the elements of a
-// head lie side by side.
+// A tensor of the caller in GPU memory. Strides are in bytes; the elements of a head are
+// contiguous.
 template <typename Byte>
 struct CallerTensor {
   Byte* data = nullptr;
@@ -33,21 +33,21 @@ struct CallerTensor {
   bool operator==(const CallerTensor&) const = default;
 };
 
-// Of what was announced last; device memory.
+// The step that was announced last; in device memory.
 struct StepHeader {
-  // Of the launches that serve it: others are of an older announcement.
+  // Launches with another version belong to an older announcement.
   uint64_t version = 0;
-  // Of the announcement, from 1 on.
+  // Number of the announcement, from 1 on.
   uint32_t number = 0;
   uint32_t unused = 0;
 };
 
-// An element that is not finite of what a step was given: the announcement's
-// number above, and below how far from the end it stands, so that the first one of
-// the latest announcement is the largest. 0: none.
+// A step's input element that is not finite. Upper half: number of the announcement. Lower half:
+// larger the earlier the element is, by input, token, head and element. So the first one of the
+// latest announcement is the largest. 0: none.
 using BadElement = unsigned long long;
 enum class StepInput : int { kK, kV, kQ };
-// Where an element stands: heads are H_kv of K and V, H_q of q.
+// token: of the step; head: one of H_kv for K and V, of H_q for q.
 SPILLWAY_HOST_DEVICE inline BadElement MakeBadElement(uint32_t number, StepInput input,
                                                       int64_t token, int64_t head, int element) {
   const int64_t where =
@@ -56,7 +56,7 @@ SPILLWAY_HOST_DEVICE inline BadElement MakeBadElement(uint32_t number, StepInput
 }
 struct BadElementPlace {
   StepInput input;
-  int64_t token;  // of the step's
+  int64_t token;  // of the step
   int64_t head;
   int element;
 };
@@ -66,9 +66,9 @@ inline BadElementPlace PlaceOf(BadElement bad) {
           static_cast<int>(where & 1023)};
 }
 
-// By what launches know whether they serve what was announced last.
+// How a launch finds out whether it serves the step that was announced last.
 struct StepCheck {
-  const StepHeader* header = nullptr;  // null: no step, a job
+  const StepHeader* header = nullptr;  // null: a job, not a step
   uint64_t version = 0;
   const BadElement* bad = nullptr;  // [B], of the layer
 
@@ -91,12 +91,12 @@ struct CallerTensors {
 // How a unit's part of a step went; lies in pinned memory.
 inline constexpr int kStepReportHeads = 16;
 struct StepReport {
-  // Of the launch, and of what was announced when it ran.
+  // version: of the launch; number: of the announcement when the launch ran.
   uint64_t version = 0;
   uint32_t number = 0;
   uint32_t unused = 0;
   BadElement bad = 0;
-  // Whether a head's output passes fp32's range.
+  // Per head: whether its output exceeds the range of the fp32 numbers.
   uint8_t overflow[kStepReportHeads] = {};
 };
 

@@ -5,10 +5,11 @@
 #include "gpu/kernels/step.cuh"
 #include "gpu/kernels/step_append.h"
 
-// Kernels of what a step appends from GPU memory.
+// Kernels for the append of a step from GPU memory.
 namespace spillway::cuda {
 
-// Sixteen bytes of a vector, 0 if one of its elements is not finite.
+// Loads 16 bytes of a vector. If an element is not finite, returns 0 and records the element in
+// `bad`.
 __device__ inline uint4 LoadChecked(DType dtype, const std::byte* base, int i, uint32_t number,
                                     StepInput input, int64_t token, int64_t head, BadElement* bad) {
   const uint4 bytes = reinterpret_cast<const uint4*>(base)[i];
@@ -18,7 +19,7 @@ __device__ inline uint4 LoadChecked(DType dtype, const std::byte* base, int i, u
   return make_uint4(0, 0, 0, 0);
 }
 
-// A thread an item.
+// One thread per item.
 __global__ void StepLengthsKernel(const StepLength* lengths, int item_count, StepCheck check) {
   if (check.header->version != check.version) return;
   for (int i = static_cast<int>(threadIdx.x); i < item_count; i += static_cast<int>(blockDim.x)) {
@@ -26,13 +27,14 @@ __global__ void StepLengthsKernel(const StepLength* lengths, int item_count, Ste
     if (length.word == nullptr || check.bad[i] >> 32 == check.header->number) continue;
     volatile unsigned long long* const word = length.word;
     if (*word != length.before) continue;
-    // The rows were written by the launch before, in host memory as this.
+    // The previous launch has written the rows, which are in host memory like the length. They must
+    // be visible before the length is.
     __threadfence_system();
     *word = length.after;
   }
 }
 
-// A warp a row, then a warp a query head.
+// One warp per row of K and V, then one warp per query head, which is only checked.
 __global__ void TensorAppendKernel(TensorAppend a) {
   TriggerDependents();
   const StepCheck& check = a.step.check;

@@ -8,7 +8,7 @@
 #include "gpu/kernels/encode.h"
 #include "gpu/kernels/step.h"
 
-// What a step on a caller's stream appends: its K and V lie in GPU memory.
+// The append of a step on a caller's stream: K and V are in GPU memory.
 namespace spillway::cuda {
 
 // Where a new row goes.
@@ -27,35 +27,35 @@ struct TensorAppend {
   CallerTensor<const std::byte> k;     // [B, T, H, d], 16-byte aligned rows
   CallerTensor<const std::byte> v;     // the same
   const RowTarget* targets = nullptr;  // [B][T][H]
-  BadElement* bad = nullptr;           // [B], the same as the check's
-  CallerTensors step;                  // q is looked at
+  BadElement* bad = nullptr;           // [B]; the same array as step.check.bad
+  CallerTensors step;                  // its q is checked
 };
 
-// The pages that an item's new rows close, at most one a head.
+// The pages that an item's new rows fill, at most one per KV head.
 struct StepEncode {
-  EncodeWork work;  // nothing unless begin < end
+  EncodeWork work;  // no page unless begin < end
   HeadIndex heads;
 };
 
-// The committed length of one (sequence, layer), for who comes after the process.
+// The committed length of one (sequence, layer), in the record that outlives the process.
 struct StepLength {
   unsigned long long* word = nullptr;  // pinned; null: nothing outlives the process
   unsigned long long before = 0;
   unsigned long long after = 0;
 };
 
-// Launchers; nothing waits. Copies new rows [K | V] to where they go. The first
-// element of k, v or q that is not finite goes to `bad`, and what stands beside it
-// is written as 0. Does nothing for an announcement that is not the launch's.
+// Launchers; they do not wait for the GPU. LaunchTensorAppend() copies new rows [K | V] to their
+// targets. The first element of k, v or q that is not finite goes to `bad`, and in rows the 16
+// bytes with it become 0. Does nothing if the version is not that of the announcement.
 cudaError_t LaunchTensorAppend(const TensorAppend& append, cudaStream_t stream);
-// Codes of the pages that are closed, [item_count] in device memory. May begin
-// while the launch before it runs if `overlap`.
+// Encodes the pages that the new rows fill; encodes [item_count] is in device memory. With
+// `overlap`, the kernel may begin while the previous one still runs.
 cudaError_t LaunchStepEncode(const StepEncode* encodes, int item_count, const EncodeWork& shape,
                              const RotationWeights& weights, bool overlap, cudaStream_t stream);
 
-// Writes the lengths of items whose rows the launch before has written, [item_count] in device
-// memory: not of one with a bad element, nor where a step before has failed, whose length is not
-// `before`. Who sees a length sees its rows.
+// Writes the lengths of the items whose rows the previous launch has written; lengths [item_count]
+// is in device memory. Skips items with a bad element, and items for which an earlier step failed:
+// their length is not `before`. A reader that sees a length also sees its rows.
 cudaError_t LaunchStepLengths(const StepLength* lengths, int item_count, const StepCheck& check,
                               cudaStream_t stream);
 

@@ -18,7 +18,7 @@ __device__ void CopyRow(const std::byte* from, std::byte* to, int bytes) {
   }
 }
 
-// A warp a row, a tensor for each y.
+// One warp per row; blockIdx.y is the tensor.
 __global__ void __launch_bounds__(kThreads) StepCopyKernel(StepCopy copy) {
   const TensorCopy& tensor = copy.tensors[blockIdx.y];
   const int64_t tokens = copy.token_count;
@@ -43,7 +43,8 @@ __global__ void __launch_bounds__(kThreads) StepCopyKernel(StepCopy copy) {
   }
 }
 
-// The most that can be moved at a time.
+// The largest number of bytes that can be moved at a time: all addresses, strides and row sizes are
+// multiples of it.
 int32_t PieceOf(const TensorCopy& tensor) {
   int64_t together = reinterpret_cast<intptr_t>(tensor.from) |
                      reinterpret_cast<intptr_t>(tensor.to) | tensor.bytes;

@@ -6,10 +6,10 @@
 #include <cstddef>
 #include <cstdint>
 
-// A decode step's tensors from a caller's places to shared memory, and back.
+// Copies the tensors of a decode step from a caller's memory to shared memory, and back.
 namespace spillway::cuda {
 
-// Rows [B, T, H] of `bytes` each; strides of sequences, tokens and heads, bytes.
+// Rows [B, T, H] of `bytes` bytes each. Strides are those of sequences, tokens and heads, in bytes.
 struct TensorCopy {
   const std::byte* from = nullptr;
   std::byte* to = nullptr;
@@ -28,7 +28,8 @@ struct StepCopy {
   std::array<TensorCopy, kTensorsMax> tensors;
 };
 
-// All in GPU memory, addresses and strides multiples of 2 bytes. Nothing waits.
+// All tensors are in GPU memory; addresses and strides are multiples of 2 bytes. Does not wait for
+// the GPU.
 cudaError_t LaunchStepCopy(StepCopy copy, cudaStream_t stream);
 
 }  // namespace spillway::cuda

@@ -6,7 +6,7 @@
 // What a wave's first kernel does for every selector.
 namespace spillway::cuda {
 
-// What every selector's units start from; shared by the grid's x.
+// Resets a unit's state; the blocks of the grid's x dimension share the work.
 __device__ inline void ClearUnit(const AttendShape& shape, const UnitRequest& u) {
   UnitState& state = *u.state;
   const int64_t thread = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
@@ -34,15 +34,15 @@ __device__ inline void ClearUnit(const AttendShape& shape, const UnitRequest& u)
   }
 }
 
-// What a wave's first kernel has of its requests.
+// The requests and queries of a wave, for its first kernel.
 struct PinnedRequests {
-  const UnitRequest* units;  // pinned, or of a step
+  const UnitRequest* units;  // pinned; for a step, their copy in device memory
   const float* q;            // pinned, [units][G][d]; null: step.q
-  UnitRequest* copies;       // device
+  UnitRequest* copies;       // device; for the kernels that follow
   CallerTensors step;
-  // Whether the wave begins here: not with a first selection's end.
+  // Whether the wave begins with this launch; not if a first selection has run before it.
   bool begins;
-  // Whether the launch may run beside an append.
+  // Whether the launch may overlap with an append.
   bool overlaps;
 
   static PinnedRequests Of(const Wave& wave) {
@@ -51,8 +51,9 @@ struct PinnedRequests {
   }
 };
 
-// Element i of a unit's queries [G][d]. Of pinned ones before the request is there;
-// of a step's afterwards, 0 in place of what is not finite.
+// Element i of a unit's queries [G][d]. PinnedQuery() may run before the request is loaded.
+// QueryOf() comes after that; for a step it reads the caller's tensor, with 0 for elements that are
+// not finite.
 __device__ inline float PinnedQuery(const PinnedRequests& requests, int width, int i) {
   return requests.q == nullptr ? 0 : requests.q[int64_t{blockIdx.y} * width + i];
 }
@@ -63,9 +64,9 @@ __device__ inline float QueryOf(const PinnedRequests& requests, const UnitPlace&
   return isfinite(x) ? x : 0.0f;
 }
 
-// A unit's request from across the link, for the block and, by the first block
-// of the grid's x, for the kernels that follow. Leaves that block's request
-// for the caller to synchronise.
+// Loads a unit's request, perhaps across the link. The first block of the grid's x dimension also
+// copies it to GPU memory, for the kernels that follow; there the caller must pass a barrier before
+// it changes `u`.
 __device__ inline void FetchRequest(const PinnedRequests& requests, UnitRequest& u) {
   LoadRequest(requests.units + blockIdx.y, u);
   if (requests.begins && !requests.overlaps) NoteMoment(u.result, kScoreBegins);
@@ -77,7 +78,7 @@ __device__ inline void FetchRequest(const PinnedRequests& requests, UnitRequest&
   }
 }
 
-// A wave's first kernel may run beside a step's append, and ends after it.
+// A wave's first kernel may overlap with a step's append, but ends after it.
 __device__ inline void EndFirst(const PinnedRequests& requests, const UnitRequest& u) {
   GridDependencyWait();
   if (requests.begins && requests.overlaps) NoteMoment(u.result, kScoreBegins);

@@ -5,8 +5,8 @@
 // LSH buckets.
 namespace spillway::cuda {
 
-// Name of bucket `table` of x: signs of its projections, each one chain of
-// fused multiply-adds over the elements.
+// The name of x's bucket in hash table `table`: the signs of its projections, each one chain of
+// fused multiply-adds over the elements. projections: [dim][width].
 __device__ inline uint16_t BucketName(const float* projections, int width, int bits, int table,
                                       const float* x, int dim) {
   uint32_t name = 0;

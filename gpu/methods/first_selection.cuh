@@ -3,11 +3,11 @@
 #include "gpu/kernels/bin_sums.cuh"
 #include "gpu/methods/request.h"
 
-// What a first selection finds: the candidates of the second.
+// Finds the candidates of a first selection, which the second one ranks.
 namespace spillway::cuda {
 
-// The bin from which on tokens are found, and how many of that bin's are not.
-// One block a unit. Shared memory: [bin_count] counts.
+// Finds the threshold: all tokens of higher bins are candidates, and all of the threshold's bin but
+// the first `skip`. One block per unit. Shared memory: above [bins].
 __global__ void __launch_bounds__(kCutThreads)
     CandidateThresholdKernel(int bins, const MethodRequest* methods, const UnitRequest* units) {
   extern __shared__ uint32_t above[];  // tokens of a bin and above
@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(kCutThreads)
   *m.first_selection = {bin, max(missing, int64_t{0})};
 }
 
-// Tokens of the threshold's bin, per segment. Grid (segments, units).
+// Counts each segment's tokens of the threshold's bin. Grid (segments, units).
 __global__ void CountCandidateTiesKernel(const MethodRequest* methods, const UnitRequest* units) {
   __shared__ UnitRequest u;
   __shared__ uint32_t total;
@@ -43,7 +43,7 @@ __global__ void CountCandidateTiesKernel(const MethodRequest* methods, const Uni
   }
 }
 
-// The candidates, a bit a token. One warp walks a segment in token order; grid
+// Writes candidate_mask, one bit per token. One warp goes through a segment in token order; grid
 // (segments, units).
 __global__ void MarkCandidatesKernel(const MethodRequest* methods, const UnitRequest* units) {
   __shared__ UnitRequest u;
@@ -53,7 +53,7 @@ __global__ void MarkCandidatesKernel(const MethodRequest* methods, const UnitReq
   const int bin = m.first_selection->bin;
   const int64_t skip = m.first_selection->skip;
   for (int64_t segment = blockIdx.x; segment < u.segments(); segment += gridDim.x) {
-    int64_t rank = 0;  // of the bin's tokens before
+    int64_t rank = 0;  // number of earlier tokens of the bin
     for (int64_t c = lane; c < segment; c += 32) rank += u.segment_counts[c];
     rank = WarpSum(rank);
     const int64_t to = min((segment + 1) * kSegmentTokens, u.n);
@@ -70,8 +70,8 @@ __global__ void MarkCandidatesKernel(const MethodRequest* methods, const UnitReq
   }
 }
 
-// After the second selection's scores: what is no candidate goes to the lowest
-// bin. Grid (blocks, units).
+// After the second selection's scores: moves all tokens that are no candidates to kNotFoundBin.
+// Grid (blocks, units).
 __global__ void DropOthersKernel(AttendShape shape, const MethodRequest* methods,
                                  const UnitRequest* units) {
   __shared__ uint32_t dropped[kScoreBinCount];

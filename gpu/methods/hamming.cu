@@ -17,7 +17,7 @@ cudaError_t LaunchHammingPrepare(const Wave& wave, cudaStream_t stream) {
                                       shape, hamming, PinnedRequests::Of(wave));
 }
 
-// Matching bits are relative to nothing.
+// Numbers of matching bits need no reference.
 cudaError_t LaunchHammingReference(const Wave&, cudaStream_t) { return cudaSuccess; }
 
 cudaError_t LaunchHammingScore(const Wave& wave, cudaStream_t stream) {

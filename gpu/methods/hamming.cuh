@@ -10,13 +10,14 @@
 namespace spillway::cuda {
 
 struct HammingShape {
-  int plane_bits;                // that are compared
-  int heads_per_code;            // query heads that compare each
-  const MethodRequest* methods;  // of the units, with codes of an MLP; null: rotated queries' signs
+  int plane_bits;                // bits of a key that are compared
+  int heads_per_code;            // query heads that each of them is compared with
+  const MethodRequest* methods;  // of the units, with an MLP; null: signs of rotated queries
 };
 
-// hamming: plane r of the number of query heads whose bit is set; row 8 is all
-// ones. Grid (1, units). Shared memory: queries and rotated queries [G][d].
+// Fills query_planes for hamming: rows 0 to 7 are the bit planes of the number of query heads whose
+// bit is set, row 8 is all ones. Grid (1, units). Shared memory: queries and rotated queries
+// [G][d].
 __global__ void PrepareHammingKernel(AttendShape shape, HammingShape hamming,
                                      PinnedRequests requests) {
   extern __shared__ float memory[];
@@ -53,7 +54,7 @@ __global__ void PrepareHammingKernel(AttendShape shape, HammingShape hamming,
         if (query_codes != nullptr) {
           set += query_codes[g * words + j / 32] >> (j % 32) & 1u;
         } else {
-          // As the codes of keys have it: a zero counts as positive.
+          // A zero counts as positive, as in the codes of keys.
           set += rotated[g * d + j] >= 0 ? 1 : 0;
         }
       }
@@ -71,8 +72,8 @@ __global__ void PrepareHammingKernel(AttendShape shape, HammingShape hamming,
   EndFirst(requests, u);
 }
 
-// Query bits of hamming: eight columns, planes 0 to 2 of the heads' counts,
-// the key's own bits (row 8), planes 3 and 4.
+// Loads hamming's query bits as eight columns: planes 0 to 2 of the heads' counts, row 8 (which
+// counts the key's own bits), planes 3 and 4, and zeros.
 __device__ inline void LoadCountPlanes(const UnitRequest& u, int words, int fragments,
                                        uint32_t* planes) {
   for (int i = threadIdx.x; i < fragments * 32; i += blockDim.x) {
@@ -84,10 +85,10 @@ __device__ inline void LoadCountPlanes(const UnitRequest& u, int words, int frag
   }
 }
 
-// Matching bits summed over the group: 2 sum c k - m sum k + sum (m - c), c_j
-// the heads whose bit j is set, of m = heads_per_code. Grid (blocks, units); a
-// warp takes a page. Shared memory: histogram [bin_count], query planes, a
-// PageRing a warp.
+// A key's score is its number of matching bits, summed over the group:
+// 2 sum c k - m sum k + sum (m - c), where c_j of the m = heads_per_code query heads have bit j
+// set. Grid (blocks, units); one warp per page. Shared memory: histogram [bin_count], query planes,
+// a PageRing per warp.
 __global__ void __launch_bounds__(kScoreThreads)
     ScoreHammingKernel(AttendShape shape, int heads_per_code, const UnitRequest* units) {
   extern __shared__ __align__(16) uint32_t shared[];
@@ -107,12 +108,12 @@ __global__ void __launch_bounds__(kScoreThreads)
 
   const int lane = threadIdx.x % 32;
   const int32_t offset = u.state->offset[0];
-  // Weights of the lane's columns 2 (lane % 4) and the next.
+  // Weights of the lane's columns, 2 (lane % 4) and the next.
   const int part = lane % 4;
   const int32_t even = part == 0 ? 2 : part == 1 ? 8 : part == 2 ? 16 : 0;
   const int32_t odd = part == 0 ? 4 : part == 1 ? -heads_per_code : part == 2 ? 32 : 0;
   const int64_t step = static_cast<int64_t>(gridDim.x) * warps;
-  // Of a page the plane of signs alone, which lies as plane 0 in the ring.
+  // Only the plane of signs, a page's last, is read; in the ring it is plane 0.
   const int plane_bytes = shape.tiling.words * kPageTokenCount * 4;
   const int64_t plane_offset = int64_t{shape.tiling.planes - 1} * plane_bytes;
   const int head_words = (shape.bin_count + fragments * 32 + 3) / 4 * 4;

@@ -4,18 +4,18 @@
 #include "gpu/methods/request.h"
 #include "host/methods/int4_keys/int4_range.h"
 
-// Logits from 4-bit elements behind the codes: the whole key, or
-// Double Sparsity's label channels.
+// Logits from 4-bit elements behind the codes: of the whole key, or of Double Sparsity's label
+// channels.
 namespace spillway::cuda {
 
-// Estimates from 4-bit elements, of all channels or of the label channels.
+// A source for the kernels of logits.cuh. kRows: at least the number of query heads.
 template <int kRows>
 class Int4Estimates {
  public:
   struct Context {
     int channels;
     int64_t offset;                // of the section in an index page
-    const MethodRequest* methods;  // of the units, with label channels; null: channels in order
+    const MethodRequest* methods;  // of the units, for label channels; null: all in order
   };
   static size_t Bytes(const AttendShape& s, const Context&) {
     return sizeof(float) * kRows * (s.head_dim + 1);
@@ -73,7 +73,7 @@ class Int4Estimates {
 
  private:
   const UnitRequest& u_;
-  float* queries_;  // [channels][kRows] scaled, then their sums
+  float* queries_;  // [channels][kRows], scaled, then their sums over the channels [kRows]
   int channels_;
   int64_t offset_;
   float logits_[kRows];

@@ -13,7 +13,7 @@ cudaError_t LaunchHammingPrepare(const Wave& wave, cudaStream_t stream);
 cudaError_t LaunchHammingReference(const Wave& wave, cudaStream_t stream);
 cudaError_t LaunchHammingScore(const Wave& wave, cudaStream_t stream);
 
-// Also of Double Sparsity.
+// Also for Double Sparsity.
 cudaError_t LaunchInt4Reference(const Wave& wave, cudaStream_t stream);
 cudaError_t LaunchInt4Score(const Wave& wave, cudaStream_t stream);
 

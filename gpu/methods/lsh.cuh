@@ -5,9 +5,9 @@
 #include "gpu/methods/request.h"
 #include "host/methods/lsh_sampling/lsh_weight.h"
 
-// MagicPIG's sample of the tail: what shares enough LSH buckets with a query
-// head, of every query head its own. It takes the place of a second phase's
-// draw, as one stratum that is drawn whole; folding weighs its rows.
+// MagicPIG's sample of the tail: each query head takes the tokens that share enough LSH buckets
+// with it. The sample replaces the second draw, as one stratum that is drawn whole; the fold
+// weights its rows.
 namespace spillway::cuda {
 
 inline constexpr int kLshThreads = 256;
@@ -15,11 +15,11 @@ inline constexpr int kLshThreads = 256;
 struct LshShape {
   int tables;
   int bits;                      // of a bucket's name
-  int64_t offset;                // of the buckets in an index page
+  int64_t offset;                // bytes to the buckets in an index page
   const MethodRequest* methods;  // of the units
 };
 
-// Buckets of the unit's query heads. Grid (1, units). Shared memory: [d].
+// Computes the buckets of the unit's query heads. Grid (1, units). Shared memory: a query [d].
 __global__ void __launch_bounds__(kLshThreads)
     LshQueryKernel(AttendShape shape, LshShape lsh, const UnitRequest* units) {
   extern __shared__ float x[];
@@ -41,8 +41,8 @@ __global__ void __launch_bounds__(kLshThreads)
   }
 }
 
-// Which query heads take each token, and how many tokens of each segment are
-// taken. Grid (segments, units). Shared memory: the query's buckets.
+// Finds which query heads take each token, and counts the tokens of each segment that any head
+// takes. Grid (segments, units). Shared memory: the query heads' buckets [G][tables].
 __global__ void __launch_bounds__(kLshThreads)
     LshCountKernel(AttendShape shape, LshShape lsh, const UnitRequest* units) {
   extern __shared__ uint16_t buckets[];
@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kLshThreads)
         const auto* names =
             reinterpret_cast<const uint16_t*>(u.code_pages[t / kPageTokenCount] + lsh.offset) +
             t % kPageTokenCount;
-        uint32_t once = 0;  // heads with one bucket in common so far
+        uint32_t once = 0;  // heads with at least one bucket in common so far
         for (int table = 0; table < tables; ++table) {
           const uint16_t name = names[int64_t{table} * kPageTokenCount];
           for (int g = 0; g < group; ++g) {
@@ -89,8 +89,8 @@ __global__ void __launch_bounds__(kLshThreads)
   }
 }
 
-// The sample's size, its place in the list and its splits; segment_counts
-// become the tokens before. Grid (units), one warp.
+// Computes the sample's size, its place in the list and its splits; turns segment_counts into the
+// tokens of earlier segments. Grid (units), one warp.
 __global__ void LshResolveKernel(const UnitRequest* units) {
   __shared__ UnitRequest u;
   Begin(units + blockIdx.x, u);
@@ -122,8 +122,7 @@ __global__ void LshResolveKernel(const UnitRequest* units) {
   s.list_count += total;
 }
 
-// Lists the sample. One warp walks a segment in token order; grid (segments,
-// units).
+// Lists the sample. One warp goes through a segment in token order; grid (segments, units).
 __global__ void LshPlaceKernel(int64_t row_bytes, const MethodRequest* methods,
                                const UnitRequest* units) {
   __shared__ UnitRequest u;
@@ -156,7 +155,7 @@ __global__ void LshPlaceKernel(int64_t row_bytes, const MethodRequest* methods,
   }
 }
 
-// The logit of a row that was taken, less the log of its chance; see FoldKernel.
+// For FoldKernel: the logit of a row that a head takes, minus the log of the chance that it does.
 class LshLogits {
  public:
   using Context = LshShape;

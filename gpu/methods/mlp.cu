@@ -6,7 +6,7 @@
 namespace spillway::cuda {
 namespace {
 
-// While blocks are few, narrow ones of many threads a vector answer sooner.
+// With at most so many blocks, narrow ones with many threads per vector have a lower latency.
 constexpr int64_t kFewBlocks = 128;
 
 template <int kVectors, int kColumns, typename Vectors>
@@ -20,7 +20,7 @@ cudaError_t Run(const Vectors& vectors, const MlpWeightsView& weights, int head_
                                                         weights, head_dim);
 }
 
-// Vectors [begin, end) of each of `heads` MLPs.
+// Computes the codes of vectors [begin, end) of each of `heads` MLPs.
 template <typename Vectors>
 cudaError_t RunMlp(const Vectors& vectors, const MlpWeightsView& weights, int head_dim, int heads,
                    int64_t begin, int64_t end, cudaStream_t stream) {

@@ -4,16 +4,16 @@
 #include "gpu/kernels/matrix_columns.cuh"
 #include "gpu/methods/mlp.h"
 
-// Codes of keys and queries by the hash MLPs (host/methods/weights/mlp.h), every sum in
-// the order that the CPU has.
+// Codes of keys and queries by the hash MLPs (host/methods/weights/mlp.h). Every sum runs in the
+// same order as on the CPU.
 namespace spillway::cuda {
 
-// Keys of a layer as vectors of MLP blockIdx.y: vector t is token t of the KV
-// head. Blocks take aligned runs, so that each lies in one page.
+// Keys of a layer as the vectors of MLP blockIdx.y: vector t is the key of token t of the KV head.
+// Each block takes an aligned run of tokens, which lies in one page.
 struct KeyVectors {
   EncodeWork work;
-  int codes;  // of a key, each by its own MLP
-  int words;  // of a code
+  int codes;  // codes of a key, each by its own MLP
+  int words;  // 32-bit words of a code
 
   __device__ int Head() const { return static_cast<int>(blockIdx.y) / codes; }
   __device__ int64_t First(int per_block) const {
@@ -36,7 +36,7 @@ struct KeyVectors {
   }
 };
 
-// Queries, `group` vectors of MLP blockIdx.y.
+// Queries as the vectors of MLP blockIdx.y, `group` for each MLP.
 struct QueryVectors {
   const float* x;  // [MLPs][group][d]
   int head_dim;
@@ -57,25 +57,25 @@ struct QueryVectors {
   __device__ int64_t Row(int64_t vector) const { return int64_t{blockIdx.y} * group + vector; }
 };
 
-// As the CPU: the exponent is capped where exp() still is finite.
+// As on the CPU: the exponent is capped, so that exp() stays finite.
 __device__ inline float Silu(float z) { return __fdiv_rn(z, 1.0f + expf(fminf(-z, 88.0f))); }
 
-// Hidden columns of a thread at a time.
+// Hidden columns that a thread computes at a time.
 template <int kColumns>
 inline constexpr int kHiddenColumns = kColumns < 2 ? kColumns : 2;
 
 template <int kColumns>
 inline constexpr int kMlpThreadsMax = kColumns == 2 ? 128 : 256;
 
-// Shared memory of MlpKernel: x [kVectors][d] and a panel of z; with two hidden
-// layers all of the first one, too.
+// Shared memory of MlpKernel: x [kVectors][d] and a panel of z; with two hidden layers also the
+// whole first one, [kVectors][inner_dim].
 template <int kVectors, int kColumns>
 constexpr int MlpSharedBytes(int head_dim, int inner_dim, int threads) {
   return kVectors * (head_dim + inner_dim +
                      threads * kHiddenColumns<kColumns>)*static_cast<int>(sizeof(float));
 }
 
-// x [kVectors][d] of a block's vectors, 0 where there is none.
+// Loads a block's vectors to x [kVectors][d]; 0 for vectors that do not exist.
 template <int kVectors, typename Vectors>
 __device__ void LoadVectors(const Vectors& vectors, int64_t first, int dim, float* x) {
   constexpr int kLoads = 8;  // in flight: rows may lie in host memory
@@ -99,8 +99,8 @@ __device__ void LoadVectors(const Vectors& vectors, int64_t first, int dim, floa
   }
 }
 
-// SiLU(x W + b) of a block's vectors x [kVectors][dim], to out
-// [kVectors][width]; both in shared memory. The caller synchronises.
+// out = SiLU(x W + b) for a block's vectors: x [kVectors][dim], out [kVectors][width], both in
+// shared memory. The caller synchronises.
 template <int kVectors>
 __device__ void HiddenLayer(const float* w, const float* b, int dim, int width, const float* x,
                             float* out) {
@@ -116,10 +116,10 @@ __device__ void HiddenLayer(const float* w, const float* b, int dim, int width, 
   }
 }
 
-// A block takes kVectors vectors of one MLP, so that each weight that it
-// reads serves as many; a thread takes kColumns outputs of each, blockDim.x
-// apart. blockDim.x is a multiple of 32 with blockDim.x kColumns >= hash_bits,
-// and with the residual form blockDim.x kHiddenColumns >= hidden_dim.
+// A block computes kVectors vectors of one MLP, so that it reads each weight once for all of them.
+// A thread computes kColumns outputs of each, blockDim.x apart. REQUIRES: blockDim.x is a multiple
+// of 32, kColumns * blockDim.x >= hash_bits, and with `residual` kHiddenColumns * blockDim.x >=
+// hidden_dim.
 template <int kVectors, int kColumns, typename Vectors>
 __global__ void __launch_bounds__(256) MlpKernel(Vectors vectors, MlpWeightsView weights, int dim) {
   constexpr int kHidden = kHiddenColumns<kColumns>;
@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(256) MlpKernel(Vectors vectors, MlpWeightsView
 
   LoadVectors<kVectors>(vectors, first, dim, x);
   if (weights.w3 != nullptr) {
-    // The first of two hidden layers; the other is as if it stood alone.
+    // The first of two hidden layers; the second is then computed like a single one.
     float* const inner = z;
     z += kVectors * hidden;
     __syncthreads();
@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(256) MlpKernel(Vectors vectors, MlpWeightsView
     }
     MatrixColumns<kHidden, kAhead / kHidden>(w1, dim, hidden, base + thread, threads)
         .MultiplyAdd(x, dim, sum);
-    __syncthreads();  // the panel before has been read
+    __syncthreads();  // the previous panel has been read
 #pragma unroll
     for (int c = 0; c < kHidden; ++c) {
       float* out = z + c * threads + thread;

@@ -16,8 +16,7 @@
 namespace spillway::cuda {
 namespace {
 
-// Numbers of models, so that one that takes another's place in memory is not
-// taken for it.
+// Numbers of models, so that a new model at a deleted one's address is not mistaken for it.
 uint64_t NextNumber() {
   static std::atomic<uint64_t> next{1};
   return next++;
@@ -92,7 +91,7 @@ class Methods final : public ModelMethods {
     wave.host_units = pinned.Take<MethodRequest>(unit_count);
     wave.units = workspace.Take<MethodRequest>(unit_count);
     wave.request_bytes = unit_count * static_cast<int64_t>(sizeof(MethodRequest));
-    // One after the other, as one launch writes a query's.
+    // The units' codes are contiguous, because one launch writes those of all units of a query.
     const int64_t words = HashesQueries(policy) ? QueryWords() : 0;
     const uint32_t* codes = workspace.Take<uint32_t>(unit_count * words);
     for (int64_t i = 0; i < unit_count && wave.host_units != nullptr; ++i) {
@@ -131,7 +130,7 @@ class Methods final : public ModelMethods {
     const MlpWeightsView& weights = own ? query_mlp_[layer] : mlp_[layer];
     const int heads_per_mlp = own ? 1 : spec_.heads_per_code();
     const int per_query = spec_.query_head_count;
-    // In the first unit's place, and on from there.
+    // The codes of all units begin where those of the first unit do.
     auto* const codes = const_cast<uint32_t*>(wave.host_units[0].query_codes);
     for (int64_t i = 0; i < unit_count / spec_.kv_head_count; ++i) {
       const cudaError_t error =
@@ -163,7 +162,7 @@ class Methods final : public ModelMethods {
     return policy.candidate_selector.has_value() || policy.tail == Tail::kLshSampling ||
            Uses(policy, Selector::kDoubleSparsity) || HashesQueries(policy);
   }
-  // Of a unit's query codes.
+  // 32-bit words of a unit's query codes.
   int64_t QueryWords() const { return int64_t{spec_.heads_per_code()} * spec_.plane_words(); }
 
   const ModelSpec spec_;

@@ -1,4 +1,4 @@
-// In place of gpu/methods in a build without it.
+// Takes the place of gpu/methods in a build without it.
 #include "gpu/device/model_methods.h"
 #include "gpu/kernels/methods.h"
 

@@ -3,16 +3,16 @@
 #include "gpu/kernels/logits.cuh"
 #include "host/methods/int4_keys/int4_range.h"
 
-// Logits from Quest's bounds of pages of keys.
+// Logits from Quest's bounds of the keys of a page.
 namespace spillway::cuda {
 
-// What the bounds of Quest's pages allow at most.
+// The largest logit that the bounds of a token's Quest page allow.
 class BoundEstimates {
  public:
-  static constexpr int kPagesMax = 8;  // of an index page
+  static constexpr int kPagesMax = 8;  // Quest pages in an index page
   struct Context {
-    int pages;       // of an index page
-    int64_t offset;  // of the bounds in an index page
+    int pages;       // Quest pages in an index page
+    int64_t offset;  // bytes to the bounds in an index page
   };
   static size_t Bytes(const AttendShape& s, const Context&) {
     return sizeof(float) * s.group * (s.head_dim + kPagesMax);
@@ -32,7 +32,7 @@ class BoundEstimates {
     const int d = shape_.head_dim;
     const int pages = context_.pages;
     const std::byte* bounds = u_.code_pages[page_index] + context_.offset;
-    __syncthreads();  // the page before has been read
+    __syncthreads();  // the previous page has been read
     for (int task = threadIdx.x; task < pages * shape_.group; task += blockDim.x) {
       const int page = task % pages;
       const int head = task / pages;

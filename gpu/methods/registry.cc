@@ -1,4 +1,4 @@
-// The methods that stand beside the core, a line each.
+// The optional methods, one line each.
 #include <array>
 
 #include "gpu/kernels/methods.h"

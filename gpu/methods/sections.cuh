@@ -5,12 +5,12 @@
 #include "gpu/methods/sections.h"
 #include "host/methods/int4_keys/int4_range.h"
 
-// What index pages hold beside codes.
+// Fills the sections behind the codes of index pages.
 namespace spillway::cuda {
 
 inline constexpr int kSectionThreads = 128;
 
-// Four bits of each of the elements x[channels[i]] (null: x[i]) of one token.
+// Stores elements x[channels[i]] (null: x[i]) of one token in four bits each, and their range.
 __device__ inline void StoreInt4(const float* x, const uint16_t* channels, int count, int slot,
                                  std::byte* section) {
   auto* words = reinterpret_cast<uint32_t*>(section) + slot;
@@ -30,7 +30,7 @@ __device__ inline void StoreInt4(const float* x, const uint16_t* channels, int c
   words[count / 8 * kPageTokenCount] = range.Pack();
 }
 
-// x is a number of the dtype.
+// REQUIRES: x is exactly representable in the dtype.
 __device__ inline void StoreElement(DType dtype, std::byte* base, int i, float x) {
   if (dtype == DType::kF32) {
     reinterpret_cast<float*>(base)[i] = x;
@@ -41,8 +41,8 @@ __device__ inline void StoreElement(DType dtype, std::byte* base, int i, float x
   }
 }
 
-// Bounds of the pages that tokens [begin, end) of an index page lie in, over
-// their keys below end. rows: the first token's of the page.
+// Stores the bounds of the Quest pages that hold tokens [begin, end) of an index page, over their
+// keys before `end`. rows: those of the index page.
 __device__ inline void StoreBounds(const EncodeWork& work, const KeySections& sections,
                                    const std::byte* rows, int begin, int end, std::byte* section) {
   const int d = work.head_dim;

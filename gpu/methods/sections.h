@@ -13,7 +13,7 @@ namespace spillway::cuda {
 // Pointers are device addresses.
 struct SectionWeights {
   KeySections sections;
-  int64_t offset = 0;  // of the sections in an index page
+  int64_t offset = 0;  // bytes to the sections in an index page
   int lsh_bits = 0;
   const uint16_t* channels = nullptr;  // [H][label_channels]
   const float* projections = nullptr;  // [d][tables * lsh_bits]
@@ -21,8 +21,8 @@ struct SectionWeights {
   bool operator==(const SectionWeights&) const = default;
 };
 
-// Indexes tokens [work.begin, work.end) beside their codes, bit-equal to the
-// CPU device's; the centre is known. Nothing waits.
+// Fills the sections of tokens [work.begin, work.end), bit-equal to those of the CPU device. Does
+// not wait. REQUIRES: work.centre is set.
 cudaError_t LaunchEncodeSections(const EncodeWork& work, const SectionWeights& weights,
                                  cudaStream_t stream);
 

@@ -6,10 +6,10 @@
 
 namespace spillway {
 
-// A file descriptor that is closed with this.
+// Owner of a file descriptor. The destructor closes it.
 class Descriptor {
  public:
-  // Negative: none.
+  // fd: the descriptor to own; negative: none.
   explicit Descriptor(int fd = -1) : fd_(fd) {}
   Descriptor(Descriptor&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
   Descriptor& operator=(Descriptor&& other) noexcept {
@@ -22,7 +22,7 @@ class Descriptor {
 
   int get() const { return fd_; }
   bool valid() const { return fd_ >= 0; }
-  // Whoever gets it closes it.
+  // The caller must close the returned descriptor.
   int Release() { return std::exchange(fd_, -1); }
 
  private:

@@ -1,4 +1,4 @@
-// Highway forms of the conversions of elements.h; included once per target.
+// Implementations of the conversions in elements.h with Highway; included once per target.
 #if defined(SPILLWAY_ELEMENTS_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef SPILLWAY_ELEMENTS_INL_H_
 #undef SPILLWAY_ELEMENTS_INL_H_
@@ -20,7 +20,7 @@ namespace spillway {
 namespace HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
-// Elements that are converted at a time, at most.
+// Most elements in one vector.
 inline constexpr int kElementLanes = 16;
 using DElements = hn::CappedTag<float, kElementLanes>;
 

@@ -6,11 +6,11 @@
 namespace spillway {
 namespace {
 
-// Elements tested before the answer is looked at: a fixed trip count lets the
-// compiler vectorise the loop without a tail.
+// Elements that are tested before the result is looked at. The fixed trip count lets the compiler
+// vectorise the loop without a remainder.
 constexpr int64_t kBlock = 1024;
 
-// An element is infinite or NaN exactly if all exponent bits are set.
+// An element is infinite or NaN exactly if all of its exponent bits are set.
 template <typename Word, Word kExponent>
 bool IsNonFinite(const std::byte* p) {
   Word word;

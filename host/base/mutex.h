@@ -8,9 +8,9 @@
 
 namespace spillway {
 
-// std::mutex with the annotations that clang's thread-safety analysis checks.
-// Not absl::Mutex: ThreadSanitizer does not see the locks of a library that
-// was built without it, as a distribution's Abseil is.
+// std::mutex with the annotations that clang's thread-safety analysis checks. absl::Mutex is not
+// used, because ThreadSanitizer does not see the locks of a library that was built without it, such
+// as a distribution's Abseil.
 class ABSL_LOCKABLE Mutex {
  public:
   void Lock() ABSL_EXCLUSIVE_LOCK_FUNCTION() { mutex_.lock(); }
@@ -21,7 +21,7 @@ class ABSL_LOCKABLE Mutex {
   std::mutex mutex_;
 };
 
-// Holds a mutex as long as it lives, but for what lies between Unlock and Lock.
+// Holds a mutex for its lifetime, except between Unlock and Lock.
 class ABSL_SCOPED_LOCKABLE MutexLock {
  public:
   explicit MutexLock(Mutex& mutex) ABSL_EXCLUSIVE_LOCK_FUNCTION(mutex) : mutex_(mutex) {
@@ -47,9 +47,9 @@ class ABSL_SCOPED_LOCKABLE MutexLock {
   bool held_ = true;
 };
 
-// Waits for a change of what a mutex guards. A wait may end without one: look
-// at the condition again, in a loop where the analysis sees the lock, not in a
-// lambda.
+// Waits until state that a mutex guards changes. Wakeups may be spurious: the caller must check its
+// condition again, in a loop. The loop must not be in a lambda, where the thread-safety analysis
+// does not see the lock.
 class CondVar {
  public:
   void Wait(Mutex& mutex) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
@@ -57,7 +57,7 @@ class CondVar {
     changed_.wait(lock);
     lock.release();
   }
-  // False once the deadline has passed.
+  // Returns false if the deadline has passed.
   template <typename Clock, typename Duration>
   bool WaitUntil(Mutex& mutex, std::chrono::time_point<Clock, Duration> deadline)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {

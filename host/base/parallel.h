@@ -5,8 +5,8 @@
 
 namespace spillway {
 
-// While one lives, the loops below stay in the thread that made it: where to
-// wake a worker costs more than the work.
+// While a SerialScope lives, the loops below run in the thread that created it. Used where waking a
+// worker would cost more than the work.
 class SerialScope {
  public:
   SerialScope() : outer_(active_) { active_ = true; }
@@ -21,7 +21,7 @@ class SerialScope {
   const bool outer_;
 };
 
-// f(i) for every i of [begin, end), by the workers of this arena.
+// Calls f(i) for every i in [begin, end), on the workers of the current TBB task arena.
 template <typename Index, typename F>
 void ParallelFor(Index begin, Index end, const F& f) {
   if (SerialScope::active()) {
@@ -31,7 +31,7 @@ void ParallelFor(Index begin, Index end, const F& f) {
   }
 }
 
-// f(); while it waits for loops of its own, this thread runs no other's tasks.
+// Returns f(). While this thread waits for parallel loops inside f, it runs no outside tasks.
 template <typename F>
 auto Isolated(const F& f) {
   return SerialScope::active() ? f() : tbb::this_task_arena::isolate(f);

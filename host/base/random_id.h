@@ -4,7 +4,8 @@
 
 namespace spillway {
 
-// 24 hexadecimal digits from the system, nobody else's with near certainty. Thread-safe.
+// Returns 24 hexadecimal digits from the system's random numbers: unique with near certainty.
+// Thread-safe.
 std::string RandomId();
 
 }  // namespace spillway

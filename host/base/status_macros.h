@@ -5,8 +5,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 
-// Returns from the function with the status of an expression, an absl::Status,
-// unless that is OK.
+// Returns an absl::Status from the function unless it is OK.
 #define RETURN_IF_ERROR(expression)                                                         \
   do {                                                                                      \
     if (absl::Status return_if_error_status = (expression); !return_if_error_status.ok()) { \
@@ -14,10 +13,10 @@
     }                                                                                       \
   } while (false)
 
-// Returns with the status of an expression, an absl::StatusOr<T>, or moves its
-// value to `target`, which may be declared there:
+// Returns the status of an absl::StatusOr<T> from the function unless it is OK. Otherwise moves the
+// value to `target`, which may be a declaration:
 //   ASSIGN_OR_RETURN(std::unique_ptr<Lane> lane, Lane::Create());
-// A statement of its own, not the body of an if.
+// Must be a statement of its own, not the body of an if.
 #define ASSIGN_OR_RETURN(target, expression) \
   SPILLWAY_ASSIGN_OR_RETURN(SPILLWAY_JOIN(status_or_, __LINE__), target, expression)
 

@@ -54,8 +54,8 @@ std::vector<double> Gaussians(size_t count, uint64_t seed, int layer, uint32_t d
 }
 
 std::vector<float> MakeRotation(int d, uint64_t seed, int layer) {
-  // Column j of `a` becomes R's column above the diagonal and, at and below
-  // it, the unit vector of the j-th reflection.
+  // Column j of `a` becomes, above the diagonal, R's column j; at and below the diagonal, the unit
+  // vector of reflection j.
   std::vector<double> a = Gaussians(static_cast<size_t>(d) * d, seed, layer, kRotationDomain);
   std::vector<double> sign(d);  // of R's diagonal
   bool negative = false;        // whether det(Q diag(sign)) < 0
@@ -63,7 +63,7 @@ std::vector<float> MakeRotation(int d, uint64_t seed, int layer) {
     double* v = &a[static_cast<size_t>(j) * d + j];
     const int n = d - j;
     const double norm = std::sqrt(Dot(v, v, n));
-    // Away from cancellation; R_jj = -copysign(norm, v_0).
+    // This sign avoids cancellation; R_jj = -copysign(norm, v_0).
     sign[j] = std::signbit(v[0]) ? 1 : -1;
     v[0] += std::copysign(norm, v[0]);
     const double length = std::sqrt(Dot(v, v, n));
@@ -72,9 +72,9 @@ std::vector<float> MakeRotation(int d, uint64_t seed, int layer) {
     // A reflection has determinant -1.
     negative ^= sign[j] > 0;
   }
-  // Q = H_0 ... H_{d-1}; with the signs of R's diagonal moved into it, R's
-  // diagonal is positive, the factorisation unique and Q Haar (Mezzadri, "How
-  // to generate random matrices from the classical compact groups", 2007).
+  // Q = H_0 ... H_{d-1}. The signs of R's diagonal are moved into Q. Then R's diagonal is positive,
+  // the factorisation is unique, and Q is Haar-distributed (Mezzadri, "How to generate random
+  // matrices from the classical compact groups", 2007).
   std::vector<float> p(static_cast<size_t>(d) * d);
   std::vector<double> column(d);
   for (int k = 0; k < d; ++k) {

@@ -8,8 +8,8 @@
 
 namespace spillway {
 
-// What a pilot knows of a tail that is sampled uniformly, for one query head.
-// Everything is in units of x = exp(logit - M), M any common reference.
+// What the pilot sample tells about a uniformly sampled tail, for one query head. All sums are in
+// units of x = exp(logit - M), for any common reference M.
 struct UniformTail {
   double token_count = 0;  // n_s
   double sigma = 0;        // sqrt(Var[x])
@@ -19,12 +19,12 @@ struct UniformTail {
   double denominator = 0;  // D
 };
 
-// The quantile that a bound is stated with: Phi^-1(1 - delta/4) for kPaper,
-// which splits delta over two events, else Phi^-1(1 - delta/2).
+// The normal quantile that a bound uses: Phi^-1(1 - delta/4) for kPaper, which splits delta over
+// two events; otherwise Phi^-1(1 - delta/2).
 double BoundQuantile(Bound bound, double delta);
 
-// Sample size that the bound asks for, before the finite-population
-// correction, z being its quantile; infinite when ||N|| or D is 0.
+// The sample size that the bound needs, before the finite-population correction. z: the bound's
+// quantile. Infinite if ||N|| or D is 0.
 //   kDenominator: (z n_s sigma / (eps D))^2 (vAttention, Lemma 4.1 for D alone)
 //   kPaper: (2 (A + B) / eps)^2, A = z n_s sqrt(trace_n) / ||N||,
 //     B = z n_s sigma / D (Lemmas 4.1 and 4.2)
@@ -51,7 +51,7 @@ SPILLWAY_HOST_DEVICE inline double UniformBudget(Bound bound, const UniformTail&
   return root * root;
 }
 
-// Rows to draw: b / (1 + b / population), rounded up, in [floor, population].
+// Number of rows to draw: b / (1 + b / population), rounded up, in [floor, population].
 SPILLWAY_HOST_DEVICE inline int64_t FinitePopulation(double budget, int64_t population,
                                                      int64_t floor) {
   if (!(budget < HUGE_VAL)) return population;

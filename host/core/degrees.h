@@ -6,22 +6,24 @@
 #include "host/core/host_device.h"
 #include "host/core/keyed_hash.h"
 
-// How many directions a sample's error has. The squared error of an output is
-// a sum of lambda_j chi^2_1, lambda_j the eigenvalues of the covariance S of its
-// numerator N^ - o D^, so its quantile in units of the trace depends on
-//   nu = Tr(S)^2 / Tr(S^2)
-// degrees of freedom: 1 if one direction (or one row) has it all, and then the
-// error is a normal variable's; many if it is spread, and then it hardly varies.
-// S is not formed. Values are projected to kProjectionDims numbers, y_m the
-// sum of +-v_i over i = m, m + kProjectionDims, ...; their covariance S' stands
-// for S. What the projection may hide of the trace counts as one direction.
+// The number of directions over which a sample's error spreads. The squared error of an output is a
+// sum of lambda_j chi^2_1, where lambda_j are the eigenvalues of S, the covariance of N^ - o D^. So
+// its quantile, in units of the trace of S, depends on the degrees of freedom
+//   nu = Tr(S)^2 / Tr(S^2).
+// If one direction (or one row) causes all of the error, nu is 1 and the error is a normal
+// variable. If the error spreads over many directions, nu is large and the squared error hardly
+// varies.
+// S is not computed. Each value vector v is projected to kProjectionDims numbers: y_m is the sum of
+// +-v_i over i = m, m + kProjectionDims, ... The covariance S' of the projected values stands for
+// S. The part of the trace that the projection may hide counts as one direction.
 namespace spillway {
 
 inline constexpr int kProjectionDims = 16;
 inline constexpr int kProjectionEntries = kProjectionDims * kProjectionDims;
 
-// Signs of the projection: bit i % 32 of word i / 32 is set where v_i is taken
-// negatively. By the policy's seed, so that nobody can know them beforehand.
+// Signs of the projection: bit i % 32 of word i / 32 is set if v_i is taken with the opposite sign.
+// The signs depend on the policy's seed. So values that cancel in the projection cannot be
+// constructed without knowing the seed.
 struct ProjectionSigns {
   uint32_t words[8];
 
@@ -36,21 +38,20 @@ struct ProjectionSigns {
     return signs;
   }
   SPILLWAY_HOST_DEVICE bool negative(int i) const { return (words[i / 32] >> (i % 32) & 1) != 0; }
-  // v_i as the projection takes it.
+  // v_i with the sign that it has in the projection.
   template <typename Real>
   SPILLWAY_HOST_DEVICE Real Of(int i, Real v) const {
     return negative(i) ? -v : v;
   }
 };
 
-// An entry of a stratum's part of S', from sums over its r rows: of x^2 y_a y_b,
-// of x^2 y_a and x^2 y_b, of x^2, and of x y_a - o_a x and x y_b - o_b x. o: the
-// output's projection.
+// Sums over the r rows of one stratum, for one entry (a, b) of its part of S'. o: the projected
+// output.
 struct ProjectedSums {
-  double xxyy;
-  double xxy_a, xxy_b;
-  double xx;
-  double deviation_a, deviation_b;
+  double xxyy;                      // sum x^2 y_a y_b
+  double xxy_a, xxy_b;              // sum x^2 y_a, sum x^2 y_b
+  double xx;                        // sum x^2
+  double deviation_a, deviation_b;  // sum (x y_a - o_a x), sum (x y_b - o_b x)
 };
 SPILLWAY_HOST_DEVICE inline double ProjectedSpread(const ProjectedSums& s, double o_a, double o_b,
                                                    double rows) {
@@ -58,10 +59,11 @@ SPILLWAY_HOST_DEVICE inline double ProjectedSpread(const ProjectedSums& s, doubl
          s.deviation_a * s.deviation_b / rows;
 }
 
-// nu of an error with trace Tr(S), from Tr(S') and the sum of squares of the
-// entries of S'. In kProjectionDims directions an error in many has the inverse
-// 1 / nu + (1 - 1 / nu) / kProjectionDims, about; one in a single direction keeps
-// its 1. In [1, kDegreesMax]; 1 where nothing can be said.
+// nu of an error. trace: Tr(S). projected_trace: Tr(S'). projected_square: sum of the squared
+// entries of S'. The projection changes 1 / nu to about
+//   1 / nu + (1 - 1 / nu) / kProjectionDims,
+// and this function inverts that. (For a single direction, 1 / nu = 1 remains 1.) The result is in
+// [1, kDegreesMax]; it is 1 if it cannot be computed.
 inline constexpr double kDegreesMax = 64;
 SPILLWAY_HOST_DEVICE inline double DegreesOfFreedom(double trace, double projected_trace,
                                                     double projected_square) {
@@ -74,10 +76,11 @@ SPILLWAY_HOST_DEVICE inline double DegreesOfFreedom(double trace, double project
   return inverse < 1 ? 1 / inverse : 1.0;
 }
 
-// Quantile of error / sqrt(trace) that is passed with chance delta, by
-// Wilson and Hilferty's cube root of a chi-square variable (PNAS 1931).
-// one_sided: Phi^-1(1 - delta); two_sided: Phi^-1(1 - delta / 2), the exact
-// answer for one degree, which is never exceeded.
+// The quantile of error / sqrt(trace) that is exceeded with probability delta, from Wilson and
+// Hilferty's cube-root approximation of a chi-square variable (PNAS 1931).
+//   one_sided  Phi^-1(1 - delta)
+//   two_sided  Phi^-1(1 - delta / 2): exact for one degree of freedom, and the upper limit of the
+//              result
 SPILLWAY_HOST_DEVICE inline double ErrorQuantile(double degrees, double one_sided,
                                                  double two_sided) {
   const double a = 2 / (9 * degrees);

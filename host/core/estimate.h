@@ -12,14 +12,13 @@
 #include "host/core/neyman.h"
 #include "host/core/tail.h"
 
-// What sums over rows say about one query head's output o = N / D: its error,
-// the budgets that a bound asks for, and the certificate. fp64; everything in
-// units of x = exp(logit - M), M a reference common to all sums, and of a unit of
-// values (HeadStatistics::value_unit). Host and device sum up in their own ways
-// and call these functions with the sums.
+// Computes, from sums over rows, the error of one query head's output o = N / D, the budgets that a
+// bound needs, and the certificate. All in fp64. Sums are in units of x = exp(logit - M), where M
+// is a reference common to all sums, and values are in units of HeadStatistics::value_unit. Host
+// and device sum in their own ways and call these functions with the sums.
 namespace spillway {
 
-// Sums over a stratum's rows for one query head.
+// Sums over one stratum's sampled rows, for one query head.
 struct StratumMoments {
   double sum_x;
   double sum_xx;         // sum x^2
@@ -29,15 +28,15 @@ struct StratumMoments {
   double o_dot_sum_xxv;  // o . sum x^2 v
 };
 
-// What a stratum's rows vary by, with the m-1 divisor.
+// Variances of one row within a stratum, estimated with divisor r - 1.
 struct StratumSpread {
   double trace_o;     // Tr Cov[x (v - o)]
   double trace_n;     // Tr Cov[x v]
   double variance_x;  // Var[x]
 };
 
-// Of r_h = drawn rows of n_h = token_count. One row says nothing of a spread:
-// infinity, unless it is all there is; no row adds nothing.
+// drawn: r_h, the rows sampled out of token_count = n_h. One row gives no variance: the result is
+// infinity, unless the stratum has only this row. A stratum without sampled rows gives 0.
 SPILLWAY_HOST_DEVICE inline StratumSpread SpreadOf(int64_t drawn, int64_t token_count,
                                                    const StratumMoments& m, double o_norm_sq) {
   if (drawn < 2) {
@@ -45,8 +44,8 @@ SPILLWAY_HOST_DEVICE inline StratumSpread SpreadOf(int64_t drawn, int64_t token_
     return {unknown, unknown, unknown};
   }
   const double r = static_cast<double>(drawn);
-  // Rounding may leave a little below 0; sums that passed fp32's range are
-  // known to say nothing.
+  // Rounding may leave a result slightly below 0. If a sum has overflowed fp32, the variance is
+  // unknown: infinity.
   const auto settled = [](double v) {
     return !(v < HUGE_VAL) || !(v > -HUGE_VAL) ? HUGE_VAL : v > 0 ? v : 0.0;
   };
@@ -56,20 +55,20 @@ SPILLWAY_HOST_DEVICE inline StratumSpread SpreadOf(int64_t drawn, int64_t token_
           settled((m.sum_xx - m.sum_x * m.sum_x / r) / (r - 1))};
 }
 
-// n_h / r_h: what each of a stratum's rows stands for.
+// n_h / r_h: the number of tokens that each sampled row of a stratum stands for.
 SPILLWAY_HOST_DEVICE inline double StratumRate(int64_t drawn, int64_t token_count) {
   return static_cast<double>(token_count) / static_cast<double>(drawn);
 }
 
-// n_h^2 (1/r_h - 1/n_h): what a stratum's covariance of one row is times in that
-// of the sums that stand for all rows.
+// n_h^2 (1/r_h - 1/n_h): the variance of a stratum's estimated sum over all n_h tokens, divided by
+// the variance of one row.
 SPILLWAY_HOST_DEVICE inline double SpreadFactor(int64_t drawn, int64_t token_count) {
   const double n = static_cast<double>(token_count);
   return n * n * (1 / static_cast<double>(drawn) - 1 / n);
 }
 
-// Variances of N^ - o D^ and of N^, sums over the strata of SpreadFactor() times
-// their traces.
+// Variances (traces) of N^ - o D^ and of N^: sums over the strata of SpreadFactor() times the
+// traces of one row.
 struct SampleVariance {
   double of_output = 0;
   double of_numerator = 0;
@@ -82,32 +81,32 @@ struct SampleVariance {
   }
 };
 
-// ||N||^2 from that of the estimate, which is biased upward by its own
-// variance; 0 when that is unknown or larger.
+// An estimate of ||N||^2. ||N^||^2 is biased upward by the variance of N^, which is subtracted. 0
+// if that variance is larger, or unknown (infinite).
 SPILLWAY_HOST_DEVICE inline double UnbiasedNormSq(double norm_sq, double numerator_variance) {
   const double less = norm_sq - numerator_variance;
   return less > 0 ? less : 0.0;
 }
 
-// One query head, sums over all rows done.
+// Sums of one query head over all sampled and exact rows.
 struct HeadTotals {
   double max;                // M
   double denominator;        // D^
-  double exact_denominator;  // the part of it from sink, window and heavy set
+  double exact_denominator;  // the part of D^ from sink, window and heavy set
   double norm_sq;            // ||N^||^2
   double norm_sq_unbiased;   // UnbiasedNormSq()
   double variance;           // SampleVariance::of_output
   double degrees;            // DegreesOfFreedom() of the error
 };
 
-// What error / sqrt(variance) exceeds with chance delta.
+// The value that error / sqrt(variance) exceeds with probability delta.
 SPILLWAY_HOST_DEVICE inline double HeadQuantile(const TailTerms& terms, double degrees) {
   return RestsOnRanks(terms.tail, terms.bound) ? ErrorQuantile(degrees, terms.one_sided_z, terms.z)
                                                : terms.z;
 }
 
-// Relative error at confidence 1 - delta: z sqrt(variance) / ||N|| with the
-// unbiased norm; 0 without variance, infinity when the norm vanishes under it.
+// Relative error at confidence 1 - delta: z sqrt(variance) / ||N||, with the unbiased norm. 0 if
+// the variance is 0; infinity if the unbiased norm is 0.
 SPILLWAY_HOST_DEVICE inline double RelativeError(const TailTerms& terms, const HeadTotals& head) {
   if (head.variance == 0) return 0;
   return head.norm_sq_unbiased > 0
@@ -115,34 +114,35 @@ SPILLWAY_HOST_DEVICE inline double RelativeError(const TailTerms& terms, const H
              : HUGE_VAL;
 }
 
-// ||o|| in the unit of values from which an estimate may promise. Below it sums
-// of squares in fp32 could miss what decides.
+// Certificates may promise an error only if ||o|| is above this, in units of value_unit. Below it,
+// the fp32 sums of squares may miss the values that matter.
 inline constexpr double kOutputNormMin = 1.0 / 16;
 SPILLWAY_HOST_DEVICE inline bool OutputIsLargeEnough(const HeadTotals& head) {
   return head.norm_sq > kOutputNormMin * kOutputNormMin * (head.denominator * head.denominator);
 }
 
-// A stratum as its budget sees it; floor: rows that it has at least.
+// A stratum as the budget computation takes it. floor: rows already drawn, the minimum of the
+// budget.
 SPILLWAY_HOST_DEVICE inline NeymanStratum BudgetStratum(const TailTerms& terms, int64_t token_count,
                                                         int64_t floor,
                                                         const StratumSpread& spread) {
   return {token_count, floor, terms.inflation * ::sqrt(spread.trace_o)};
 }
 
-// Rows per stratum that the bound asks for to keep one head's error within
-// epsilon. first: the spread of stratum 0, all that a uniform tail has. strata and
-// budgets have a place per stratum that walk goes through.
+// Computes how many rows per stratum keep one head's error within epsilon by the policy's bound.
+// first: the spread of stratum 0, the only stratum of a uniform tail. strata and budgets have one
+// entry for each stratum of walk.
 template <typename Walk>
 SPILLWAY_HOST_DEVICE inline void HeadBudgets(const Walk& walk, const TailTerms& terms,
                                              const HeadTotals& head, const StratumSpread& first,
                                              const NeymanStratum* strata, int64_t* budgets) {
   if (!(head.norm_sq_unbiased > 0) || !(head.variance < HUGE_VAL)) {
-    // Nothing can be said of the error without reading every row.
+    // The error is unknown unless every row is read.
     walk.ForEach([&](int h) { budgets[h] = strata[h].token_count; });
     return;
   }
   if (terms.tail == Tail::kUniform) {
-    // A factor on deviations; traces are squares of them.
+    // inflation multiplies standard deviations; traces are squares of them.
     const double inflation_sq = terms.inflation * terms.inflation;
     const UniformTail tail{static_cast<double>(strata[0].token_count),
                            terms.inflation * ::sqrt(first.variance_x),
@@ -161,23 +161,23 @@ SPILLWAY_HOST_DEVICE inline void HeadBudgets(const Walk& walk, const TailTerms& 
   NeymanAllot(walk, strata, least * least * head.norm_sq_unbiased, budgets);
 }
 
-// In turn.
+// The same, sequentially.
 inline void HeadBudgets(const TailTerms& terms, const HeadTotals& head, const StratumSpread& first,
                         std::span<const NeymanStratum> strata, std::span<int64_t> budgets) {
   HeadBudgets(StrataInTurn{static_cast<int>(strata.size())}, terms, head, first, strata.data(),
               budgets.data());
 }
 
-// What a certificate says of one query head.
+// The part of a certificate that depends on the query head.
 struct HeadCertificate {
   Promise promise = Promise::kNone;
   float relative_error = HUGE_VALF;
   float tail_mass = 0;
 };
 
-// drawn of the tail's tail_count tokens were read; limited: row_count_max bound
-// the draw; ranks_hold: whether the ranks may carry a promise (rank_error.h, and
-// no stray was left out).
+// drawn: how many of the tail's tail_count tokens were read. limited: whether row_count_max limited
+// the sample. ranks_hold: whether the ranks are good enough for an error bound: RanksHold(), no
+// stray was left out, and ValuesCanBeSampled().
 SPILLWAY_HOST_DEVICE inline HeadCertificate Certify(const TailTerms& terms, bool limited,
                                                     bool ranks_hold, int64_t drawn,
                                                     int64_t tail_count, const HeadTotals& head) {
@@ -192,10 +192,9 @@ SPILLWAY_HOST_DEVICE inline HeadCertificate Certify(const TailTerms& terms, bool
   return {promises ? Promise::kStatistical : Promise::kNone, static_cast<float>(error), tail_mass};
 }
 
-// Whether a third draw may let the head promise: its error came out above what
-// the second draw was to keep it within, and nothing else speaks against it. The
-// deviations that its budget goes by count more than the policy says by this
-// factor, for they were underestimated once.
+// Whether a third draw may give the head an error bound: its error after the second draw is above
+// epsilon, and nothing else prevents a bound. The third draw's budgets multiply the policy's
+// inflation by kMoreInflation, because the standard deviations were underestimated before.
 inline constexpr double kMoreInflation = 1.25;
 SPILLWAY_HOST_DEVICE inline bool WantsMoreRows(const TailTerms& terms, bool limited,
                                                const HeadCertificate& certificate) {

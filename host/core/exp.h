@@ -8,16 +8,16 @@
 
 namespace spillway {
 
-// exp(x) in fp32, the same bits on every device: one fixed order of fp32
-// operations, each fma explicit. Relative error below 2e-7 for x in
-// [kExpMin, 88]; 0 below kExpMin. x <= 88, not NaN.
+// exp(x) in fp32, with the same bits on every device: one fixed order of fp32 operations, every fma
+// explicit. The relative error is below 2e-7 for x in [kExpMin, 88]; below kExpMin the result is 0.
+// REQUIRES: x <= 88, not NaN.
 //
-// x = n ln 2 + r with |r| <= ln 2 / 2; exp(r) = 1 + r + r^2 Q(r), Q of degree
-// 4 fitted by least squares on Chebyshev nodes. The SIMD form stands in
-// host/cpu/simd_math-inl.h; a test holds the two together.
+// x = n ln 2 + r with |r| <= ln 2 / 2, and exp(r) = 1 + r + r^2 Q(r), where Q is a polynomial of
+// degree 4, fitted by least squares on Chebyshev nodes. The SIMD version is in
+// host/cpu/simd_math-inl.h; a test compares the two.
 inline constexpr float kExpMin = -87.0f;
 inline constexpr float kExpLog2E = 1.44269504f;
-inline constexpr float kExpRound = 12582912.0f;  // 1.5 * 2^23: adds to an integer
+inline constexpr float kExpRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
 inline constexpr float kExpLn2Hi = 0.693359375f;
 inline constexpr float kExpLn2Lo = -2.12194440e-4f;
 inline constexpr float kExpQ0 = 0.5f;

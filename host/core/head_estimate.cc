@@ -9,7 +9,7 @@ namespace {
 
 using Projected = std::array<double, kProjectionDims>;
 
-// sum over i = m, m + 16, ... of +-v_i.
+// y_m = sum of +-v_i over i = m, m + 16, ...; see host/core/degrees.h.
 template <typename Vector>
 Projected Project(const Vector& v, std::span<const float> signs) {
   Projected y{};

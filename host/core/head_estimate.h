@@ -8,23 +8,23 @@
 
 namespace spillway {
 
-// Sums of one query head over a stratum's rows.
+// Sums of one query head over one stratum's sampled rows.
 struct StratumSums {
   int64_t token_count = 0;           // n_h
-  RowSums sums;                      // of the r_h = sums.count rows drawn; none adds nothing
+  RowSums sums;                      // over the r_h = sums.count rows drawn; may be empty
   std::span<const float> value;      // [d] sum x v
   std::span<const float> value_sq;   // [d] sum x^2 v
   std::span<const float> projected;  // [kProjectionEntries] sum x^2 y y^T
 };
 
-// What is known of one query head.
+// The estimate of one query head's output, before N^ is divided by D^.
 struct HeadEstimate : HeadTotals {
   std::vector<double> numerator;       // [d] N^
   std::vector<StratumSpread> spreads;  // per stratum
 };
 
-// exact: sums over sink, window and heavy set with exact_value = sum x v, [d].
-// signs: [d] of the projection, +1 or -1; d is a multiple of kProjectionDims.
+// exact: sums over sink, window and heavy set. exact_value: [d], their sum x v. signs: [d], +1 or
+// -1, of the projection. d is a multiple of kProjectionDims.
 HeadEstimate EstimateHead(const RowSums& exact, std::span<const float> exact_value,
                           std::span<const StratumSums> strata, std::span<const float> signs);
 

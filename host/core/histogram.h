@@ -10,42 +10,41 @@
 
 namespace spillway {
 
-// Bins of a logit-like score: bits 30..19 of a non-negative fp32 value, so
-// sixteen bins an octave. Integer scores of `hamming` are their own bins.
+// Bins of a logit-like score: bits 30..19 of a non-negative fp32 value, so sixteen bins per octave.
+// The integer scores of `hamming` are used as bins directly.
 inline constexpr int kScoreBinCount = 4096;
 inline constexpr int kScoreBinShift = 19;
-// Bins that are no score's, above all of these: of a token that is heavy, and
-// of one that has no score (of the sink or the window).
+// Two values above all bins of scores. kHeavyBin marks a heavy token. kNoBin marks a token without
+// a score (sink or window).
 inline constexpr uint16_t kHeavyBin = 0xFFFF;
 inline constexpr uint16_t kNoBin = 0xFFFE;
-// The bin of tokens that a first selection did not find: no estimate's, and of
-// no mass.
+// The bin of tokens that a first selection did not find, and of strays in the bins of single query
+// heads. No estimated score falls into it, and its mass is practically 0.
 inline constexpr uint16_t kNotFoundBin = 0;
 
-// The heavy tokens are those of every bin above `bin` and the `take` most
-// recent ones of `bin`.
+// The heavy tokens are all tokens of bins above `bin`, and the `take` most recent tokens of `bin`.
 struct HeavyThreshold {
   int bin = 0;
   int64_t take = 0;
 };
 
-// Exactly min(count, all) tokens. counts: tokens per bin.
+// Selects exactly `count` tokens, or all if there are fewer. counts: tokens per bin.
 HeavyThreshold HeavyByCount(std::span<const uint32_t> counts, int64_t count);
 
-// The middle of a logit-like bin: what a token of the bin counts for.
+// The centre of a logit-like bin: the mass of each token of the bin.
 SPILLWAY_HOST_DEVICE inline double BinCentre(int bin) {
   const uint32_t bits =
       (static_cast<uint32_t>(bin) << kScoreBinShift) | (uint32_t{1} << (kScoreBinShift - 1));
   return std::bit_cast<float>(bits);
 }
 
-// The fewest tokens whose mass reaches `mass` of the total, never fewer than
-// floor nor more than ceiling (both capped by what there is). Every token
-// weighs its bin's centre, within 1/32 of its own (Twilight's top-p on a
-// histogram, arXiv 2502.02770).
+// Selects the fewest tokens whose mass is at least the share `mass` of the total mass, but at least
+// `floor` and at most `ceiling` tokens (or all, if there are fewer). Each token counts with its
+// bin's centre, which is within 1/32 of its score (Twilight's top-p on a histogram, arXiv
+// 2502.02770).
 HeavyThreshold HeavyByMass(std::span<const uint32_t> counts, double mass, int64_t floor,
                            int64_t ceiling);
-// The same from the bins that hold tokens alone, ascending, and their counts.
+// The same, given only the bins that have tokens, in ascending order, and their counts.
 SPILLWAY_HOST_DEVICE inline HeavyThreshold HeavyByMass(std::span<const uint16_t> bins,
                                                        std::span<const uint32_t> counts,
                                                        double mass, int64_t floor,
@@ -64,7 +63,7 @@ SPILLWAY_HOST_DEVICE inline HeavyThreshold HeavyByMass(std::span<const uint16_t>
       const double most = static_cast<double>(counts[i]);
       int64_t take = static_cast<int64_t>(need < 0 ? 0 : need > most ? most : need);
       if (above + take < floor) {
-        // The floor's own threshold lies at this bin or below.
+        // The heavy set must grow to `floor` tokens: its threshold is at this bin or below.
         int64_t left = floor - above;
         for (;; left -= counts[i--]) {
           if (left <= counts[i]) return {bins[i], left};
@@ -79,8 +78,8 @@ SPILLWAY_HOST_DEVICE inline HeavyThreshold HeavyByMass(std::span<const uint16_t>
   return {bins[0], counts[0]};
 }
 
-// The largest bin of [0, bin_count) with at(bin) >= wanted, or -1; at() does
-// not ascend.
+// The largest bin in [0, bin_count) with at(bin) >= wanted, or -1. REQUIRES: at() is
+// non-increasing.
 template <typename At>
 SPILLWAY_HOST_DEVICE inline int LastBinReaching(int bin_count, int64_t wanted, At at) {
   int low = -1, high = bin_count;  // at(low) reaches, at(high) does not
@@ -91,7 +90,7 @@ SPILLWAY_HOST_DEVICE inline int LastBinReaching(int bin_count, int64_t wanted, A
   return low;
 }
 
-// A tail cut into strata by falling score; see tail_plan.h.
+// A tail that is cut into strata by descending score; see tail_plan.h.
 struct Strata {
   std::vector<uint8_t> of_bin;       // stratum (0-based) per bin
   std::vector<uint16_t> lowest_bin;  // per stratum, descending to 0
@@ -100,10 +99,10 @@ struct Strata {
   int size() const { return static_cast<int>(counts.size()); }
 };
 
-// counts: tail tokens per bin, the heavy ones taken out; at least one token.
-// heavy_count >= 1 sets the first edge.
+// counts: tail tokens per bin, without the heavy tokens; at least one token. heavy_count >= 1
+// determines the first edge.
 Strata CutStrata(std::span<const uint32_t> counts, int64_t heavy_count);
-// All of a tail as one stratum.
+// The whole tail as one stratum.
 Strata OneStratum(size_t bin_count, int64_t token_count);
 
 }  // namespace spillway

@@ -6,11 +6,10 @@
 
 namespace spillway {
 
-// Sampling without a random generator: a token's u is a hash of (seed, layer,
-// KV head, token) in [0, 2^32), and SamplePlace() turns it into the token's
-// place in a step's order. A token is sampled iff its place is below a
-// threshold. Thresholds nest: the sample of a smaller one is part of the
-// sample of a larger one.
+// Sampling without a random generator. A token's u is a hash of (seed, layer, KV head, token) in
+// [0, 2^32). SamplePlace() turns u into the token's place in the order of a step. A token is
+// sampled if and only if its place is below a threshold. So samples nest: the sample of a smaller
+// threshold is part of the sample of a larger one.
 struct SampleKey {
   uint32_t multiplier;  // odd
   uint32_t offset;
@@ -31,7 +30,7 @@ SPILLWAY_HOST_DEVICE inline SampleKey MakeSampleKey(uint64_t seed, int layer, in
   return {static_cast<uint32_t>(a) | 1u, static_cast<uint32_t>(a >> 32), static_cast<uint32_t>(b)};
 }
 
-// A bijection of 32 bits keyed three ways; the finaliser is MurmurHash3's.
+// A bijection on 32 bits with three keys. The finaliser is that of MurmurHash3.
 SPILLWAY_HOST_DEVICE inline uint32_t TokenHash(const SampleKey& key, uint32_t token) {
   uint32_t h = token * key.multiplier + key.offset;
   h ^= h >> 16;
@@ -43,15 +42,15 @@ SPILLWAY_HOST_DEVICE inline uint32_t TokenHash(const SampleKey& key, uint32_t to
   return h;
 }
 
-// Which of 32 tokens from `first` on have hashes below the limit: bit i is that of token
-// first + i. Many times as fast as a hash at a time.
+// Bit i of the result: whether the hash of token first + i is below limit. Much faster than hashing
+// tokens one by one.
 uint32_t TokensBelow(const SampleKey& key, uint32_t first, uint32_t limit);
 
-// The order in which a step draws tokens. Those whose u is below `resident` come
-// first: the resident sample, whose rows may lie in faster memory. Both parts
-// are turned by a hash of the visible length, each within itself, so that steps
-// differ while one request always gives the same sample. With 0 all tokens are
-// one part. Places are uniform whatever it is.
+// The order in which a step draws tokens. Tokens with u < resident come first: these are the
+// resident sample, whose rows may be in faster memory. Within the resident sample, and within all
+// other tokens, the order is rotated by a hash of the visible length. So steps differ, but the same
+// request always gives the same sample. With resident = 0 all tokens are one part. Places are
+// uniformly distributed for any value of resident.
 struct SampleOrder {
   SampleKey key;
   uint32_t resident;
@@ -79,8 +78,7 @@ SPILLWAY_HOST_DEVICE inline uint32_t SamplePlace(const SampleOrder& order, uint3
   return u - order.phase - (u - order.resident < order.phase ? order.resident : 0);
 }
 
-// Threshold that samples about `wanted` of `population` tokens; 2^32 takes
-// all of them.
+// A threshold that samples about `wanted` of `population` tokens; 2^32 takes all of them.
 SPILLWAY_HOST_DEVICE inline uint64_t SampleThreshold(int64_t wanted, int64_t population) {
   if (wanted >= population) return uint64_t{1} << 32;
   return static_cast<uint64_t>(static_cast<double>(wanted) / static_cast<double>(population) *

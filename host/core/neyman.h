@@ -16,23 +16,23 @@ struct NeymanStratum {
   double deviation = 0;     // T_h = sqrt(Tr Cov[x (v - o)]), inflated
 };
 
-// What strata add to an allotment.
+// The sums over strata that an allotment needs.
 struct NeymanSums {
-  double spent = 0;    // variance of those that a floor or cap holds
-  double weight = 0;   // n_h T_h of the others
-  double residue = 0;  // n_h T_h^2 of the others
+  double spent = 0;    // variance of the strata at their floor or cap
+  double weight = 0;   // sum of n_h T_h over the others
+  double residue = 0;  // sum of n_h T_h^2 over the others
 };
 
-// How to go through strata [0, count): here in turn. Kernels do it by lanes.
+// A way to go through strata [0, count): here sequentially. Kernels use one lane per stratum.
 struct StrataInTurn {
   int count;
 
-  // Calls f(h) for each.
+  // Calls f(h) for each stratum h.
   template <typename F>
   SPILLWAY_HOST_DEVICE void ForEach(F f) const {
     for (int h = 0; h < count; ++h) f(h);
   }
-  // The sums of f(h), a NeymanSums.
+  // Returns the sum of f(h) over all strata h; f returns NeymanSums.
   template <typename F>
   SPILLWAY_HOST_DEVICE NeymanSums Sum(F f) const {
     NeymanSums sums;
@@ -44,7 +44,7 @@ struct StrataInTurn {
     }
     return sums;
   }
-  // Whether f(h) is true of one; calls it for all.
+  // Whether f(h) is true for at least one stratum. Calls f for all of them.
   template <typename F>
   SPILLWAY_HOST_DEVICE bool Any(F f) const {
     bool any = false;
@@ -53,16 +53,17 @@ struct StrataInTurn {
   }
 };
 
-// Rows per stratum so that sum n_h^2 T_h^2 (1/b_h - 1/n_h) <= variance at the
-// least total, floor_h <= b_h <= n_h: b_h proportional to n_h T_h over the
-// strata that no floor or cap holds (Neyman 1934, with the finite-population
-// correction). variance <= 0 takes every stratum with a deviation whole.
-// allotted has a place per stratum. A floor of 0 with a deviation can never meet
-// a finite variance; the caller floors at the pilot.
+// Computes the rows b_h per stratum with the smallest total for which
+//   sum n_h^2 T_h^2 (1/b_h - 1/n_h) <= variance, floor_h <= b_h <= n_h.
+// Over the strata that are not at their floor or cap, b_h is proportional to n_h T_h (Neyman 1934,
+// with the finite-population correction). If variance is 0 or less, every stratum with a deviation
+// is taken whole. allotted has one entry per stratum. A stratum with a deviation needs a floor of
+// at least 1, because 0 rows have infinite variance; the caller passes the rows of the pilot as
+// floors.
 template <typename Walk>
 SPILLWAY_HOST_DEVICE inline void NeymanAllot(const Walk& walk, const NeymanStratum* strata,
                                              double variance, int64_t* allotted) {
-  constexpr int64_t kFree = -1;  // no floor or cap holds it yet
+  constexpr int64_t kFree = -1;  // not at its floor or cap
   const auto count = [&](int h) { return static_cast<double>(strata[h].token_count); };
   walk.ForEach([&](int h) {
     const NeymanStratum& s = strata[h];
@@ -80,8 +81,8 @@ SPILLWAY_HOST_DEVICE inline void NeymanAllot(const Walk& walk, const NeymanStrat
     const double left = variance - sums.spent;  // for the free strata
     const double share = sums.weight / (left + sums.residue);
     const auto wanted = [&](int h) { return share * count(h) * strata[h].deviation; };
-    // Caps before floors: a capped stratum spends nothing, so the floors that
-    // follow are judged by what is truly left.
+    // Caps before floors: a stratum that is taken whole adds no variance. So floors are compared
+    // with the variance that is really left.
     if (walk.Any([&](int h) {
           if (allotted[h] != kFree || (left > 0 && wanted(h) < count(h))) return false;
           allotted[h] = strata[h].token_count;
@@ -107,7 +108,7 @@ SPILLWAY_HOST_DEVICE inline void NeymanAllot(const Walk& walk, const NeymanStrat
   }
 }
 
-// In turn; both spans have a place per stratum.
+// The same, sequentially. Both spans have one entry per stratum.
 inline void NeymanAllot(std::span<const NeymanStratum> strata, double variance,
                         std::span<int64_t> allotted) {
   NeymanAllot(StrataInTurn{static_cast<int>(strata.size())}, strata.data(), variance,

@@ -6,8 +6,8 @@
 namespace spillway {
 
 double NormalQuantile(double p) {
-  // Newton-type iterations on Phi from a logistic start: cubic, so a handful
-  // reach double precision for every p that a policy can hold.
+  // Halley iterations, which converge cubically, from a start near the tail's asymptote. A few
+  // iterations reach double precision for every p that a policy can have.
   const double q = p < 0.5 ? p : 1 - p;
   double x = -std::sqrt(-2 * std::log(q)) + 0.8;  // left half
   for (int i = 0; i < 60; ++i) {

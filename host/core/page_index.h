@@ -8,64 +8,64 @@
 #include "host/core/histogram.h"
 #include "host/core/host_device.h"
 
-// What the index of a model with a rotation keeps of a closed page, one that
-// has all its kPageTokenCount rows, beside codes and factors:
-//   centre  bf16 [d]: c, what codes are relative to
-//   norms   uint8 [kPageTokenCount]: how far each value is from the usual one
-// Every rule here is the same on all devices, to the bit: distances are
-// RadiusOf(), orders of sums are given.
+// What the index of a model with a rotation stores for each closed page, in addition to codes and
+// factors. (A page is closed if it has all its kPageTokenCount rows.)
+//   centre  bf16 [d]: c; codes are relative to it
+//   norms   uint8 [kPageTokenCount]: logarithm of each value's distance from the value centre
+// All rules here give the same bits on all devices: distances are computed as in RadiusOf(), and
+// the order of each sum is stated.
 namespace spillway {
 
-// Whether token_count tokens close the page.
+// Number of closed pages of a sequence of token_count tokens.
 SPILLWAY_HOST_DEVICE inline int64_t ClosedPages(int64_t token_count) {
   return token_count / kPageTokenCount;
 }
 
-// ---- Centres and strays ----------------------------------------------------
+// Centres and strays.
 
-// A page's centre is the mean of its keys: summed in fp64 in token order,
-// rounded to fp32, then to bf16 (nearest, ties to even). If a key lies further
-// from it than kStrayFactor times the median distance, the centre is the mean,
-// likewise, of those keys that lie within kStrayFactor times the median distance
-// of their median per coordinate. The median of n numbers is the one at n / 2
-// from below.
+// A page's centre is the mean of its keys: summed in fp64 in token order, rounded to fp32, then to
+// bf16 (to nearest, ties to even). If the largest distance of a key from it is more than
+// kStrayFactor times the median distance, the centre is computed again: m is the per-coordinate
+// median of the keys, and the centre is the mean, as before, of the keys whose distance from m is
+// at most kStrayFactor times the median of these distances. The median of n numbers is number n / 2
+// in ascending order, counted from 0.
 inline constexpr float kStrayFactor = 4.0f;
 
-// A key's distance from its centre, from x = k - c in fp32: its largest element
-// times the root of the sum of squares of x / largest, one chain of fused
-// multiply-adds. 0 for x = 0.
+// A key's distance from its centre. With x = k - c in fp32, largest is the largest |x_i|, and
+// sum_of_squares is the sum of (x_i / largest)^2, one chain of fused multiply-adds. 0 for x = 0.
 SPILLWAY_HOST_DEVICE inline float RadiusOf(float largest, float sum_of_squares) {
   return largest > 0 ? largest * ::sqrtf(sum_of_squares) : 0.0f;
 }
 
-// Whether a key's code says too little of it: it lies further from its centre
-// than is usual, both in its page and in the sequence's first pages. Such keys
-// are strays: always read, and no part of what estimates are summed up to.
+// Whether a key is a stray: its code says too little about it, because it is unusually far from its
+// centre, both for its page and for the sequence's first pages. Strays are always read, and sums of
+// estimated weights leave them out.
 SPILLWAY_HOST_DEVICE inline bool IsStray(float radius, float page_median, float first_median) {
   const float usual = page_median > first_median ? page_median : first_median;
   return radius > kStrayFactor * usual;
 }
 
-// Strays of a KV head that are always read; more take the promise.
+// At most this many strays per KV head are always read. With more, certificates carry no error
+// bound.
 inline constexpr int64_t kStrayCountMax = 1024;
 
-// ---- Values ------------------------------------------------------------------
+// Values.
 
-// Of a KV head's first kCentreTokenCount rows; never changed after that.
+// Computed from the first kCentreTokenCount rows of a KV head; does not change afterwards.
 struct HeadStatistics {
-  float median_radius;    // of keys about their pages' centres
-  float value_reference;  // median distance from the value centre, of those that are not 0; else 1
-  float value_unit;       // PowerOfTwoBelow(value_reference): sums over values are in units of it
+  float median_radius;    // median distance of keys from their pages' centres
+  float value_reference;  // median of the non-zero distances from the value centre; 1 if none
+  float value_unit;       // PowerOfTwoBelow(value_reference); the unit of sums over values
   int32_t value_floor;    // ValueFloor()
 };
 
-// The value centre: per coordinate the median of the means of
-// kValueBlockCount runs of neighbouring tokens, each summed in fp64 in token
-// order and rounded to fp32. A value's distance from it is as RadiusOf() says.
+// The value centre is, per coordinate, the median of kValueBlockCount means. Each mean is taken
+// over a run of neighbouring tokens, summed in fp64 in token order and rounded to fp32. A value's
+// distance from the centre is computed as in RadiusOf().
 inline constexpr int kValueBlockCount = 16;
 
-// Largest power of two that is not above x, within what fp32 and its inverse
-// can hold. x > 0.
+// The largest power of two that is not above x, limited to powers that fp32 can hold with their
+// inverse. REQUIRES: x > 0.
 SPILLWAY_HOST_DEVICE inline float PowerOfTwoBelow(float x) {
   const uint32_t exponent = std::bit_cast<uint32_t>(x) >> 23;
   return std::bit_cast<float>((exponent < 1 ? 1u : exponent > 252 ? 252u : exponent) << 23);
@@ -73,18 +73,18 @@ SPILLWAY_HOST_DEVICE inline float PowerOfTwoBelow(float x) {
 
 inline constexpr int kValueExponentMax = 127;
 inline constexpr int kValueExponentMin = -127;
-// Norm byte of a stray.
+// The norm byte of a stray.
 inline constexpr uint8_t kStrayNorm = 255;
 
-// round(8 log2(distance / reference)), at least kValueExponentMin; above
-// kValueExponentMax the value is a stray. distance >= 0, reference > 0.
+// round(8 log2(distance / reference)), at least kValueExponentMin. If it is above
+// kValueExponentMax, the token is a stray. REQUIRES: distance >= 0, reference > 0.
 SPILLWAY_HOST_DEVICE inline int ValueExponent(float distance, float reference) {
   const float ratio = distance / reference;
   if (!(ratio >= 1.1754944e-38f)) return kValueExponentMin;  // 2^-126
   const uint32_t bits = std::bit_cast<uint32_t>(ratio);
   const int octave = static_cast<int>(bits >> 23) - 127;
   const float m = std::bit_cast<float>((bits & 0x007FFFFFu) | 0x3F800000u);
-  int eighths = 0;  // thresholds 2^((j + 1/2) / 8) passed
+  int eighths = 0;  // number of thresholds 2^((j + 1/2) / 8) that m reaches
   eighths += m >= 1.04427378f;
   eighths += m >= 1.13878863f;
   eighths += m >= 1.24185781f;
@@ -97,39 +97,36 @@ SPILLWAY_HOST_DEVICE inline int ValueExponent(float distance, float reference) {
   return exponent < kValueExponentMin ? kValueExponentMin : exponent;
 }
 
-// The norm byte of a row.
+// The norm byte of a row. stray_key: IsStray() of its key.
 SPILLWAY_HOST_DEVICE inline uint8_t NormByte(bool stray_key, int value_exponent) {
   if (stray_key || value_exponent > kValueExponentMax) return kStrayNorm;
   return static_cast<uint8_t>(value_exponent + kValueExponentMax);
 }
 
-// Exponents below this count as this much in ranks: a row matters to the
-// output by ||v - o||, which is about the output's own distance from the centre
-// where v is nearer. Half of the reference, or less where most values are equal:
-// then the root mean square of (distance / reference) over the first rows,
-// summed in fp64 in token order.
+// The value floor: ranks raise smaller exponents to it. A row affects the output by ||v - o||; if v
+// is near the centre, that is about the distance of o itself from the centre. The floor corresponds
+// to half of the reference. It is lower if most values are equal: then to the root mean square of
+// (distance / reference) over the first rows, summed in fp64 in token order.
 inline constexpr int kValueFloorMax = -8;
 SPILLWAY_HOST_DEVICE inline int ValueFloor(double mean_square_ratio) {
   const int exponent = ValueExponent(static_cast<float>(::sqrt(mean_square_ratio)), 1.0f);
   return exponent < kValueFloorMax ? exponent : kValueFloorMax;
 }
 
-// Whether values differ enough for a sample to say what the others are: not
-// where so few differ from the rest that their root mean square is below a
-// quarter of their median.
+// Whether a sample of values tells enough about the others. It does not if only few values differ
+// from the rest: if the root mean square of the distances is below a quarter of the reference.
 inline constexpr int kValueFloorMin = -16;
 SPILLWAY_HOST_DEVICE inline bool ValuesCanBeSampled(int value_floor) {
   return value_floor >= kValueFloorMin;
 }
 
-// ---- Ranks -------------------------------------------------------------------
+// Ranks.
 
-// The bin of strays, above those of all scores.
+// The bin of strays, above the bins of all scores.
 inline constexpr int kStrayBin = kScoreBinCount - 1;
 
-// A score's bin times the value's distance: a bin is a sixteenth of an octave,
-// a norm byte an eighth. Tokens that a first selection did not find stay where
-// they are.
+// The bin of score times value distance. One bin is a sixteenth of an octave, one step of a norm
+// byte an eighth. Tokens that a first selection did not find keep their bin.
 SPILLWAY_HOST_DEVICE inline int WeighBin(int bin, uint8_t norm, int value_floor) {
   if (bin == kNotFoundBin) return bin;
   if (norm == kStrayNorm) return kStrayBin;

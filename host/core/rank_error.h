@@ -5,31 +5,29 @@
 
 #include "host/core/host_device.h"
 
-// How far off estimated logits are, by what is known of codes and query alone:
-// no row is read. The estimate f <t, q~> + q.c of a logit q.k has, with a random
-// rotation, the variance
+// The error of estimated logits, computed from codes and query alone: no row is read. The estimate
+// f <t, q~> + q.c of a logit q.k has, under a random rotation, the variance
 //   sigma^2 = scale^2 f^2 (1 - D)^2 (D / (1 - D) ||q||^2 + ||P q - q~||^2),
-// D the distortion of the codes' quantiser, q~ the query's. A head's is the mean
-// of its tokens', each by its estimated softmax weight e.
+// where D is the distortion of the quantiser of the codes, and q~ the quantised query. A head's
+// sigma^2 is the mean over its tokens, weighted by their estimated softmax weights e.
 namespace spillway {
 
-// Distortion of QuantiserStep() for a standard normal coordinate, at 1 to 4 bits
+// Distortion of the quantiser with QuantiserStep() for a standard normal coordinate, at 1 to 4 bits
 // (Max 1960).
 constexpr double QuantiserDistortion(int bits_per_dim) {
   constexpr double kDistortion[] = {0.3634, 0.1188, 0.03744, 0.01154};
   return kDistortion[bits_per_dim - 1];
 }
 
-// sigma^2 / f^2 of a query head. query_norm_sq: ||P q||^2; query_error_sq:
-// ||P q - q~||^2.
+// sigma^2 / f^2 of a query head. query_norm_sq: ||P q||^2. query_error_sq: ||P q - q~||^2.
 SPILLWAY_HOST_DEVICE inline double RankErrorScale(double softmax_scale, double distortion,
                                                   double query_norm_sq, double query_error_sq) {
   const double factor = softmax_scale * (1 - distortion);
   return factor * factor * (distortion / (1 - distortion) * query_norm_sq + query_error_sq);
 }
 
-// Sums over tokens for one query head: of a page in fp32, as PageRankSums says,
-// of a KV head in fp64. Tokens that have no score, and strays, add nothing.
+// Sums over tokens for one query head: in fp32 over a page, in fp64 over the pages of a KV head.
+// Tokens without a score, and strays, are left out.
 template <typename Real>
 struct RankSums {
   Real weight;  // sum e
@@ -37,9 +35,9 @@ struct RankSums {
 };
 inline constexpr float kFactorSquareMax = 3.0e38f;
 
-// The order of a page's sums: chain j takes tokens j, j + kRankChains, ... in
-// turn, by an addition and by a fused multiply-add; then chains are added in
-// pairs that lie 8, 4, 2, 1 apart.
+// The order of a page's sums. Chain j takes tokens j, j + kRankChains, ... one after the other:
+// `weight` by additions, `error` by fused multiply-adds. Then chains that are 8, 4, 2, 1 apart are
+// added pairwise.
 inline constexpr int kRankChains = 16;
 template <typename Real>
 SPILLWAY_HOST_DEVICE inline Real SumChains(Real* chains, int count = kRankChains) {
@@ -48,25 +46,24 @@ SPILLWAY_HOST_DEVICE inline Real SumChains(Real* chains, int count = kRankChains
   }
   return chains[0];
 }
-// The order of sums over pages: chain j takes pages j, j + kRankPageChains, ... of
-// the sequence; then chains are added in pairs that lie half of their number
-// apart, and so on.
+// The order of sums over pages. Chain j takes pages j, j + kRankPageChains, ... of the sequence.
+// Then SumChains() adds the chains.
 inline constexpr int kRankPageChains = 256;
 
-// sigma^2 of a head; 0 without weight. Not a number where it cannot be said.
+// sigma^2 of a head; 0 if the weights sum to 0. Infinite or NaN if it cannot be computed.
 SPILLWAY_HOST_DEVICE inline double RankVariance(double scale, const RankSums<double>& sums) {
   return sums.weight > 0 ? scale * (sums.error / sums.weight) : 0.0;
 }
 
-// Whether heads' scores must be weighted anew: 1 / w_h (host/core/score.h) is what
-// a sample says of a head's sum of e, and now the sum is known. If a head's share,
-// w_h times its sum, is far from another's, one head's tokens pass over the
-// other's best. Made with {}.
+// Decides whether scores must be computed again with other weights for the heads. 1 / w_h
+// (host/core/score.h) is an estimate of the head's sum of e, from a sample; now the sum itself is
+// known. A head's share is w_h times its sum. If shares are far apart, tokens of one head displace
+// the best tokens of another. Initialise with {}.
 struct HeadShares {
   static constexpr double kFarApart = 64;
 
   bool known;
-  bool unusable;  // a share is no positive number
+  bool unusable;  // a share is not finite and positive
   double least, most;
   double least_sum;
 
@@ -84,15 +81,14 @@ struct HeadShares {
   SPILLWAY_HOST_DEVICE bool AreFarApart() const {
     return known && !unusable && most > kFarApart * least;
   }
-  // w_h of a head's sum, the largest being 1: no product of the head's e leaves
-  // the normal numbers.
+  // The new w_h of a head with this sum. The largest weight is 1, so w_h times e cannot overflow.
   SPILLWAY_HOST_DEVICE float WeightOf(double sum) const {
     return static_cast<float>(least_sum / sum);
   }
 };
 
-// How many tokens are heavy, by the largest sigma^2 of the group: the worse
-// the ranks, the more are needed for the tail to be without surprises.
+// The number of heavy tokens, given the largest sigma^2 of the group. The worse the ranks, the more
+// heavy tokens are needed, because otherwise tokens with large weights may be in the tail.
 inline constexpr int64_t kAdaptiveHeavyMin = 64;
 inline constexpr int64_t kAdaptiveHeavyMax = 1024;
 SPILLWAY_HOST_DEVICE inline int64_t AdaptiveHeavyCount(double rank_variance) {
@@ -103,7 +99,7 @@ SPILLWAY_HOST_DEVICE inline int64_t AdaptiveHeavyCount(double rank_variance) {
   return kAdaptiveHeavyMax;
 }
 
-// Whether ranks of this error may carry a promise.
+// Whether ranks with this error are good enough for an error bound.
 SPILLWAY_HOST_DEVICE inline bool RanksHold(double rank_variance) {
   return rank_variance <= 6.0 * 6.0;
 }

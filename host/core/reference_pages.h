@@ -7,14 +7,15 @@
 
 namespace spillway {
 
-// Pages of keys that scores' references are taken from: every 64th from the
-// first scored token's on; of fewer than 1,024 pages at least 16, or all.
+// The pages of keys from which the reference logits of scores are taken: every 64th page, beginning
+// with the first scored token's page. If there are fewer than 1,024 pages, the step is smaller, so
+// that there are at least 16 pages, or all of them.
 struct ReferencePages {
   int64_t first = 0;
   int64_t step = 1;
   int64_t count = 0;
 
-  // Candidates are tokens [begin, end), begin < end.
+  // The scored tokens are [begin, end). REQUIRES: begin < end.
   SPILLWAY_HOST_DEVICE static ReferencePages Of(int64_t begin, int64_t end) {
     ReferencePages r;
     r.first = begin / kPageTokenCount;

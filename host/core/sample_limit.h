@@ -4,26 +4,26 @@
 
 #include "host/core/keyed_hash.h"
 
-// A cheap first test of whether a token may be drawn: the upper bits of its
-// place, or of its hash, against a limit that lies at or above the threshold.
-// What passes is tested by its place.
+// A fast first test whether a token is drawn. It compares the upper bits of the token's place, or
+// of its hash, with a limit that is at or above the threshold. Tokens that pass are then tested by
+// their place.
 namespace spillway {
 
-// How many lower bits the test passes over.
+// Number of lower bits that the test ignores.
 inline constexpr int kSampleLimitShift = 17;
-// Lets every token through.
+// The limit that lets every token pass.
 inline constexpr uint16_t kSampleLimitAll = uint16_t{1} << (32 - kSampleLimitShift);
 
-// Tokens with place >> kSampleLimitShift below it are all those below the
-// threshold, at most 2^32, and few others.
+// The tokens with (place >> kSampleLimitShift) below this limit include all tokens below the
+// threshold, and few others. REQUIRES: threshold <= 2^32.
 SPILLWAY_HOST_DEVICE inline uint16_t PlaceLimit(uint64_t threshold) {
   constexpr uint64_t kUnit = uint64_t{1} << kSampleLimitShift;
   const uint64_t limit = (threshold + kUnit - 1) >> kSampleLimitShift;
   return static_cast<uint16_t>(limit < kSampleLimitAll ? limit : kSampleLimitAll);
 }
 
-// The same of (hash - order.phase) >> kSampleLimitShift, for tokens beyond the
-// resident sample, whose places are that or less by its size.
+// The same for (hash - order.phase) >> kSampleLimitShift, for tokens outside the resident sample.
+// The place of such a token is hash - order.phase, or that minus the size of the resident sample.
 SPILLWAY_HOST_DEVICE inline uint16_t HashLimit(const SampleOrder& order, uint64_t threshold) {
   return threshold <= order.resident ? uint16_t{0} : PlaceLimit(threshold + order.resident);
 }

@@ -4,8 +4,8 @@
 
 namespace spillway {
 
-// What ranks the keys; host/policy/methods.h says what each needs and gives.
-// Values are the API's less one.
+// The method that ranks the keys; host/policy/methods.h has the properties of each. Values are
+// those of the API minus 1.
 enum class Selector : uint8_t {
   kAsymmetric,
   kHamming,

@@ -7,33 +7,32 @@
 
 namespace spillway {
 
-// exp(own - max): what sums relative to `own` are multiplied by to be relative
-// to max >= own; 0 for the empty state's maximum, -infinity.
+// exp(own - max), the factor that converts sums relative to `own` into sums relative to max >= own.
+// 0 if own is -infinity, the maximum of the empty state.
 SPILLWAY_HOST_DEVICE inline float SoftmaxFactor(float own, float max) {
   if (own == -HUGE_VALF) return 0.0f;
   return own == max ? 1.0f : ExpF32(own - max);
 }
 
-// Online softmax over rows with logits s_i, x_i = exp(s_i - max): a softmax
-// denominator, with the second moments that a sampled stratum needs. The
-// numerator sum x v, and sum x^2 v, lie where the caller has them. Starts as
-// Empty(). All sums in fp32.
+// Online softmax state over rows with logits s_i and x_i = exp(s_i - max): the softmax denominator,
+// and the second moments that a sampled stratum needs. The caller stores the vectors sum x v (the
+// numerator) and sum x^2 v. Starts as Empty(). All sums are fp32.
 struct alignas(16) SoftmaxSums {
   float max;
   float sum;          // sum x
   float sum_sq;       // sum x^2          (moments only)
   float sum_sq_norm;  // sum x^2 ||v||^2  (moments only)
 
-  // Of no rows: neutral in Merge().
+  // The state of no rows: merging it changes nothing.
   SPILLWAY_HOST_DEVICE static SoftmaxSums Empty() { return {-HUGE_VALF, 0, 0, 0}; }
 
-  // What vectors that belong to the two states are multiplied by before they
-  // are added: sums of x v by the factors, of x^2 v by their squares.
+  // The factors for the vectors of the two states before they are added: sums of x v are multiplied
+  // by the factor, sums of x^2 v by its square.
   struct Factors {
-    float keep;  // this state's
-    float take;  // the other's
+    float keep;  // for this state
+    float take;  // for the other state
   };
-  // *this += from, a state over other rows; the larger maximum is the new one.
+  // *this += from, a state over other rows. max becomes the larger of the two maxima.
   SPILLWAY_HOST_DEVICE Factors Merge(const SoftmaxSums& from) {
     const float larger = max > from.max ? max : from.max;
     const float keep = SoftmaxFactor(max, larger);
@@ -46,7 +45,7 @@ struct alignas(16) SoftmaxSums {
   }
 };
 
-// The same, and over how many rows.
+// SoftmaxSums with the number of rows.
 struct RowSums : SoftmaxSums {
   RowSums() : SoftmaxSums(Empty()) {}
   RowSums(const SoftmaxSums& sums, int64_t count) : SoftmaxSums(sums), count(count) {}

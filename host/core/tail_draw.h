@@ -5,32 +5,31 @@
 #include "host/base/limits.h"
 #include "host/core/keyed_hash.h"
 
-// The draws of a tail's sample: the pilot, what the budgets ask for beyond it, and
-// a third where a head's error came out too large. A draw takes the tokens whose places lie
-// between two thresholds; how many these are is known only once they are
-// counted, and so a draw is judged before a row of it is read: a stratum with
-// too few rows to estimate a variance from is drawn wider, a draw above what
-// row_count_max leaves is made smaller. Bins and hashes alone decide, so that
-// nothing of this biases the estimate.
+// The draws of a tail's sample: first the pilot, then the further rows that the budgets need, and a
+// third draw if a head's error is too large. A draw takes the tokens whose places lie between two
+// thresholds. Their number is known only after counting. So each draw is judged before any of its
+// rows is read: a stratum with too few rows for a variance is drawn again with a higher threshold,
+// and a draw above the limit of row_count_max is made smaller. These decisions depend on bins and
+// hashes alone, so they do not bias the estimate.
 namespace spillway {
 
-// What a draw is judged by and turns over, per stratum. Made with {}.
+// The state of the draws, per stratum. Initialise with {}.
 struct TailDraw {
   int strata;
-  bool limited;   // row_count_max bound
-  bool given_up;  // no pilot fits: nothing is drawn
+  bool limited;   // row_count_max limited the sample
+  bool given_up;  // not even a pilot fits; nothing is drawn
   int64_t rows_left;
   int64_t token_count[kTailStrataMax];       // n_h
-  int64_t drawn[kTailStrataMax];             // rows of the draws before
+  int64_t drawn[kTailStrataMax];             // rows of the previous draws
   int64_t wanted[kTailStrataMax];            // the pilot's rows, then the budget
-  uint64_t drawn_threshold[kTailStrataMax];  // of the draws before
-  uint64_t threshold[kTailStrataMax];        // of this one, at least as high
+  uint64_t drawn_threshold[kTailStrataMax];  // of the previous draws
+  uint64_t threshold[kTailStrataMax];        // of this draw, at least as high
 };
 
 enum class DrawVerdict : int { kTake, kDrawAgain };
 
-// Of a pilot that found counts[h] tokens below the thresholds. kDrawAgain has
-// set other thresholds.
+// Judges a pilot. counts[h]: number of tokens below the threshold of stratum h. If the result is
+// kDrawAgain, the thresholds have been changed.
 SPILLWAY_HOST_DEVICE inline DrawVerdict JudgePilot(const int64_t* counts, TailDraw& draw) {
   if (draw.strata == 0 || draw.rows_left == 0 || draw.given_up) return DrawVerdict::kTake;
   constexpr uint64_t kAll = uint64_t{1} << 32;
@@ -61,7 +60,8 @@ SPILLWAY_HOST_DEVICE inline DrawVerdict JudgePilot(const int64_t* counts, TailDr
   return DrawVerdict::kDrawAgain;
 }
 
-// The threshold of a stratum's budget of `wanted` rows: what is drawn stays drawn.
+// The threshold for a stratum's budget of `wanted` rows. It is never below drawn_threshold, so rows
+// already drawn remain in the sample.
 SPILLWAY_HOST_DEVICE inline uint64_t BudgetThreshold(int64_t wanted, int64_t token_count,
                                                      uint64_t drawn_threshold) {
   const uint64_t threshold = SampleThreshold(wanted, token_count);
@@ -71,7 +71,8 @@ SPILLWAY_HOST_DEVICE inline uint64_t BudgetThreshold(const TailDraw& draw, int h
   return BudgetThreshold(draw.wanted[h], draw.token_count[h], draw.drawn_threshold[h]);
 }
 
-// Of a later draw, which found counts[h] more tokens; likewise.
+// Judges a later draw. counts[h]: number of tokens that it adds to stratum h. Changes thresholds
+// like JudgePilot().
 SPILLWAY_HOST_DEVICE inline DrawVerdict JudgeSample(const int64_t* counts, TailDraw& draw) {
   int64_t total = 0;
   for (int h = 0; h < draw.strata; ++h) total += draw.drawn[h] + counts[h];

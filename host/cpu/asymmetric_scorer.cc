@@ -15,7 +15,7 @@
 namespace spillway {
 namespace {
 
-// The order of query_code.h.
+// Sums in the order that query_code.h prescribes.
 float SumOfRuns(const std::vector<float>& terms) {
   float sum = 0;
   for (size_t first = 0; first < terms.size(); first += kQueryRun) {
@@ -74,7 +74,7 @@ void AsymmetricScorer::FindCentreLogits() {
   const ModelSpec& spec = keys_.spec();
   const int64_t offset = query_.layout.centre_offset_bytes();
   const int64_t centre_bytes = int64_t{2} * spec.head_dim;
-  // Centres lie a page apart, where no hardware looks ahead.
+  // Centres are a page apart, so the hardware does not prefetch them.
   constexpr int64_t kAhead = 4;
   constexpr int64_t kPagesPerTask = 128;
   const int64_t tasks = (page_count_ + kPagesPerTask - 1) / kPagesPerTask;
@@ -131,7 +131,8 @@ void AsymmetricScorer::MaskPage(int64_t page, PageMask& mask) const {
 
 absl::Status AsymmetricScorer::Bins(int64_t page, int tile_begin, int tile_end, uint16_t* bins,
                                     uint16_t* const* head_bins) const {
-  // The kernel asks for the next page's codes and factors, not for what is behind.
+  // The kernel prefetches the codes and factors of the next page. This prefetches its norms and its
+  // centre.
   const std::byte* const next = PageOf(page + 1);
   const int64_t behind = query_.layout.norm_offset_bytes();
   if (next != nullptr) PrefetchRow(next + behind, query_.layout.page_bytes() - behind);
@@ -153,7 +154,7 @@ RankSums<double> AsymmetricScorer::SumPages(int g) const {
 }
 
 bool AsymmetricScorer::Reweigh() {
-  // New weights change no e, and so no sum.
+  // A second call: the weights have changed, but not the e, and so not the sums.
   if (!sums_.empty()) return false;
   HeadShares shares{};
   for (int g = 0; g < query_.row_count; ++g) {

@@ -10,7 +10,7 @@
 
 namespace spillway {
 
-// `asymmetric`: by logits estimated from codes of a rotation.
+// `asymmetric`: scores keys by logits that are estimated from a rotation's codes.
 class AsymmetricScorer final : public KeyScorer {
  public:
   explicit AsymmetricScorer(const ScoredKeys& keys);
@@ -22,35 +22,35 @@ class AsymmetricScorer final : public KeyScorer {
   void RankVariances(std::span<double> of_head) const override;
 
  private:
-  // Makes query head g ready: weights, and what its estimates are off by.
+  // Prepares query head g: its weights, and the error of its estimates.
   void PrepareHead(int g);
   // Fills centre_logits_.
   void FindCentreLogits();
-  // CentreLogit() of a page, [G].
+  // CentreLogit() of a page for each query head, [G].
   const float* PageCentreLogits(int64_t page) const {
     return centre_logits_.data() + (page - first_page_) * keys_.spec().group();
   }
-  // RankSums of query head g.
+  // RankSums of query head g over all pages.
   RankSums<double> SumPages(int g) const;
   // Norm bytes of a page.
   const uint8_t* NormsOf(int64_t page) const {
     return reinterpret_cast<const uint8_t*>(PageOf(page)) + query_.layout.norm_offset_bytes();
   }
   const std::byte* PageOf(int64_t page) const { return pages_[page - first_page_]; }
-  // Which keys of a page are summed up.
+  // Marks the keys of a page that are summed up.
   void MaskPage(int64_t page, PageMask& mask) const;
 
   const ScoredKeys keys_;
   const int64_t first_page_;
   const int64_t page_count_;
-  std::vector<const std::byte*> pages_;  // from first_page_ on, and a null behind
+  std::vector<const std::byte*> pages_;  // from first_page_ on; a null after the last
   std::vector<int8_t> weights_;
   ScoreQuery query_;
   std::vector<double> error_scale_;   // [G] RankErrorScale()
   std::vector<float> centre_logits_;  // [pages from first_page_][G]
-  // [pages from first_page_][G]; each page's by the thread that scores it.
+  // [pages from first_page_][G]; the thread that scores a page writes its entries.
   mutable std::vector<RankSums<float>> page_sums_;
-  std::vector<RankSums<double>> sums_;  // [G] over the pages; of Reweigh()
+  std::vector<RankSums<double>> sums_;  // [G] over all pages; filled by Reweigh()
 };
 
 }  // namespace spillway

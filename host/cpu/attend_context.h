@@ -12,10 +12,10 @@
 
 namespace spillway {
 
-// What the parts of one attend on the CPU share.
+// State that the parts of one attend on the CPU share.
 struct AttendContext {
   const ModelSpec* shapes = nullptr;
-  const CpuModel* model = nullptr;    // null: dense attention alone
+  const CpuModel* model = nullptr;    // null: only dense attention is possible
   const LayerIndex* index = nullptr;  // null: the model has no index
   int layer = 0;
   const AttendQuery* attend = nullptr;
@@ -28,16 +28,15 @@ struct AttendContext {
   absl::Status CheckCancelled() const {
     return cancel == nullptr ? absl::OkStatus() : cancel->Check();
   }
-  // Lets short jobs go first; then as CheckCancelled(). REQUIRES: the caller holds no workspace:
-  // what it runs meanwhile takes one, and a thread is to have one at a time.
+  // Lets short jobs go first, then checks for cancellation. REQUIRES: the caller holds no
+  // workspace. The work that runs meanwhile takes one, and a thread may hold only one at a time.
   absl::Status Pause() const {
     loops.Pause();
     return CheckCancelled();
   }
 };
 
-// The queries of one KV head's group, [T][G][d], in the forms that kernels
-// read.
+// The queries of one KV head's group, [T][G][d], in the forms that the kernels read.
 class GroupQueries {
  public:
   GroupQueries() = default;
@@ -51,20 +50,20 @@ class GroupQueries {
   float scale_ = 1;
   std::vector<float> raw_;
   std::vector<float> scaled_;
-  std::vector<uint16_t> bf16_;  // empty where an element is no bf16 number
+  std::vector<uint16_t> bf16_;  // empty if an element is no bf16 number
 };
 
-// OUT_OF_RANGE naming the first token of the block whose logit is not finite.
+// OUT_OF_RANGE names the first of the `count` tokens whose logit is not finite; OK: all are finite.
 absl::Status NonFiniteLogit(const AttendContext& context, int kv_head, const float* logits,
                             const uint32_t* tokens, int count);
 
-// Exact attention of queries [query_begin, query_end) over every visible
-// token; fills out, lse, certificates, touched rows (and, with select_only,
-// the selections: every token).
+// Exact attention of queries [query_begin, query_end) over every visible token. Fills certificates,
+// touched row counts, out and lse; with select_only, it fills the selections (every token) instead
+// of out and lse.
 absl::Status AttendDense(const AttendContext& context, int64_t query_begin, int64_t query_end);
 
-// Selection, sampling and attention of one query and one KV head; fills that
-// part of the result. clock: told of the stages; null: none.
+// Selection, sampling and attention of one query and one KV head; fills that part of the result.
+// clock measures the stages; may be null.
 absl::Status AttendSparse(const AttendContext& context, int64_t query, int kv_head,
                           StageClock* clock = nullptr);
 

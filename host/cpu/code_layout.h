@@ -7,18 +7,16 @@
 
 namespace spillway {
 
-// How the CPU device tiles codes. A code page holds the codes of
-// kPageTokenCount tokens of one KV head, transposed so that a vector register
-// holds one 32-bit word of 16 neighbouring tokens:
+// How the CPU device tiles codes. A code page holds the codes of kPageTokenCount tokens of one KV
+// head, transposed so that a vector register holds one 32-bit word of 16 neighbouring tokens:
 //   parts    uint32 [tile = 8][part][word][lane = 16]
-// and only with a rotation, see host/core/page_index.h:
+// and, only with a rotation (see host/core/page_index.h):
 //   factors  bf16 [128]
 //   norms    uint8 [128]
 //   centre   bf16 [d]
-// A code of B bits a dimension lies in parts of 1, 2 or 4 bits (B = 3: the two
-// low bits, then the top one), because such a field can be masked out of its
-// word and multiplied where it stands. A word has 32 / width dimensions:
-// dimension 4 i + b of it is field i of byte b.
+// A code of B bits per dimension is split into parts of 1, 2 or 4 bits (B = 3: the two low bits,
+// then the top bit), because a field of such a width can be masked out of its word and multiplied
+// in place. A word has 32 / width dimensions: dimension 4 i + b of the word is field i of byte b.
 inline constexpr int kTileTokenCount = 16;
 inline constexpr int kTilesPerPage = kPageTokenCount / kTileTokenCount;
 
@@ -41,13 +39,13 @@ struct CodeLayout {
 
   int words(int part) const { return dims * width[part] / 32; }
   int word_dims(int part) const { return 32 / width[part]; }
-  // 32-bit words of a tile over all lanes, and from the page's start to word 0,
-  // lane 0 of one.
+  // 32-bit words of a tile over all lanes; and the offset, in words from the start of the page, of
+  // word 0, lane 0 of a tile's part.
   int64_t tile_words() const { return int64_t{words(0) + words(1)} * kTileTokenCount; }
   int64_t tile_offset(int part, int tile) const {
     return tile * tile_words() + (part == 0 ? 0 : int64_t{words(0)} * kTileTokenCount);
   }
-  // Where dimension d of a word stands in it.
+  // Bit position of dimension d within its word.
   int shift(int part, int d) const { return 8 * (d % 4) + width[part] * (d / 4); }
   int64_t factor_offset_bytes() const { return kTilesPerPage * tile_words() * 4; }
   int64_t norm_offset_bytes() const { return factor_offset_bytes() + 2 * kPageTokenCount; }

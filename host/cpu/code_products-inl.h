@@ -1,4 +1,4 @@
-// Integer sums of products of codes with weights; included once per target.
+// Integer sums of products of codes and weights. Included once per SIMD target.
 #if defined(SPILLWAY_CODE_PRODUCTS_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef SPILLWAY_CODE_PRODUCTS_INL_H_
 #undef SPILLWAY_CODE_PRODUCTS_INL_H_
@@ -23,12 +23,12 @@ using VF = hn::Vec<DF>;
 using VI = hn::Vec<DI>;
 using VU = hn::Vec<DU>;
 
-// sum += the four byte products of each 32-bit lane; bytes of fields are
-// unsigned, weights in [-30, 30]: a pair of products fits 16 bits.
+// sum += the four byte products of each 32-bit lane. Bytes of fields are unsigned, and weights are
+// in [-30, 30]. So a pair of products fits 16 bits.
 HWY_INLINE VI DotBytes(VI sum, VU fields, int32_t weights) {
 #if HWY_TARGET == HWY_AVX3_DL
-  // By name: Highway 1.0.3 checks the processor for AVX512-VNNI under this
-  // target but does not tell the compiler, so the intrinsic does not inline.
+  // As assembly: Highway 1.0.3 checks the processor for AVX512-VNNI under this target but does not
+  // tell the compiler, so the intrinsic would not inline.
   asm("vpdpbusd %2, %1, %0" : "+v"(sum.raw) : "v"(fields.raw), "v"(_mm512_set1_epi32(weights)));
   return sum;
 #elif HWY_TARGET == HWY_AVX3
@@ -50,11 +50,11 @@ HWY_INLINE VI DotBytes(VI sum, VU fields, int32_t weights) {
 #endif
 }
 
-// Sums of kRows weight rows over the keys of kTiles tiles.
+// Sums for kRows rows of weights over the keys of kTiles tiles.
 template <int kRows, int kTiles>
 class DotSums {
  public:
-  // From first[row] on.
+  // The sums of row r start at first[r].
   HWY_INLINE explicit DotSums(const int32_t* first) {
     const DI di;
     for (int chain = 0; chain < kChains; ++chain) {
@@ -66,7 +66,8 @@ class DotSums {
     }
   }
 
-  // Fields of four dimensions, [tile]; weights of these: row r's are r * dims on.
+  // Adds the products of four dimensions. fields: [tile]. The weights of row r begin r * dims after
+  // `weights`.
   HWY_INLINE void Add(int position, const VU* fields, const int8_t* weights, int dims) {
     for (int r = 0; r < kRows; ++r) {
       int32_t weight;
@@ -90,21 +91,20 @@ class DotSums {
   }
 
  private:
-  // A single row would wait for its own additions: it gets several sums.
+  // With a single row, each addition would wait for the one before. So it has several sums.
   static constexpr int kChains = kRows == 1 ? 4 : 1;
   VI sums_[kChains][kTiles][kRows];
 };
 
-// What the page's successor has where the page has `at`. To the second level:
-// the first has too few miss buffers for the bandwidth.
+// Prefetches from the next page the data at the same offset as `at` in this page. Into the
+// second-level cache: the first level has too few miss buffers for the bandwidth.
 HWY_INLINE void PrefetchNext(const ScanPage& page, const void* at) {
   const std::byte* next = page.next != nullptr ? page.next : page.codes;
   __builtin_prefetch(next + (static_cast<const std::byte*>(at) - page.codes), /*rw=*/0,
                      /*locality=*/2);
 }
 
-// Word i of neighbouring tiles; words: of the first one's part, moved on by the
-// lane.
+// Loads word i of kTiles neighbouring tiles. words: PartWords() of the first tile.
 template <int kTiles>
 HWY_INLINE void LoadWord(const CodeLayout& layout, const ScanPage& page, const uint32_t* words,
                          int i, VU (&word)[kTiles]) {
@@ -115,15 +115,15 @@ HWY_INLINE void LoadWord(const CodeLayout& layout, const ScanPage& page, const u
   }
 }
 
-// A part of a tile, moved on by the lane.
+// The words of a part of a tile, from `lane` on.
 HWY_INLINE const uint32_t* PartWords(const CodeLayout& layout, const ScanPage& page, int part,
                                      int tile, int lane) {
   return reinterpret_cast<const uint32_t*>(page.codes) + layout.tile_offset(part, tile) + lane;
 }
 
-// Integer sums of kRows weight rows over the keys of kTiles neighbouring tiles
-// (of the same lanes), for one part of the codes, from first[row] on:
-// out[tile][row]. With kTopOnly a field counts by its top bit alone.
+// Integer sums for kRows rows of weights over the keys of kTiles neighbouring tiles (the same lanes
+// of each), for one part of the codes: out[tile][row]. Row r starts at first[r]. With kTopOnly,
+// only the top bit of each field counts.
 template <int kWidth, bool kTopOnly, int kRows, int kTiles>
 HWY_INLINE void DotPart(const CodeLayout& layout, int part, const ScanPage& page, int tile,
                         int lane, const int8_t* weights, const int32_t* first, VI (*out)[kRows]) {
@@ -136,7 +136,7 @@ HWY_INLINE void DotPart(const CodeLayout& layout, int part, const ScanPage& page
   for (int c = 0; c < count; ++c) {
     VU word[kTiles];
     LoadWord(layout, page, words, c, word);
-    // Unrolled, so that shifts are immediate and sums stay in registers.
+    // Unrolled, so that shift counts are constants and sums stay in registers.
 #pragma GCC unroll 8
     for (int p = 0; p < kPositions; ++p) {
       VU fields[kTiles];
@@ -149,7 +149,7 @@ HWY_INLINE void DotPart(const CodeLayout& layout, int part, const ScanPage& page
   sums.Store(out);
 }
 
-// Tiles scored together: two share the loads of the weights.
+// Tiles that are scored together: two tiles share the loads of the weights.
 inline constexpr int kPair = 2;
 
 }  // namespace HWY_NAMESPACE

@@ -37,8 +37,7 @@ class CpuDevice final : public Device {
         workspaces_(budget),
         thread_count_(options.thread_count > 0 ? options.thread_count
                                                : tbb::this_task_arena::max_concurrency()),
-        // oneTBB counts the caller's thread among the allowed, whether or not it
-        // takes part.
+        // oneTBB counts the caller's thread in this limit, whether or not it takes part.
         allowed_(tbb::global_control::max_allowed_parallelism, thread_count_ + 1),
         workers_(thread_count_ + kCallerCount, /*reserved_for_masters=*/kCallerCount) {
     workers_.initialize();
@@ -59,8 +58,8 @@ class CpuDevice final : public Device {
   absl::StatusOr<std::unique_ptr<DeviceModel>> CreateModel(const ModelSpec& spec,
                                                            std::span<const std::byte> safetensors,
                                                            const CancelToken* cancel) override {
-    // An arena of the call's own: this thread has its place there whatever others compute, and
-    // workers go to jobs first.
+    // A task arena of the call's own: it has a slot for this thread, whatever other threads
+    // compute, and workers prefer jobs.
     tbb::task_arena arena(thread_count_, /*reserved_for_masters=*/1,
                           tbb::task_arena::priority::low);
     return arena.execute([&] { return CpuModel::Create(spec, arena_, safetensors, cancel); });
@@ -90,7 +89,7 @@ class CpuDevice final : public Device {
     return spec.kv_head_count * ((IndexPageBytes(spec) + kPageTokenCount - 1) / kPageTokenCount);
   }
 
-  // As jobs are.
+  // By size, as Submit() does.
   void Fetch(const FetchWork& work, FetchDone done) override {
     const int64_t bytes = work.row_count() * work.rows.row_bytes();
     if (bytes <= kSerialBytes) {
@@ -101,9 +100,9 @@ class CpuDevice final : public Device {
     workers_.enqueue([&work, done = std::move(done)] { done(FetchRows(work)); });
   }
 
-  // A job of a moment, or one that is waited for, is served before Submit
-  // returns, one of less in the caller's thread alone: to wake a worker and be
-  // told costs more.
+  // Serves small jobs, and jobs that the caller waits for, before it returns, except inside a pause
+  // of another job. The smallest run in the caller's thread alone: waking a worker and waiting for
+  // its answer would cost more.
   void Submit(std::unique_ptr<Job> job, Completion done) override {
     const Clock::time_point submitted = Clock::now();
     const int64_t bytes = RowBytes(*job);
@@ -133,24 +132,26 @@ class CpuDevice final : public Device {
            Run(**job, submitted);
            done(std::move(*job));
          }});
-    // What it finds nothing to do for may come when the device is gone.
+    // If another worker has taken the job, this task finds nothing to do, and may run after the
+    // device is destroyed. So it shares ownership of short_jobs_.
     workers_.enqueue([short_jobs = short_jobs_] { short_jobs->RunNext(); });
   }
 
  private:
   using Clock = StageClock::Clock;
 
-  // Callers that may serve jobs of their own beside the workers: without a
-  // place for them they would wait for the end of a long job.
+  // Callers that can serve their own jobs beside the workers. Without a slot in the arena, a caller
+  // would wait for the end of a long job.
   static constexpr int kCallerCount = 16;
-  // Rows of some 50 and 500 us.
+  // Bytes of rows that take about 50 us, and about 500 us.
   static constexpr int64_t kSerialBytes = int64_t{1} << 20;
   static constexpr int64_t kMomentBytes = int64_t{16} << 20;
-  // Up to kMomentBytes, and times four each; the last has no end.
+  // Size classes of turns: up to kMomentBytes, then each up to four times the one before; the last
+  // has no limit.
   static constexpr int kTurnClassCount = 10;
 
-  // Whether it makes codes of rows that were kept: there are many of those one after the other,
-  // for which nobody waits here.
+  // Whether the job makes codes of rows that outlived an earlier process. There are many such jobs,
+  // one after the other, and no caller waits for them here.
   static bool Rebuilds(const Job& job) {
     return job.items.front().append && job.items.front().append->rows_present;
   }
@@ -159,8 +160,8 @@ class CpuDevice final : public Device {
     return WorkOf(job, IndexBytesPerToken(static_cast<const CpuModel&>(*job.model).spec()));
   }
 
-  // Jobs that differ by a factor of four have turns of their own: none waits for the end of one
-  // that it is short beside.
+  // Jobs that differ in size by a factor of four have separate turns. So no job waits for the end
+  // of a much longer one.
   Turns& TurnsOf(int64_t bytes) {
     size_t at = 0;
     for (; bytes > kMomentBytes && at + 1 < turns_.size(); bytes /= ShortJobs::kShare) ++at;
@@ -174,7 +175,7 @@ class CpuDevice final : public Device {
     queue_waits_.Note(job);
     StageClock clock;
     clock.Begin(start);
-    // A thread that waits for its own job takes no other one's tasks.
+    // A thread that waits for its own job runs no tasks of other jobs.
     Isolated([&] {
       auto& model = static_cast<CpuModel&>(*job.model);
       const JobLoops loops(short_jobs_.get(), Work(job));
@@ -200,8 +201,8 @@ class CpuDevice final : public Device {
     IndexAppended(model, layer, *work.rows, sequence.layers[layer], loops);
   }
 
-  // Every (item, query, KV head) of the job that is sparse is one unit of one
-  // parallel loop; dense items are parallel in themselves.
+  // Every sparse (item, query, KV head) of the job is one unit of one parallel loop. Dense attends
+  // run before it, one after the other; each is parallel in itself.
   void Attend(const CpuModel& model, Job& job, const JobLoops& loops, StageClock& clock) {
     struct Unit {
       size_t item;
@@ -237,7 +238,7 @@ class CpuDevice final : public Device {
           });
     }
     if (dense) clock.End(JobStage::kDense);
-    // Only one is timed, of the longest: each looks at the clock a dozen times.
+    // Only one unit is timed, one of the longest: each timed unit reads the clock a dozen times.
     const auto visible = [&](const Unit& unit) {
       return contexts[unit.item].attend->visible[unit.query];
     };
@@ -265,10 +266,10 @@ class CpuDevice final : public Device {
   tbb::global_control allowed_;
   tbb::task_arena workers_;
   WorkerPinning pinning_{workers_, thread_count_};
-  // Shared with tasks that come too late.
+  // Shared with tasks that may run after the device is destroyed.
   const std::shared_ptr<ShortJobs> short_jobs_ = std::make_shared<ShortJobs>();
-  // Of callers that serve their decode steps themselves, by size: as many as there are threads,
-  // or whom the system favours would be served more often.
+  // Turns of callers that serve their own decode steps, by size class. As many run at once as there
+  // are threads. If more ran, the operating system would serve some callers more often than others.
   std::deque<Turns> turns_;
   DeviceInfo info_;
   QueueWaits queue_waits_;

@@ -12,9 +12,9 @@ struct CpuDeviceOptions {
   int thread_count = 0;
 };
 
-// The CPU device: SIMD kernels by Highway, parallel with oneTBB. Codes live in
-// pages of `arena`; workspaces are charged to `budget`; both outlive it. The
-// same job gives the same bits whatever the number of threads.
+// The CPU device: SIMD kernels by Highway, parallel with oneTBB. Codes are in pages of `arena`, and
+// workspaces are charged to `budget`; both must outlive the device. The same job gives the same
+// bits with any number of threads.
 std::unique_ptr<Device> CreateCpuDevice(const CpuDeviceOptions& options, Arena* arena,
                                         MemoryBudget* budget);
 

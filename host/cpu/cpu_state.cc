@@ -17,7 +17,7 @@ namespace spillway {
 
 namespace {
 
-// Bytes of a page of codes of a rotation; 0 without one.
+// Bytes of a page of a rotation's codes; 0 without a rotation.
 int64_t CodePageBytes(const ModelSpec& spec) {
   return spec.hash.kind == HashKind::kRotation ? CodeLayout::Of(spec).page_bytes() : 0;
 }
@@ -167,7 +167,7 @@ void CpuSequence::Truncate(int64_t token_count) {
 absl::Status CpuSequence::PrepareAppend(int layer, int64_t start, int64_t count) {
   if (layers.empty()) return absl::OkStatus();
   LayerIndex& index = layers[layer];
-  // Of an append that was undone; nothing in the ordinary case.
+  // Drops what an undone append has left; usually nothing.
   index.Truncate(start);
   if (start + count < kCentreTokenCount) return absl::OkStatus();
   for (size_t h = 0; h < index.codes.size(); ++h) {
@@ -182,8 +182,8 @@ absl::Status CpuSequence::PrepareAppend(int layer, int64_t start, int64_t count)
 
 namespace {
 
-// The mean of the first kCentreTokenCount keys of every head: fp64, token
-// order, rounded once. Zero for keys that are hashed as they are.
+// The mean of the first kCentreTokenCount keys of every KV head: summed in fp64 in token order,
+// rounded once. Zero if the model hashes raw keys.
 void ComputeCentre(const ModelSpec& spec, const LayerRows& rows, LayerIndex& index) {
   const int d = spec.head_dim;
   index.centre.assign(static_cast<size_t>(spec.kv_head_count) * d, 0.0f);
@@ -201,8 +201,8 @@ void ComputeCentre(const ModelSpec& spec, const LayerRows& rows, LayerIndex& ind
   });
 }
 
-// Encodes the pages [first, end) of a rotation's codes; radii: [kPageTokenCount]
-// of each. No norms.
+// Encodes pages [first, end) with a rotation's codes, but not their norms. radii: [kPageTokenCount]
+// for each page.
 void EncodePages(const CpuModel& model, int layer, const LayerRows& rows, int kv_head,
                  int64_t first, int64_t end, PageTable& codes, float* radii) {
   const EncodeParams params = model.encode_params(layer);
@@ -211,7 +211,8 @@ void EncodePages(const CpuModel& model, int layer, const LayerRows& rows, int kv
   }
 }
 
-// The first pages' codes and norms, and what later ones are measured by.
+// Writes the codes and norms of the first pages, and sets first_rows, which later pages are
+// compared with.
 void IndexFirstPages(const CpuModel& model, int layer, const LayerRows& rows, LayerIndex& index) {
   constexpr int64_t kPages = kCentreTokenCount / kPageTokenCount;
   const ModelSpec& spec = model.spec();
@@ -243,7 +244,8 @@ void IndexAppended(const CpuModel& model, int layer, const LayerRows& rows, Laye
     if (rotation) IndexFirstPages(model, layer, rows, index);
   }
   const int64_t old_count = index.token_count;
-  // Pages that close, and pages with new tokens for methods.
+  // Pages [closed, ClosedPages(n)) get codes. Methods index all new tokens, also those of the open
+  // page.
   const int64_t closed = rotation
                              ? std::max(ClosedPages(old_count), kCentreTokenCount / kPageTokenCount)
                              : ClosedPages(n);
@@ -272,7 +274,7 @@ void IndexAppended(const CpuModel& model, int layer, const LayerRows& rows, Laye
       of_method.index->Encode(keys, index.codes[h].Page(page) + of_method.offset_bytes);
     }
   };
-  // A decode step's few keys are done before a worker would wake.
+  // The few keys of a decode step are done before a worker would wake.
   if (n - old_count <= 4) {
     for (int64_t task = 0; task < pages * spec.kv_head_count; ++task) encode(task);
   } else {

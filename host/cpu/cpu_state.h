@@ -20,35 +20,34 @@
 
 namespace spillway {
 
-// Bytes of an index page of one KV head: a rotation's codes, then the sections of
-// the methods that the model asks for, in their order.
+// Bytes of an index page of one KV head: the codes of a rotation, then the sections of the methods
+// that the model asks for, in the order of OptionalMethods().
 int64_t IndexPageBytes(const ModelSpec& spec);
 
-// What an optional method has of a model, and where its section of an index
-// page begins.
+// The data of an optional method for one model, and the offset of its section in an index page.
 struct MethodIndex {
   const Method* method = nullptr;
   int64_t offset_bytes = 0;
   std::unique_ptr<const KeyIndex> index;
 };
 
-// A model's rotations, what methods have of it, and the pool of its index pages.
+// A model's rotations, the data of its methods, and the pool of its index pages.
 class CpuModel final : public DeviceModel {
  public:
   // safetensors and cancel: see Device::CreateModel().
   static absl::StatusOr<std::unique_ptr<CpuModel>> Create(const ModelSpec& spec, Arena* arena,
                                                           std::span<const std::byte> safetensors,
                                                           const CancelToken* cancel = nullptr);
-  // What bytes() of a model is at most, before it is made.
+  // Upper limit on bytes() of a model, before it is made.
   static int64_t BytesOf(const ModelSpec& spec);
 
   const ModelSpec& spec() const override { return spec_; }
   int64_t bytes() const override;
 
-  // Of the model's codes.
+  // Layout of the model's codes.
   const CodeLayout& layout() const { return layout_; }
   PagePool* code_pool() const { return code_pool_.get(); }
-  // Parameters of the encoder, but for the centre. Of a model with a rotation.
+  // Parameters of the encoder, except the centre. For a model with a rotation.
   EncodeParams encode_params(int layer) const;
   std::span<const MethodIndex> method_indices() const { return method_indices_; }
   // REQUIRES: the model asks for the method's section.
@@ -66,20 +65,20 @@ class CpuModel final : public DeviceModel {
   std::unique_ptr<PagePool> code_pool_;
 };
 
-// The index of one layer of a sequence. Codes of a rotation exist of closed
-// pages, what methods keep of all tokens.
+// The index of one layer of a sequence. The codes of a rotation cover closed pages only, the
+// sections of methods all tokens.
 struct LayerIndex {
-  int64_t token_count = 0;            // tokens that are indexed; 0 or at least kCentreTokenCount
-  std::vector<FirstRows> first_rows;  // [H_kv], of a model with a rotation
+  int64_t token_count = 0;            // indexed tokens; 0 or at least kCentreTokenCount
+  std::vector<FirstRows> first_rows;  // [H_kv] for a model with a rotation, else empty
   std::vector<float> centre;          // [H_kv][d] for methods: the mean of the first keys
-  std::vector<PageTable> codes;       // per KV head; pages of kPageTokenCount tokens
+  std::vector<PageTable> codes;       // per KV head: index pages of kPageTokenCount tokens
 
-  // Of the KV head; null: the model has no rotation.
+  // Statistics of the KV head; null: the model has no rotation.
   const HeadStatistics* Statistics(int kv_head) const {
     return first_rows.empty() ? nullptr : &first_rows[kv_head].statistics;
   }
-  // Forgets the index of tokens at and beyond `length`, and pages that were
-  // prepared for more; below kCentreTokenCount all of it.
+  // Drops the index of tokens at and beyond `length`, and pages that were prepared for more tokens.
+  // If `length` is below kCentreTokenCount, drops all of it.
   void Truncate(int64_t length);
 };
 
@@ -95,9 +94,9 @@ class CpuSequence final : public DeviceSequence {
   std::vector<LayerIndex> layers;  // empty for a model without an index
 };
 
-// Indexes what an append has added to a layer: all of it once there are
-// kCentreTokenCount tokens, what is new after that. rows are committed.
-// Parallel; pauses before every page.
+// Indexes the tokens that an append has committed to `rows`: all tokens of the layer once there are
+// kCentreTokenCount, then the new ones. In parallel, with a pause before every page; a few tokens
+// are indexed in this thread alone.
 void IndexAppended(const CpuModel& model, int layer, const LayerRows& rows, LayerIndex& index,
                    const JobLoops& loops = {});
 

@@ -19,8 +19,7 @@ constexpr int64_t kRangeRowsMin = 2048;
 constexpr int64_t kRangesMax = 64;
 constexpr int64_t kRowsBetweenPauses = 256;
 
-// Rows of one task: a function of the length alone, so that the order of every
-// sum is too.
+// Rows of one task. They depend on the length alone, so that the order of every sum does too.
 int64_t RangeRows(int64_t n) {
   const int64_t even = (n + kRangesMax - 1) / kRangesMax;
   return std::max(kRangeRowsMin, (even + kPageTokenCount - 1) / kPageTokenCount * kPageTokenCount);
@@ -42,7 +41,7 @@ void AttendRange(const AttendContext& c, int kv_head, int64_t query_begin, int64
   partial.sums = GroupSums(heads, d, /*moments=*/false);
   std::vector<float> logits(static_cast<size_t>(heads) * kRowBlock);
   std::vector<int> counts(heads);
-  // Rows of this block and of the one to come.
+  // Row pointers of this block and of the next one.
   const std::byte* buffers[2][kRowBlock];
   const std::byte** pointers = buffers[0];
   const std::byte** next = buffers[1];
@@ -68,7 +67,7 @@ void AttendRange(const AttendContext& c, int kv_head, int64_t query_begin, int64
     if (!RowLogits(spec.dtype, pointers, more ? next : nullptr, count, q.rows(), logits.data())) {
       std::vector<uint32_t> tokens(count);
       std::iota(tokens.begin(), tokens.end(), static_cast<uint32_t>(base));
-      // A row beyond a query's visible length does not count against it.
+      // Rows beyond a query's visible length may have any logit.
       for (int h = 0; h < heads && partial.status.ok(); ++h) {
         partial.status =
             NonFiniteLogit(c, kv_head, logits.data() + h * kRowBlock, tokens.data(), counts[h]);
@@ -136,7 +135,7 @@ absl::Status AttendDense(const AttendContext& c, int64_t query_begin, int64_t qu
   const int64_t blocks = (queries + kQueriesPerTask - 1) / kQueriesPerTask;
   const int64_t n =
       *std::max_element(attend.visible.begin() + query_begin, attend.visible.begin() + query_end);
-  // Many queries are parallel enough without cutting the rows.
+  // Many queries give enough tasks without cutting the rows into ranges.
   const int64_t range_rows = blocks > 1 ? n : RangeRows(n);
   const int64_t ranges = (n + range_rows - 1) / range_rows;
   std::vector<GroupQueries> q(kv_heads * blocks);

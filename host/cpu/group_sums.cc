@@ -13,7 +13,8 @@ namespace {
 // Rows that one task folds.
 constexpr int64_t kTaskRows = 512;
 
-// Folds tokens into sums, which are empty, in this thread.
+// Folds tokens into `sums`, which are empty at first, in this thread. first: index of tokens[0]
+// among all folded tokens.
 absl::Status FoldTask(const AttendContext& context, int kv_head, const GroupQueries& queries,
                       const ValueTerms& values, std::span<const uint32_t> tokens, int64_t first,
                       const RowWeigher* weigher, GroupSums& sums) {
@@ -24,8 +25,8 @@ absl::Status FoldTask(const AttendContext& context, int kv_head, const GroupQuer
   const int d = context.spec().head_dim;
   const auto count = static_cast<int64_t>(tokens.size());
   float logits[kGroupMax * kRowBlock];
-  // Rows of this block and of the one to come: they lie far apart, so their
-  // latency is hidden by asking for them a block ahead.
+  // Row pointers of this block and of the next one. Rows lie far apart, so each is prefetched a
+  // block ahead to hide its latency.
   const std::byte* buffers[2][kRowBlock];
   const auto point = [&](int64_t at, const std::byte** out) {
     for (int64_t i = 0; i < kRowBlock; ++i) {

@@ -12,25 +12,24 @@
 
 namespace spillway {
 
-// What a method's tail does to logits before rows are folded. Thread-safe.
+// Changes the logits of rows before they are folded, for a method's tail. Thread-safe.
 class RowWeigher {
  public:
   virtual ~RowWeigher() = default;
-  // Changes the logits of `count` <= kRowBlock of the folded rows, from row
-  // `first` on, in place: logits [G][kRowBlock]; rows: their [K | V].
+  // Changes in place the logits, [G][kRowBlock], of `count` <= kRowBlock rows: those of the folded
+  // tokens from index `first` on. rows: their [K | V].
   virtual void Weigh(int64_t first, int count, const std::byte* const* rows,
                      float* logits) const = 0;
 };
 
-// What sums over values are in units of, and how values are projected.
+// The unit of sums over values, and the signs of the projection of values.
 struct ValueTerms {
   float unit = 1;            // a power of two
-  std::vector<float> signs;  // [d] of ProjectionSigns; empty without moments
+  std::vector<float> signs;  // [d] of ProjectionSigns; read only with moments
 };
 
-// Softmax sums of a number of query heads over one set of rows, with their
-// numerators, values in units of ValueTerms::unit. The empty state is what the
-// constructor makes.
+// Softmax sums and numerators of several query heads over one set of rows. Values are in units of
+// ValueTerms::unit. The constructor makes the sums of no rows.
 struct GroupSums {
   int head_dim = 0;
   std::vector<RowSums> sums;     // [heads]
@@ -47,7 +46,7 @@ struct GroupSums {
         projected(moments ? static_cast<size_t>(heads) * kProjectionEntries : 0) {}
 
   bool moments() const { return !value_sq.empty(); }
-  // Where a fold adds to these sums.
+  // The target of a fold that adds to these sums.
   ValueSums Target(const ValueTerms& terms);
   std::span<const float> ValueOf(int head) const { return Row(value, head, head_dim); }
   std::span<const float> ValueSqOf(int head) const { return Row(value_sq, head, head_dim); }
@@ -64,10 +63,9 @@ struct GroupSums {
   }
 };
 
-// Folds the rows of a KV head's tokens into sums, with moments where it keeps
-// them, in parallel; queries: of one query's group. weigher: may be null.
-// OUT_OF_RANGE names a token whose logit is not
-// finite; CANCELLED.
+// Folds the rows of a KV head's tokens into `into`, in parallel, with moments if `into` has them.
+// queries: the group of one query. weigher: may be null. OUT_OF_RANGE names a token whose logit is
+// not finite; CANCELLED.
 absl::Status FoldTokens(const AttendContext& context, int kv_head, const GroupQueries& queries,
                         const ValueTerms& values, std::span<const uint32_t> tokens, GroupSums& into,
                         const RowWeigher* weigher = nullptr);

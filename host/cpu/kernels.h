@@ -14,19 +14,19 @@
 #include "host/cpu/code_layout.h"
 #include "host/model/model_spec.h"
 
-// Entry points of the SIMD kernels; each picks the best instruction set of the
-// machine (Highway's dynamic dispatch). They own no memory and do not
-// allocate. Buffers are 64-byte aligned where they say so.
+// Entry points of the SIMD kernels. Each uses the best instruction set of the machine (Highway's
+// dynamic dispatch). Kernels own no memory and do not allocate. Buffers are 64-byte aligned where
+// they say so.
 namespace spillway {
 
-// Queries of one KV head made ready for RowLogits.
+// The queries of one KV head, prepared for RowLogits().
 struct RowQueries {
   int head_count = 0;
   int head_dim = 0;
   float scale = 1;                // softmax scale
   const float* scaled = nullptr;  // [head][d] q * scale
-  // [head][d] q itself where every element is a bf16 number, else null: then
-  // products with bf16 keys are exact, two to a lane.
+  // [head][d] q itself if every element is a bf16 number, else null. With it, products with bf16
+  // keys are exact, and a lane takes two at a time.
   const uint16_t* bf16 = nullptr;
 };
 
@@ -41,77 +41,72 @@ struct EncodeParams {
   const float* centre = nullptr;               // c [d]
 };
 
-// Codes and factors of the 16 keys of a tile. keys: first row of the tile,
-// row_bytes apart, K at the start of a row. page: the code page; tile in [0, 8).
+// Computes codes and factors of the 16 keys of a tile. keys: the first row of the tile; rows are
+// row_bytes apart and begin with K. page: the code page. tile is in [0, 8).
 void EncodeTile(const EncodeParams& params, DType dtype, const std::byte* keys, int64_t row_bytes,
                 std::byte* page, int tile);
-// RadiusOf() of `count` vectors [dim], row_bytes apart, about a centre [dim];
-// count is a multiple of 16.
+// RadiusOf() of `count` vectors [dim], which are row_bytes apart, about a centre [dim]. count is a
+// multiple of 16.
 void Distances(DType dtype, const std::byte* vectors, int64_t row_bytes, int count, int dim,
                const float* centre, float* distances);
-// Stores one token's code, [layout.dims] values of 0 .. 2^B - 1 (0 beyond the
-// head's dimensions), at slot [0, 128) of its page.
+// Stores the code of one token, [layout.dims] values in 0 .. 2^B - 1 (0 beyond the head's
+// dimensions), at slot [0, 128) of its page.
 void StoreCode(const CodeLayout& layout, const uint8_t* codes, std::byte* page, int slot);
-// y = P x, [d], each y_j one chain of fma over i: the order of the encoder.
+// y = P x, [d]. Each y_j is one chain of fused multiply-adds over i, as in the encoder.
 void Rotate(const EncodeParams& params, const float* x, float* y);
 
 // ---- scores ------------------------------------------------------------
 
-// What a group's scores are relative to, per query head: M_h and w_h of
-// host/core/score.h.
+// What a group's scores are relative to, for each query head: M_h and w_h of host/core/score.h.
 struct ScoreReferences {
   float reference[kGroupMax] = {};
   float head_weight[kGroupMax] = {};
 };
 
-// A query group made ready for scoring codes.
+// A query group, prepared for scoring codes.
 struct ScoreQuery {
   CodeLayout layout;
-  int row_count = 0;  // integer weight rows
+  int row_count = 0;  // rows of integer weights, one per query head
   // [row][layout.dims], |weight| <= 30, 0 beyond the head's dimensions.
   const int8_t* weights = nullptr;
-  // Added to the sum.
+  // [row] Added to the integer sum of the row.
   int32_t offset[kGroupMax] = {};
   float coefficient[kGroupMax] = {};  // log2(e) * scale * s * step / 4 per head
   ScoreReferences references;
 };
 
-// A page of codes, and the one that a scan reads after it, which is prefetched;
-// null: none.
+// A page of codes, and the page that the scan reads next, which is prefetched; null: none.
 struct ScanPage {
   const std::byte* codes;
   const std::byte* next = nullptr;
 };
 
-// q.c of a page's centre for each of the group's queries [G][d] (page_score.h).
+// q.c of a page's centre for each query of the group, [G][d] (host/core/page_score.h).
 void CentreLogits(const float* queries, int group, int dim, float softmax_scale,
                   const std::byte* centre, float* centre_logits);
 // Estimated logits of the 128 keys of a page, times log2(e): [G][128].
 // centre_logits: [G].
 void AsymmetricLogits(const ScoreQuery& query, const ScanPage& page, const float* centre_logits,
                       float* logits);
-// Which of a page's keys are summed up: 1, or 0 for tokens that have no score and
-// for strays.
+// Which keys of a page are summed up: 1, or 0 for strays and for tokens without a score.
 struct PageMask {
   alignas(64) float of_slot[kPageTokenCount];
 };
-// Score bins of tiles [tile_begin, tile_end) of a page, both even, 16 per
-// tile: the group score of host/core/score.h, bits >> kScoreBinShift.
-// head_bins (null, or row_count pointers) receives each head's own bins, for
-// top-p. sums: [G], over these tiles.
+// Score bins of tiles [tile_begin, tile_end) of a page, both even, 16 per tile: the bits of the
+// group score (host/core/score.h) >> kScoreBinShift. head_bins (null, or row_count pointers)
+// receives the bins of each query head, for top-p. sums: [G], over these tiles.
 void AsymmetricBins(const ScoreQuery& query, const ScanPage& page, const float* centre_logits,
                     const PageMask& mask, int tile_begin, int tile_end, uint16_t* bins,
                     uint16_t* const* head_bins, RankSums<float>* sums);
-// Turns `count` bins into WeighBin() of them; count is a multiple of 32.
+// Replaces `count` bins by WeighBin() of each; count is a multiple of 32.
 void WeighBins(const uint8_t* norms, int value_floor, int count, uint16_t* bins);
-// The same group scores from logits [G][stride] in nats, exact or estimated.
-// token_count is a multiple of 16; entries beyond the data are ignored by the
-// caller.
+// Bins of the same group scores, from logits [G][stride] in nats, exact or estimated. token_count
+// is a multiple of 16; the caller ignores entries beyond its data.
 void ExactBins(const ScoreReferences& references, const float* logits, int64_t stride,
                int head_count, int token_count, uint16_t* bins, uint16_t* const* head_bins);
 
-// The largest of count logits, at least `least`, and the sum of ScoreMass(x, max)
-// over them.
+// MaxLogit: the largest of `count` logits, but at least `least`. SumScoreMass: the sum of
+// ScoreMass(x, max) over them.
 float MaxLogit(const float* logits, int64_t count, float least);
 uint64_t SumScoreMass(const float* logits, int64_t count, float max);
 
@@ -119,9 +114,9 @@ uint64_t SumScoreMass(const float* logits, int64_t count, float max);
 // (room for count). Returns how many.
 int64_t FilterBins(const uint16_t* bins, int64_t count, uint16_t least, uint32_t* out);
 
-// Which tokens a sample may take, by their bin.
+// Limits on the places of the tokens that a sample may take, by bin.
 struct SampleLimits {
-  // Ranges of bins: range e holds edge[e] <= bin < edge[e + 1]; edge[0] is 0.
+  // Number of ranges of bins. Range e has the bins edge[e] <= bin < edge[e + 1]; edge[0] is 0.
   int count = 0;
   uint16_t edge[kTailStrataMax + 1];
   uint16_t limit[kTailStrataMax + 1];  // see PlaceLimit()
@@ -130,38 +125,37 @@ struct SampleLimits {
     return limit[std::upper_bound(edge, edge + count, bin) - edge - 1];
   }
 };
-// Positions i of [0, count) that the limits let through by the place of token
-// first_token + i and bins[i]; written ascending to out (room for count).
-// Returns how many.
+// Positions i of [0, count) whose tokens, first_token + i, have places within the limit of bins[i];
+// written ascending to out (room for count). Returns how many.
 int64_t FilterTokens(const uint16_t* bins, uint32_t first_token, int64_t count,
                      const SampleOrder& order, const SampleLimits& limits, uint32_t* out);
 
 // ---- rows --------------------------------------------------------------
 
-inline constexpr int kRowBlock = 32;  // rows that a kernel call takes at most
+inline constexpr int kRowBlock = 32;  // maximum rows of a kernel call
 
-// Asks for a row to be brought near.
+// Prefetches a row.
 inline void PrefetchRow(const std::byte* row, int64_t row_bytes) {
   for (int64_t b = 0; b < row_bytes; b += 64) __builtin_prefetch(row + b, 0, 2);
 }
 
-// q . k * scale for `count` <= kRowBlock rows: logits [head][kRowBlock]. next:
-// as many rows that the following block will read, which are prefetched; may be
-// null. Returns false if a logit is not finite.
+// q . k * scale for `count` <= kRowBlock rows: logits [head][kRowBlock]. next: the rows of the next
+// block, at least `count`, which are prefetched; may be null. Returns false if a logit is not
+// finite.
 bool RowLogits(DType dtype, const std::byte* const* rows, const std::byte* const* next, int count,
                const RowQueries& queries, float* logits);
-// Where a fold adds what it sums up over values v, all of them in a unit, v u.
+// Where a fold adds its sums over values. v is the value times inverse_unit.
 struct ValueSums {
-  float inverse_unit = 1;      // u, a power of two
+  float inverse_unit = 1;      // a power of two
   float* value = nullptr;      // [head][d] sum x v
   float* value_sq = nullptr;   // [head][d] sum x^2 v; null: no moments
   float* projected = nullptr;  // [head][kProjectionEntries] sum x^2 y y^T, with moments
   // [d] +1 or -1: y_m is the sum of v_i signs[i] over i = m, m + kProjectionDims, ...
   const float* signs = nullptr;
 };
-// Folds rows into softmax sums: x_i = exp(logit_i - max), rescaling what is
-// there when the maximum grows. counts[head] <= count rows are taken per head
-// (null: all). sums: [head].
+// Folds rows into softmax sums: x_i = exp(logit_i - max). If the maximum grows, the earlier sums
+// are rescaled. counts[head] <= count rows are taken for each head (null: all). Overwrites logits
+// with x. sums: [head].
 void FoldRows(DType dtype, const std::byte* const* rows, const std::byte* const* next, int count,
               const int* counts, int head_count, int head_dim, float* logits, RowSums* sums,
               const ValueSums& values);

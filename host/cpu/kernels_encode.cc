@@ -1,5 +1,5 @@
-// Encoding of keys: rotation, quantisation and the factor of `asymmetric`
-// codes (in the manner of RaBitQ, SIGMOD 2024). fp32 in one fixed order.
+// Encoding of keys: rotation, quantisation and the factor of `asymmetric` codes (as in RaBitQ,
+// SIGMOD 2024). fp32 in one fixed order.
 #include <algorithm>
 #include <bit>
 #include <cmath>
@@ -25,7 +25,7 @@ namespace hn = hwy::HWY_NAMESPACE;
 
 using D16 = hn::CappedTag<float, kTileTokenCount>;
 
-// y_j = fma chain over i of P[j][i] x_i, lanes are j.
+// y_j is one chain of fused multiply-adds over i of P[j][i] x_i. Lanes are j.
 void RotateImpl(const EncodeParams& p, const float* x, float* y) {
   const D16 d;
   const int n = static_cast<int>(hn::Lanes(d));
@@ -56,8 +56,8 @@ void RotateImpl(const EncodeParams& p, const float* x, float* y) {
   }
 }
 
-// From here on lanes are keys. Divides the differences x [dim][16] of a lane's
-// vectors by their norms, and stores these: RadiusOf() in its order.
+// From here on, lanes are keys. Divides the differences x [dim][16] of the lanes' vectors by their
+// norms, and returns the norms: RadiusOf(), in its order of operations.
 HWY_INLINE hn::Vec<D16> Normalise(int dim, int lane, float* HWY_RESTRICT x) {
   const D16 d;
   const auto zero = hn::Zero(d);
@@ -83,7 +83,7 @@ HWY_INLINE hn::Vec<D16> Normalise(int dim, int lane, float* HWY_RESTRICT x) {
   return hn::Mul(largest, norm);
 }
 
-// x [dim][16] becomes the differences of 16 vectors from a centre.
+// x [dim][16] = the differences of 16 vectors from a centre.
 void LoadDifferences(DType dtype, const std::byte* vectors, int64_t row_bytes, int dim,
                      const float* centre, float* HWY_RESTRICT x) {
   float vector[kHeadDimMax];
@@ -106,7 +106,8 @@ void DistancesImpl(DType dtype, const std::byte* vectors, int64_t row_bytes, int
   }
 }
 
-// x [dim][16] holds k - c, then o; y [dim][16].
+// Encodes the keys of a tile. x [dim][16] holds k - c, then o = (k - c) / ||k - c||; y [dim][16] is
+// P o.
 void EncodeLanes(const EncodeParams& p, float* HWY_RESTRICT x, float* HWY_RESTRICT y,
                  std::byte* page, int tile) {
   const D16 d;
@@ -137,7 +138,7 @@ void EncodeLanes(const EncodeParams& p, float* HWY_RESTRICT x, float* HWY_RESTRI
       hn::Store(a2, d, out + 2 * kTileTokenCount);
       hn::Store(a3, d, out + 3 * kTileTokenCount);
     }
-    // Quantise. <P o, t> in units of the step.
+    // Quantise. dot is <P o, t> in units of the step.
     const auto half = hn::Set(d, static_cast<float>(levels / 2));
     const auto top = hn::Set(d, static_cast<float>(levels - 1));
     const auto middle = hn::Set(d, 0.5f * static_cast<float>(levels - 1));
@@ -166,7 +167,7 @@ void EncodeLanes(const EncodeParams& p, float* HWY_RESTRICT x, float* HWY_RESTRI
         word[part] = hn::Zero(du);
       }
     }
-    // f = ||k - c|| / <P o, t>, to bf16; 0 where either vanishes.
+    // f = ||k - c|| / <P o, t>, in bf16; 0 unless both are positive.
     const auto valid = hn::And(hn::Gt(length, zero), hn::Gt(dot, zero));
     auto f = hn::Div(length, hn::Mul(hn::IfThenElse(valid, dot, one), hn::Set(d, step)));
     f = hn::Min(f, hn::Set(d, 3.0e38f));
@@ -198,7 +199,7 @@ HWY_EXPORT(DistancesImpl);
 
 void StoreCode(const CodeLayout& layout, const uint8_t* codes, std::byte* page, int slot) {
   uint32_t* words = reinterpret_cast<uint32_t*>(page);
-  int below = 0;  // bits of a code in the parts before
+  int below = 0;  // bits of a code in the parts before this one
   for (int part = 0; part < layout.parts; ++part) {
     const int word_dims = layout.word_dims(part);
     const uint32_t mask = (1u << layout.width[part]) - 1;

@@ -1,5 +1,5 @@
-// Attention over rows [K | V] where they lie: logits, online softmax, and the
-// second moments of sampled rows. fp32 accumulation in one fixed order.
+// Attention over rows [K | V] in place: logits, online softmax, and the second moments of sampled
+// rows. Sums in fp32, in one fixed order.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -43,8 +43,7 @@ HWY_INLINE void SumPairs(VF* v) {
   }
 }
 
-// Lane i of the result vectors, taken in order, is the sum of v[i]'s lanes.
-// v has 16 vectors; the results stand in v[0 .. 16 / lanes).
+// Sums the lanes of each of the 16 vectors v. The 16 sums, in order, fill v[0 .. 16 / lanes).
 HWY_INLINE void SumLanes16(VF* v) {
   const size_t lanes = hn::Lanes(DF());
   SumPairs<16>(v);
@@ -53,12 +52,12 @@ HWY_INLINE void SumLanes16(VF* v) {
   if (lanes >= 16) SumPairs<2>(v);
 }
 
-// Asks for the half of a row that starts at `half`: the keys of the next block
-// are fetched while this one's logits are computed, the values while it is
-// folded, which keeps the memory evenly busy.
+// Prefetches the half of a row that starts at `half`. The keys of the next block are fetched while
+// the logits of this one are computed, and its values while this one is folded. So the memory is
+// evenly busy.
 template <typename T>
 HWY_INLINE void PrefetchHalf(const T* half, int head_dim) {
-  // To the second level: the first has too few miss buffers for the bandwidth.
+  // Into the second-level cache: the first level has too few miss buffers for the bandwidth.
   for (int i = 0; i < head_dim; i += 64 / static_cast<int>(sizeof(T))) {
     __builtin_prefetch(half + i, /*rw=*/0, /*locality=*/2);
   }
@@ -102,8 +101,8 @@ HWY_INLINE void LogitsHeads(const std::byte* const* rows, int count, const float
 }
 
 #if HWY_TARGET == HWY_AVX3_DL
-// sum += a . b over the two bf16 of every lane. By name, as Highway 1.0.3 does
-// not tell the compiler of AVX512-BF16; the caller has asked the processor.
+// sum += a . b over the two bf16 of every lane. As assembly, because Highway 1.0.3 does not tell
+// the compiler about AVX512-BF16. The caller has checked that the processor has it.
 HWY_INLINE VF DotPairs(VF sum, __m512i a, __m512i b) {
   asm("vdpbf16ps %2, %1, %0" : "+v"(sum.raw) : "v"(a), "v"(b));
   return sum;
@@ -152,7 +151,7 @@ bool HasBf16() {
 }
 #endif
 
-// Logits of kHeads heads from the first on, by the kernel that fits.
+// Logits of kHeads heads from `first` on, by the fastest kernel that applies.
 template <typename T, int kHeads>
 HWY_INLINE void LogitsBlock(const std::byte* const* rows, const std::byte* const* next, int count,
                             const RowQueries& q, int first, float* logits) {
@@ -220,9 +219,9 @@ bool RowLogitsImpl(DType dtype, const std::byte* const* rows, const std::byte* c
   }
 }
 
-// Turns the first `count` logits of a head into x = exp(logit - max), the rest
-// of the block into 0, and updates the sums. Returns the factor by which what
-// was summed before shrinks.
+// Turns the first `count` logits of a head into x = exp(logit - max), sets the rest of the block to
+// 0, and updates the sums. Returns the factor by which the caller must multiply the head's earlier
+// sums of values.
 HWY_INLINE float Exponentials(float* logits, int count, bool moments, RowSums* sums) {
   const DF df;
   const int n = static_cast<int>(hn::Lanes(df));
@@ -244,8 +243,8 @@ HWY_INLINE float Exponentials(float* logits, int count, bool moments, RowSums* s
   return sums->Merge(block).keep;
 }
 
-// Weights x of a block's rows [head][kRowBlock], with moments also x^2, the
-// factors by which the heads' sums shrink first, and what values are in units of.
+// The weights x of a block's rows, [head][kRowBlock], and x^2 with moments; the factors by which
+// the heads' earlier sums are multiplied first; and the inverse of the unit of values.
 struct FoldWeights {
   float factor[4];
   float inverse_unit;
@@ -299,7 +298,7 @@ HWY_INLINE void FoldColumns(const std::byte* const* rows, const std::byte* const
 template <typename T, int kHeads, bool kMoments>
 HWY_INLINE void FoldHeads(const std::byte* const* rows, const std::byte* const* next, int count,
                           int dim, const FoldWeights& w, float* value, float* value_sq) {
-  // As many columns at once as the registers hold sums of.
+  // As many columns at once as there are registers for their sums.
   constexpr int kColumns = kMoments ? 2 : 4;
   const int n = static_cast<int>(hn::Lanes(DF()));
   int c = 0;
@@ -311,7 +310,7 @@ HWY_INLINE void FoldHeads(const std::byte* const* rows, const std::byte* const* 
   }
 }
 
-// ||v||^2 of the block's rows, 0 beyond `count`, v in units.
+// ||v||^2 of the block's rows, v in units; 0 beyond `count`.
 template <typename T>
 HWY_INLINE void ValueNorms(const std::byte* const* rows, int count, int dim, float inverse_unit,
                            float* norms) {
@@ -334,7 +333,7 @@ HWY_INLINE void ValueNorms(const std::byte* const* rows, int count, int dim, flo
   }
 }
 
-// y [row][kProjectionDims] of the block's values, in units.
+// The projections y [row][kProjectionDims] of the block's values, in units.
 template <typename T>
 HWY_INLINE void ProjectValues(const std::byte* const* rows, int count, int dim,
                               const ValueSums& values, float* y) {
@@ -353,13 +352,13 @@ HWY_INLINE void ProjectValues(const std::byte* const* rows, int count, int dim,
   }
 }
 
-// projected [16][16] = factor^2 projected + sum x^2 y y^T of one head.
+// projected [16][16] = factor^2 projected + sum x^2 y y^T, for one head.
 HWY_INLINE void FoldProjected(const float* y, int count, const float* x_sq, float factor,
                               float* projected) {
   const DF df;
   const int n = static_cast<int>(hn::Lanes(df));
   const auto keep = hn::Set(df, factor * factor);
-  constexpr int kRows = 8;  // of the matrix, whose sums stay in registers
+  constexpr int kRows = 8;  // rows of the matrix whose sums stay in registers
   for (int lane = 0; lane < kProjectionDims; lane += n) {
     for (int first = 0; first < kProjectionDims; first += kRows) {
       VF sums[kRows];
@@ -379,7 +378,7 @@ HWY_INLINE void FoldProjected(const float* y, int count, const float* x_sq, floa
   }
 }
 
-// x^2 of a head's weights; returns the sum of x^2 ||v||^2.
+// x_sq = x^2 for a head's weights. Returns the sum of x^2 ||v||^2.
 HWY_INLINE float SquareWeights(const float* x, const float* norms, float* x_sq) {
   const DF df;
   const int n = static_cast<int>(hn::Lanes(df));
@@ -388,7 +387,7 @@ HWY_INLINE float SquareWeights(const float* x, const float* norms, float* x_sq) 
     const auto xi = hn::LoadU(df, x + i);
     const auto square = hn::Mul(xi, xi);
     hn::Store(square, df, x_sq + i);
-    // A norm beyond fp32's range must not meet a weight of 0.
+    // A norm beyond fp32's range (infinity) times a weight of 0 would be NaN.
     const auto term = hn::Mul(square, hn::Load(df, norms + i));
     sum = hn::Add(sum, hn::IfThenZeroElse(hn::Eq(square, hn::Zero(df)), term));
   }

@@ -23,8 +23,8 @@ namespace spillway {
 namespace HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
-// The same of codes of three bits, whose parts are joined before they are
-// multiplied: a word of top bits goes with two of the low ones.
+// DotPart() for codes of three bits, whose two parts are joined before they are multiplied: one
+// word of top bits belongs to two words of low bits.
 template <int kRows, int kTiles>
 HWY_INLINE void DotThreeBits(const CodeLayout& layout, const ScanPage& page, int tile, int lane,
                              const int8_t* weights, const int32_t* first, VI (*out)[kRows]) {
@@ -44,7 +44,8 @@ HWY_INLINE void DotThreeBits(const CodeLayout& layout, const ScanPage& page, int
       LoadWord(layout, page, low_words, 2 * c + half, low);
 #pragma GCC unroll 4
       for (int p = 0; p < kLowPositions; ++p) {
-        const int at = half * kLowPositions + p;  // the top bit's place, which becomes 2
+        // The bit of each byte that holds the top bit of a code, which moves to bit 2.
+        const int at = half * kLowPositions + p;
         VU fields[kTiles];
         for (int t = 0; t < kTiles; ++t) {
           const auto moved =
@@ -59,7 +60,7 @@ HWY_INLINE void DotThreeBits(const CodeLayout& layout, const ScanPage& page, int
   sums.Store(out);
 }
 
-// kRows sums of B-bit codes from the given tile on.
+// kRows sums over B-bit codes of kTiles tiles from `tile` on.
 template <int kBits, int kRows, int kTiles>
 HWY_INLINE void DotTile(const ScoreQuery& q, int first_row, const ScanPage& page, int tile,
                         int lane, VI (*out)[kRows]) {
@@ -72,8 +73,8 @@ HWY_INLINE void DotTile(const ScoreQuery& q, int first_row, const ScanPage& page
   }
 }
 
-// Calls f(tile, head, p, factor) for kPair tiles and kRows query heads from the
-// first on, heads in order; p and factor as EstimatedLogit() takes them.
+// Calls f(t, head, p, factor) for the kPair tiles tile + t and for kRows query heads from `first`
+// on, heads in order. p and factor are the arguments of EstimatedLogit().
 template <int kBits, int kRows, typename F>
 HWY_INLINE void RowsLogits(const ScoreQuery& q, const ScanPage& page, int tile, int lane, int first,
                            F f) {
@@ -134,8 +135,8 @@ HWY_INLINE float SumSixteen(const float* chains) {
   return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
-// Sums of a page over the lanes' keys, chains of RankSums in memory: heads in
-// turn.
+// RankSums of a page as chains, one per slot of a tile. They are in memory, because heads take
+// turns.
 struct RankChains {
   HWY_ALIGN float weight[kGroupMax][kRankChains];
   HWY_ALIGN float error[kGroupMax][kRankChains];
@@ -150,7 +151,8 @@ void AsymmetricBinsOf(const ScoreQuery& q, const ScanPage& page, const float* ce
   const DF df;
   const int n = static_cast<int>(hn::Lanes(df));
   RankChains chains;
-  float shift[kGroupMax];  // of the page's logits: what is relative to the reference
+  // The page's centre logits relative to the reference, added to each of its logits.
+  float shift[kGroupMax];
   for (int h = 0; h < q.row_count; ++h) {
     shift[h] = centre_logits[h] - q.references.reference[h];
     std::fill_n(chains.weight[h], kRankChains, 0.0f);
@@ -343,7 +345,7 @@ int64_t FilterTokensImpl(const uint16_t* bins, uint32_t first_token, int64_t cou
   const auto not_resident = hn::Set(du, 0u - order.resident);
   const auto resident_phase = hn::Set(du, order.resident_phase);
   const auto phase = hn::Set(du, order.phase);
-  // Vectors together share the loads of the limits.
+  // This many vectors share the loads of the limits.
   constexpr int kVectors = 4;
   int64_t written = 0;
   int64_t i = 0;
@@ -369,22 +371,22 @@ int64_t FilterTokensImpl(const uint16_t* bins, uint32_t first_token, int64_t cou
       h = hn::Xor(hn::Mul(h, hn::Set(du, 0x85EBCA6Bu)), hn::Set(du, key.mask));
       h = hn::Mul(hn::Xor(h, hn::ShiftRight<13>(h)), hn::Set(du, 0xC2B2AE35u));
       h = hn::Xor(h, hn::ShiftRight<16>(h));
-      // SamplePlace(): each part of the order is turned within itself.
+      // SamplePlace(): each of the two parts of the order is rotated within itself.
       const auto in_resident = hn::Lt(h, resident);
       const auto turn = hn::IfThenElse(in_resident, resident_phase, phase);
       const auto wraps = hn::Lt(hn::IfThenElse(in_resident, h, hn::Sub(h, resident)), turn);
       const auto back = hn::IfThenElse(in_resident, resident, not_resident);
       h = hn::Add(hn::Sub(h, turn), hn::IfThenElseZero(wraps, back));
       const auto upper = hn::DemoteTo(d16, hn::BitCast(di, hn::ShiftRight<kSampleLimitShift>(h)));
-      // Writes one bit a lane, in whole bytes, up to eight.
+      // Writes one bit per lane, in whole bytes, up to eight of them.
       uint8_t bytes[8] = {};
       hn::StoreMaskBits(d16, hn::Lt(upper, limit[v]), bytes);
       uint64_t bits;
       std::memcpy(&bits, bytes, 8);
       kept |= bits << (v * n);
     }
-    // The first two without a branch, which could not be foreseen; there are
-    // seldom more. Both fit: written <= i.
+    // The first two are written without a branch, which could not be predicted; there are seldom
+    // more. Both fit: written <= i.
     for (int k = 0; k < 2; ++k) {
       out[written] = static_cast<uint32_t>(i + std::countr_zero(kept));
       written += kept != 0;

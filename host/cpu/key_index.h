@@ -5,7 +5,7 @@
 
 namespace spillway {
 
-// Keys of one page of one KV head that a layer has newly got.
+// New keys of a layer, in one page of one KV head.
 struct PageKeys {
   int layer = 0;
   int kv_head = 0;
@@ -15,8 +15,8 @@ struct PageKeys {
   const float* centre = nullptr;  // [d]
 };
 
-// What an optional method has of one model: its weights, and how it fills its
-// section of the index pages. Thread-safe.
+// The data of an optional method for one model: its weights, and the code that fills its section of
+// the index pages. Thread-safe.
 class KeyIndex {
  public:
   virtual ~KeyIndex() = default;

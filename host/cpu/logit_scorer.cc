@@ -26,7 +26,7 @@ absl::Status FindReferences(const ScoredKeys& keys, ReferenceLogits page_logits,
   });
   for (const absl::Status& status : statuses) RETURN_IF_ERROR(status);
   for (int g = 0; g < group; ++g) {
-    // The scored tokens among the logits of each page.
+    // Calls f(logits of the scored tokens, their number) for each page of the sample.
     const auto for_each_page = [&](const auto& f) {
       for (int64_t i = 0; i < count; ++i) {
         const int64_t at = pages.page(i) * kPageTokenCount;

@@ -10,16 +10,16 @@
 
 namespace spillway {
 
-// Logits of a page's keys as scores take them, times log2(e): [G][kPageTokenCount].
-// next: the page that will be asked for after it. Called from several threads.
+// Computes the logits of a page's keys, times log2(e) as scores take them: [G][kPageTokenCount].
+// next: the page that will be asked for next. Called from several threads.
 using ReferenceLogits = absl::FunctionRef<absl::Status(int64_t page, int64_t next, float* logits)>;
 
-// What scores are relative to, from a sample of the keys (host/core/score.h).
-// centre_logits: of all scored pages, [pages][G], or empty.
+// Finds what scores are relative to, from a sample of the keys (host/core/score.h). centre_logits:
+// of all scored pages, [pages][G], or empty.
 absl::Status FindReferences(const ScoredKeys& keys, ReferenceLogits logits,
                             std::span<const float> centre_logits, ScoreReferences& references);
 
-// Scores keys by logits, exact or estimated. A selector says how it has them.
+// Scores keys by logits, exact or estimated, which a subclass computes.
 class LogitScorer : public KeyScorer {
  public:
   explicit LogitScorer(const ScoredKeys& keys) : keys_(keys) {}
@@ -39,7 +39,7 @@ class LogitScorer : public KeyScorer {
   ScoreReferences references_;
 };
 
-// `oracle`: by the keys themselves. OUT_OF_RANGE names a token whose logit is not
+// `oracle`: scores keys by their exact logits. OUT_OF_RANGE names a token whose logit is not
 // finite.
 class ExactScorer final : public LogitScorer {
  public:

@@ -7,11 +7,11 @@
 
 namespace spillway {
 
-// A tail that finds its tokens by itself and weighs their rows: no sample, no
-// promise. Thread-safe.
+// A tail that finds its tokens by itself and weighs their rows. It draws no sample and promises no
+// bound. Thread-safe.
 class MethodTail : public RowWeigher {
  public:
-  // Tokens that some query head takes, ascending. Row i of Weigh() is tokens()[i]'s.
+  // Tokens that at least one query head takes, ascending. Row i of Weigh() is that of tokens()[i].
   virtual const std::vector<uint32_t>& tokens() const = 0;
 };
 

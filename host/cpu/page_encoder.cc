@@ -8,7 +8,7 @@
 namespace spillway {
 namespace {
 
-// The element at n / 2 from below.
+// The element at position n / 2 in ascending order.
 float Median(std::span<const float> values) {
   std::vector<float> sorted(values.begin(), values.end());
   const auto middle = sorted.begin() + static_cast<std::ptrdiff_t>(sorted.size() / 2);
@@ -16,7 +16,7 @@ float Median(std::span<const float> values) {
   return *middle;
 }
 
-// Keys, or values, of a page in fp32: [kPageTokenCount][d].
+// `count` keys, or values, in fp32: [count][d].
 std::vector<float> Widen(const ModelSpec& spec, const std::byte* vectors, int count) {
   std::vector<float> wide(static_cast<size_t>(count) * spec.head_dim);
   for (int t = 0; t < count; ++t) {
@@ -26,7 +26,7 @@ std::vector<float> Widen(const ModelSpec& spec, const std::byte* vectors, int co
   return wide;
 }
 
-// The mean of the vectors that `takes` says, rounded to bf16.
+// The mean of the vectors t for which takes(t), rounded to bf16.
 template <typename Takes>
 void MeanToBf16(std::span<const float> vectors, int d, Takes takes, std::byte* centre) {
   std::vector<double> sum(d, 0.0);
@@ -41,8 +41,8 @@ void MeanToBf16(std::span<const float> vectors, int d, Takes takes, std::byte* c
   FromFloat(DType::kBF16, mean.data(), d, centre);
 }
 
-// Radii of a page's keys about its centre in bf16, which is widened into
-// `wide`; returns their median.
+// Computes the radii of a page's keys about its bf16 centre, which is widened into `wide`. Returns
+// their median.
 float PageRadii(const ModelSpec& spec, const std::byte* rows, const std::byte* centre,
                 std::vector<float>& wide, float* radii) {
   ToFloat(DType::kBF16, centre, spec.head_dim, wide.data());
@@ -50,7 +50,7 @@ float PageRadii(const ModelSpec& spec, const std::byte* rows, const std::byte* c
   return Median({radii, kPageTokenCount});
 }
 
-// The centre of those keys of a page that lie near the median per coordinate.
+// Computes the centre of a page again, from the keys that lie near the median per coordinate.
 void CentreAgain(const ModelSpec& spec, const std::byte* rows, std::span<const float> keys,
                  std::byte* centre) {
   const int d = spec.head_dim;

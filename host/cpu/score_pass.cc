@@ -12,7 +12,8 @@ namespace spillway {
 namespace {
 
 void CountBins(const uint16_t* bins, int64_t count, uint32_t* histogram, int bin_count) {
-  // Two interleaved histograms: neighbours often share a bin.
+  // Two histograms in turn: neighbours often share a bin, and each count would wait for the one
+  // before.
   std::vector<uint32_t> odd(bin_count, 0);
   int64_t i = 0;
   for (; i + 2 <= count; i += 2) {
@@ -88,10 +89,10 @@ void ScorePass::CountBlock(int64_t block) {
 }
 
 absl::Status ScorePass::Score(KeyScorer& scorer) {
-  // Before there is a workspace: a first selection's pass has one of its own.
+  // Before this pass has a workspace: the pass of a first selection takes one of its own here.
   RETURN_IF_ERROR(scorer.Prepare());
   bin_count_ = scorer.bin_count();
-  // The last pair of tiles may be scored whole.
+  // With room for the last pair of tiles, which is scored whole.
   ASSIGN_OR_RETURN(WorkspacePool::Lease lease,
                    keys_.context->workspaces->Acquire(end_ - base_ + 2 * kTileTokenCount,
                                                       by_mass_ ? keys_.spec().group() : 0,
@@ -118,8 +119,8 @@ std::vector<uint32_t> ScorePass::SumHistograms(int set) const {
 
 void ScorePass::CollectAbove(int set, HeavyThreshold threshold, FoundTokens& found) const {
   const std::vector<uint16_t>& bins = set == 0 ? workspace_->bins : workspace_->head_bins[set - 1];
-  // Of the threshold bin the most recent `take` are heavy: the first `skip`
-  // in token order are not.
+  // In the threshold bin, the most recent `take` tokens are heavy. The first `skip` tokens of a
+  // block in that bin are not.
   std::vector<int64_t> skip(block_count_);
   int64_t in_bin = 0;
   for (int64_t b = 0; b < block_count_; ++b) {

@@ -13,32 +13,30 @@
 
 namespace spillway {
 
-// Scores of the tokens of one (query, KV head), kept as histogram bins.
-// Tokens are cut into blocks at multiples of kBlockTokens, whatever the number
-// of threads.
+// Scores of the tokens of one (query, KV head), kept as histogram bins. Tokens are split into
+// blocks at multiples of kBlockTokens, whatever the number of threads.
 class ScorePass {
  public:
   static constexpr int64_t kBlockTokens = 16384;
 
-  // selector: whose scores these are, the policy's or its first selection's.
-  // by_mass: each query head's bins are kept beside the group's, for top-p.
+  // selector: the one that scores, the policy's or that of its first selection. by_mass: also keeps
+  // the bins of each query head, for top-p.
   ScorePass(const ScoredKeys& keys, Selector selector, bool by_mass);
 
-  // Prepares the scorer and fills the bins and the histogram by it, once.
-  // RESOURCE_EXHAUSTED, CANCELLED, and what the scorer says.
+  // Prepares the scorer, and fills the bins and the histogram with its scores. Called once.
+  // RESOURCE_EXHAUSTED, CANCELLED, and errors of the scorer.
   absl::Status Score(KeyScorer& scorer);
-  // The `count` tokens of the highest bins, of equal ones the most recent;
-  // ascending. All, where there are no more.
+  // The `count` tokens of the highest bins, ascending; of equal bins the most recent tokens. All
+  // tokens, if there are fewer.
   std::vector<uint32_t> Highest(int64_t count) const;
   bool by_mass() const { return by_mass_; }
-  // Strays among the scored tokens.
+  // Number of strays among the scored tokens.
   int64_t stray_count() const { return weighs_ ? histogram_[kStrayBin] : 0; }
-  // Chooses the heavy set, by the policy's mass or by count, and strays; marks its
-  // tokens in the bins and takes them out of the histogram. Returns them
-  // ascending.
+  // Chooses the heavy set, by the policy's mass or by count, and the strays. Marks all these tokens
+  // in the bins, takes them out of the histogram, and returns them ascending.
   std::vector<uint32_t> TakeHeavy(const HeavySet& set);
 
-  // Tokens per group bin; after TakeHeavy those of the tail.
+  // Tokens per group bin; after TakeHeavy() only those of the tail.
   const std::vector<uint32_t>& histogram() const { return histogram_; }
   int64_t block_count() const { return block_count_; }
   int64_t block_begin(int64_t b) const {
@@ -54,20 +52,20 @@ class ScorePass {
   using FoundTokens = std::vector<std::vector<uint32_t>>;  // per block
 
   absl::Status ScoreBlock(const KeyScorer& scorer, int64_t block);
-  // Turns the bins of a page's tiles into those of scores times values'
-  // distances.
+  // Applies WeighBin() to the bins of a page's tiles, and takes strays out of head_bins.
   void WeighPage(int64_t page, int tile_begin, int tile_end, uint16_t* bins,
                  uint16_t* const* head_bins) const;
   void CountBlock(int64_t block);
-  // Histogram sets of a block: the group's, and with top-p one per query head.
+  // Number of histograms of a block: the group's and, with top-p, one per query head.
   int sets() const { return by_mass_ ? 1 + keys_.spec().group() : 1; }
   std::vector<uint32_t> SumHistograms(int set) const;
-  // Adds each block's tokens above the threshold to found[block].
+  // Adds each block's tokens above the threshold to found[block]. set: 0 for the group's bins, 1 +
+  // g for those of query head g.
   void CollectAbove(int set, HeavyThreshold threshold, FoundTokens& found) const;
 
   const ScoredKeys keys_;
   const bool by_mass_;
-  const bool weighs_;  // see WeighBin()
+  const bool weighs_;  // whether WeighBin() applies to the bins
   const int64_t begin_;
   const int64_t end_;
   const int64_t base_;  // token of bins[0], a multiple of 32

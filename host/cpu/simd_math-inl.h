@@ -1,4 +1,4 @@
-// Highway forms of host/core; included once per target.
+// Highway versions of functions of host/core. Included once per SIMD target.
 #if defined(SPILLWAY_SIMD_MATH_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef SPILLWAY_SIMD_MATH_INL_H_
 #undef SPILLWAY_SIMD_MATH_INL_H_
@@ -15,7 +15,7 @@ namespace spillway {
 namespace HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
-// ExpF32, lane by lane, the same bits.
+// ExpF32() of each lane, with the same bits.
 template <class D, class V = hn::Vec<D>>
 HWY_INLINE V ExpVec(D d, V x) {
   const hn::RebindToSigned<D> di;
@@ -35,7 +35,7 @@ HWY_INLINE V ExpVec(D d, V x) {
   return hn::IfThenElseZero(hn::Ge(x, hn::Set(d, kExpMin)), hn::Mul(p, scale));
 }
 
-// ScoreExp2, lane by lane, the same bits.
+// ScoreExp2() of each lane, with the same bits.
 template <class D, class V = hn::Vec<D>>
 HWY_INLINE V ScoreExp2Vec(D d, V x) {
   const hn::RebindToUnsigned<D> du;

@@ -1,4 +1,4 @@
-// Selection, sampling in phases and attention of one query and one KV head.
+// Selection, sampling in several draws, and attention of one query and one KV head.
 
 #include <algorithm>
 #include <cmath>
@@ -49,26 +49,27 @@ class SparseAttend {
   absl::Status Run();
 
  private:
-  // Of the KV head; null: the model has no rotation.
+  // Statistics of the KV head; null: the model has no rotation.
   const HeadStatistics* statistics() const {
     return c_.index == nullptr ? nullptr : c_.index->Statistics(kv_head_);
   }
   ValueTerms TermsOfValues() const;
   int64_t window() const { return n_ - keys_.end; }
-  // Chooses the heavy set, by the ranks' error where it sets the count.
+  // Chooses the heavy set. If the set is adaptive, the error of the ranks decides its size.
   void TakeHeavy(const KeyScorer& scorer);
   void CutTail();
   absl::Status SampleTail();
-  // Draws between the thresholds until `judge` takes the draw, and folds it.
+  // Draws the tokens between the thresholds, again until `judge` accepts the draw, and folds their
+  // rows.
   template <typename Judge>
   absl::Status Draw(TailSampler& sampler, Judge judge);
-  // Turns the sums so far into what the bound asks for of each stratum, the
-  // maximum over `heads`, within what row_count_max leaves.
+  // Computes the budget of each stratum: the rows that the bound needs, estimated from the sums so
+  // far; the maximum over `heads`, limited by row_count_max.
   void SetBudgets(std::span<const int> heads, const TailTerms& terms);
-  // What the sums so far say of every head.
+  // Estimates every query head from the sums so far.
   void EstimateHeads();
   HeadCertificate Certified(int head) const;
-  // Adds what a method's tail takes to the exact rows' sums.
+  // Adds the rows of a method's tail to the sums of the exact rows.
   absl::Status AddTailOf(const CpuMethod& method);
   HeadEstimate Estimate(int head) const;
   int64_t DrawnCount() const;
@@ -339,8 +340,8 @@ absl::Status AttendSparse(const AttendContext& context, int64_t query, int kv_he
                           StageClock* clock) {
   RETURN_IF_ERROR(context.Pause());
   if (clock != nullptr) clock->Begin();
-  // Workers that wait for a part of this unit must not start another unit:
-  // each holds a workspace.
+  // Workers that wait for a part of this unit must not start another unit, because each unit holds
+  // a workspace.
   return Isolated([&] { return SparseAttend(context, query, kv_head, clock).Run(); });
 }
 

@@ -10,20 +10,21 @@
 
 namespace spillway {
 
-// How long stages of a job take in one thread after the other. One thread at a time.
+// Measures the stages of a job that run one after the other. One thread at a time.
 class StageClock {
  public:
   using Clock = std::chrono::steady_clock;
 
-  // A stage begins.
+  // Called when a stage begins.
   void Begin(Clock::time_point now = Clock::now()) { begin_ = now; }
-  // It has ended, and the next begins; a stage may have several turns.
+  // Called when the stage has ended and the next begins. The times of a stage that runs several
+  // times add up.
   void End(JobStage stage) {
     const Clock::time_point now = Clock::now();
     spent_[static_cast<size_t>(stage)] += now - begin_;
     begin_ = now;
   }
-  // Of the stages that ran, in their order.
+  // Times of the stages that ran, in the order of JobStage.
   std::vector<StageTime> times() const {
     std::vector<StageTime> times;
     times.reserve(spent_.size());

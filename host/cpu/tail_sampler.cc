@@ -9,8 +9,8 @@ namespace spillway {
 
 std::vector<std::vector<uint32_t>> TailSampler::Draw(std::span<const uint64_t> low,
                                                      std::span<const uint64_t> high) {
-  // To look at every token costs more than to keep a few too many: what the first
-  // look finds serves the draws that follow the pilot, if they are not much larger.
+  // Scanning all tokens costs more than keeping a few too many. So the first scan collects more
+  // than the pilot needs, which also serves the later draws unless they are much larger.
   constexpr uint64_t kAhead = 8;
   constexpr uint64_t kAll = uint64_t{1} << 32;
   const uint64_t factor = candidates_.empty() ? kAhead : 1;
@@ -60,9 +60,9 @@ SampleLimits TailSampler::Limits() const {
     limits.edge[limits.count] = static_cast<uint16_t>(bin);
     limits.limit[limits.count++] = limit;
   };
-  // Bins ascend as strata descend.
+  // From the last stratum to the first, so that bins ascend.
   for (int h = strata_.size(); h-- > 0;) add(strata_.lowest_bin[h], PlaceLimit(collected_[h]));
-  // Heavy tokens' bin lies above all.
+  // The bin of heavy tokens is above all these.
   add(strata_.of_bin.size(), 0);
   return limits;
 }

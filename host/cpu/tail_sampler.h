@@ -11,15 +11,15 @@
 
 namespace spillway {
 
-// Finds the tail's tokens that thresholds draw, by bins and hashes alone, never
-// by a row. Everything that it is made from outlives it. One thread calls it.
+// Finds the tokens of the tail that thresholds draw, from bins and hashes alone: it reads no rows.
+// scores and strata must outlive it. One thread at a time.
 class TailSampler {
  public:
   TailSampler(const ScorePass& scores, const Strata& strata, const SampleOrder& order)
       : scores_(scores), strata_(strata), order_(order), collected_(strata.size(), 0) {}
 
-  // Per stratum the tokens whose places lie in [low[h], high[h]), ascending;
-  // low[h] <= high[h] <= 2^32.
+  // For each stratum, the tokens whose places are in [low[h], high[h]), ascending. REQUIRES: low[h]
+  // <= high[h] <= 2^32.
   std::vector<std::vector<uint32_t>> Draw(std::span<const uint64_t> low,
                                           std::span<const uint64_t> high);
 
@@ -30,7 +30,7 @@ class TailSampler {
     uint64_t place;
   };
 
-  // Makes candidates of all tokens whose places lie below collected_.
+  // Makes candidates of all tokens whose places are below collected_.
   void Collect();
   SampleLimits Limits() const;
 

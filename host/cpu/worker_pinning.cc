@@ -22,7 +22,7 @@ void WorkerPinning::on_scheduler_entry(bool is_worker) {
   cpu_set_t one;
   CPU_ZERO(&one);
   CPU_SET(processors_[next_.fetch_add(1, std::memory_order_relaxed) % processors_.size()], &one);
-  // A worker that may not be pinned runs where the kernel likes.
+  // A worker that cannot be pinned runs where the system puts it.
   pinned = sched_setaffinity(0, sizeof one, &one) == 0;
 }
 

@@ -8,13 +8,13 @@
 
 namespace spillway {
 
-// Keeps each worker that enters an arena to a processor of its own, where there
-// is one for every worker: a kernel may wake a worker behind another one and
-// not look for an idle processor before the job is over. Callers' threads stay
-// free. Observes from construction to destruction.
+// Pins each worker that enters an arena to a processor of its own, if there is one for every
+// worker. Without this, the operating system may wake a worker behind another one, and not move it
+// to an idle processor before the job is over. Callers' threads are not pinned. Observes from
+// construction to destruction.
 class WorkerPinning : public tbb::task_scheduler_observer {
  public:
-  // Does nothing unless worker_count is the count of processors allowed.
+  // Does nothing unless worker_count is the number of processors that the process may use.
   WorkerPinning(tbb::task_arena& arena, int worker_count);
   ~WorkerPinning() override;
 

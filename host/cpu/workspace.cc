@@ -23,14 +23,14 @@ absl::StatusOr<WorkspacePool::Lease> WorkspacePool::Acquire(int64_t token_count,
   const int64_t held_bins = static_cast<int64_t>(w->histograms.size());
   if (token_count > held_tokens || head_count > held_heads ||
       (head_count > 0 && token_count > held_head_tokens) || histogram_count > held_bins) {
-    // Growing by half keeps a context that grows from reallocating each step.
+    // Buffers grow by half, so that a growing context does not reallocate at each step.
     const auto grown = [](int64_t want, int64_t held) {
       return want > held ? want + want / 2 : held;
     };
     const int64_t tokens = grown(token_count, held_tokens);
     const int64_t heads = std::max<int64_t>(head_count, held_heads);
     const int64_t bins = grown(histogram_count, held_bins);
-    // The old buffers go first, so that old and new are never held at once.
+    // The old buffers are freed first, so that old and new are never held at once.
     *w = SelectWorkspace();
     const auto reserve = [&] {
       return budget_->Reserve(tokens * 2 * (1 + heads) + bins * 4, "the workspace of an attend",

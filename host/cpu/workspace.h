@@ -12,17 +12,17 @@
 
 namespace spillway {
 
-// Per-token buffers of one sparse attend of one KV head. Grows, never
-// shrinks; what it holds is charged to the budget.
+// Per-token buffers of one sparse attend of one KV head. They grow and never shrink; their bytes
+// are charged to the budget.
 struct SelectWorkspace {
   std::vector<uint16_t> bins;                    // group bins of the scored tokens
   std::vector<std::vector<uint16_t>> head_bins;  // per query head, for top-p
-  std::vector<uint32_t> histograms;              // [block][bin]
+  std::vector<uint32_t> histograms;              // [block][set][bin], see ScorePass
 
   MemoryReservation reservation;
 };
 
-// Workspaces kept between attends. Thread-safe; outlives its leases.
+// Keeps workspaces between attends. Thread-safe. Must outlive its leases.
 class WorkspacePool {
  public:
   explicit WorkspacePool(MemoryBudget* budget) : budget_(budget) {}
@@ -43,8 +43,8 @@ class WorkspacePool {
     std::unique_ptr<SelectWorkspace> workspace_;
   };
 
-  // Buffers for token_count scored tokens, head_count of head_bins (0: none) and
-  // histogram_count bins in all. RESOURCE_EXHAUSTED.
+  // A workspace for token_count scored tokens, with head_count head_bins (0: none) and
+  // histogram_count histogram bins in all. RESOURCE_EXHAUSTED.
   absl::StatusOr<Lease> Acquire(int64_t token_count, int head_count, int64_t histogram_count);
 
  private:

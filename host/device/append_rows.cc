@@ -15,7 +15,8 @@
 namespace spillway {
 namespace {
 
-// Rows [begin, end) of a KV head as they are in memory of ours.
+// Checks rows [begin, end) of a KV head as they were written to the arena, which the caller cannot
+// change.
 absl::Status CheckWritten(const ModelSpec& spec, int layer, const LayerRows& rows, int kv_head,
                           int64_t begin, int64_t end) {
   for (int64_t token = begin; token < end;) {
@@ -45,7 +46,8 @@ absl::Status AppendRows(const ModelSpec& spec, int layer, const AppendWork& work
     return absl::OkStatus();
   }
   const int heads = work.rows->kv_head_count();
-  // A page's worth at a time; a few tokens are copied before a worker would wake.
+  // One task copies the rows of up to a page, of one KV head. With a single page, this thread
+  // copies all heads: that is faster than waking a worker.
   const int64_t pages = (work.count + kPageTokenCount - 1) / kPageTokenCount;
   std::vector<absl::Status> statuses(work.shared_source ? heads * pages : 0);
   const auto copy = [&](int64_t task) {

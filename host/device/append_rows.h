@@ -5,9 +5,9 @@
 
 namespace spillway {
 
-// Copies what an append brings into its rows, prepared before, in parallel,
-// and commits them. OUT_OF_RANGE, nothing committed, for what is not finite in
-// a shared source (NonFiniteRowError).
+// Copies the new rows of an append, whose pages were prepared before, in parallel, and commits
+// them. OUT_OF_RANGE, with nothing committed, if an element of a shared source is not finite
+// (NonFiniteRowError). INVALID_ARGUMENT for GPU memory.
 absl::Status AppendRows(const ModelSpec& spec, int layer, const AppendWork& work);
 
 }  // namespace spillway

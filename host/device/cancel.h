@@ -7,8 +7,10 @@
 
 namespace spillway {
 
-// Tells a running job to stop. Thread-safe. A device looks at least once per
-// 4096 rows of work, and not after the job's completion.
+// Tells a running job to stop. Thread-safe. Devices check it repeatedly while they attend or fetch,
+// the CPU device about once per 16,384 tokens that a unit scores and once per 512 rows that it
+// reads. The CPU device does not check it during appends. No device reads it after the job's
+// completion.
 class CancelToken {
  public:
   using Clock = std::chrono::steady_clock;

@@ -30,27 +30,28 @@ struct StreamStepOptions;
 struct DeviceInfo {
   std::string name;         // "cpu:0"
   std::string description;  // for people
-  std::string uuid;         // of a GPU, else empty
+  std::string uuid;         // of a GPU; empty for a CPU
   int thread_count = 0;
   std::string simd_target;
-  // Whether this process shares a GPU by way of MPS; unknown where the driver
-  // does not say. Of a CPU: no.
+  // Whether this process uses the GPU through MPS; nullopt if the driver does not say. False for a
+  // CPU.
   std::optional<bool> mps = false;
 
-  // Whether this is its name or its UUID.
+  // Whether `device` is the name or the UUID of this device.
   bool Is(std::string_view device) const {
     return !device.empty() && (device == name || device == uuid);
   }
 };
 
-// Memory of a device's own, bytes.
+// Memory of the device itself, in bytes.
 struct DeviceMemory {
   int64_t limit_bytes = 0;
   int64_t used_bytes = 0;
-  // Of the limit, for copies of all rows of some sequences, and what these take.
+  // The part of the limit that is set aside for copies of all rows of some sequences, and the bytes
+  // in use there.
   int64_t resident_limit_bytes = 0;
   int64_t resident_used_bytes = 0;
-  // What other processes map, which counts against the limit.
+  // Memory that other processes map; it counts against the limit.
   int64_t shared_used_bytes = 0;
 };
 
@@ -63,32 +64,32 @@ class DeviceModel {
   virtual int64_t bytes() const = 0;
 };
 
-// What a device keeps of one sequence (codes, factors, centres). Opaque; not
-// thread-safe: the engine orders what touches one sequence.
+// A device's index of one sequence (codes, factors, centres). Opaque. Not thread-safe; Device says
+// what the engine guarantees.
 class DeviceSequence {
  public:
   virtual ~DeviceSequence() = default;
   virtual int64_t index_bytes() const = 0;
 };
 
-// New K/V of one (sequence, layer). Rows and device state were prepared; the
-// job writes and encodes, then commits rows->token_count() = start + count.
+// New K/V of one (sequence, layer). Their pages, for rows and for codes, were prepared before. The
+// job writes and encodes the rows, then commits rows->token_count() = start + count.
 struct AppendWork {
   LayerRows* rows = nullptr;
   int64_t start = 0;
   int64_t count = 0;
   RowSource k;  // [H_kv, count, d] in the model's dtype
   RowSource v;  // the same
-  // The caller may still change the source: what was written is looked at, and
-  // an element that is not finite fails the item with OUT_OF_RANGE and commits
-  // nothing. Else the source is known to be finite.
+  // The caller may still change the source. So the rows are checked after they are written: an
+  // element that is not finite fails the item with OUT_OF_RANGE, and nothing is committed. If
+  // false, the caller has checked that the source is finite.
   bool shared_source = false;
-  // The source lies in GPU memory, rows aligned to 16 bytes, and is there when the job
-  // starts: a device that does not read it refuses the item. As a shared source it
-  // is looked at as it is written.
+  // The source is in GPU memory, with rows aligned to 16 bytes, and is complete when the job
+  // starts. A device that cannot read it refuses the item. The rows are checked as with
+  // shared_source.
   bool on_gpu = false;
-  // The rows are there already, of a process before this one, and there is no source: what
-  // remains is to commit and to index them.
+  // The rows are already in the arena, written by an earlier process, and there is no source. The
+  // job only commits and indexes them.
   bool rows_present = false;
 
   // K and V in C order.
@@ -104,7 +105,7 @@ struct AppendWork {
 struct AttendQuery {
   const LayerRows* rows = nullptr;
   Policy policy;  // valid for the model
-  // [H_kv], or empty: the policy's own for all.
+  // [H_kv], one for each KV head; if empty, the policy's own tail is used for all.
   std::vector<TailPolicy> tails;
   DType q_dtype = DType::kF32;
   const std::byte* q = nullptr;  // [T, H_q, d]
@@ -112,12 +113,13 @@ struct AttendQuery {
   std::vector<int64_t> visible;  // [T], each in [1, rows after the append]
   // Choose rows only: the result has selections, but no out and lse.
   bool select_only = false;
-  // Errors are watched, and heads made to keep their promise: certificates
-  // promise whatever the ranks.
+  // The online audit measures errors of such attends, and tightens heads with too many violations.
+  // So certificates promise the bound whatever the error of the ranks.
   bool audited = false;
 
   const TailPolicy& TailOf(int kv_head) const { return tails.empty() ? policy : tails[kv_head]; }
-  // Whether an estimate within epsilon is a promise, for a query of a KV head.
+  // Whether the certificate of a query and KV head promises the bound if the estimated error is
+  // within epsilon.
   bool MayPromise(const ModelSpec& spec, int kv_head, int64_t query) const {
     const TailPolicy& tail = TailOf(kv_head);
     return BoundsTheError(tail.tail, tail.bound) &&
@@ -125,13 +127,13 @@ struct AttendQuery {
   }
 };
 
-// What an attend comes to; filled by the device.
+// The result of an attend; filled by the device.
 struct AttendResult {
   std::vector<float> out;                   // [T, H_q, d]
   std::vector<float> lse;                   // [T, H_q], natural log
   std::vector<Certificate> certificates;    // [T, H_q]
   std::vector<int64_t> touched_row_counts;  // [T, H_kv]
-  int64_t moved_row_count = 0;              // of those, rows that came over a link
+  int64_t moved_row_count = 0;              // how many of these rows came over a link
   std::vector<Selection> selections;        // [T, H_kv], with select_only
 };
 
@@ -141,15 +143,16 @@ struct JobItem {
   std::optional<AppendWork> append;
   std::optional<AttendQuery> attend;
   AttendResult result;  // of the attend
-  absl::Status status;  // filled; an item that fails leaves the others alone.
-                        // With both, an attend that fails keeps the append.
+  // Filled. An item that fails does not affect the others. If an item has both an append and
+  // an attend, and the attend fails, the device keeps the append.
+  absl::Status status;
 };
 
-// A part of a job and the device time that it took.
+// A stage of a job and the device time that it took.
 struct StageTime {
   std::string name;
   double us = 0;
-  std::string device = {};  // its name, where the job ran on several
+  std::string device = {};  // the device's name, if the job ran on several devices
 };
 
 // One layer's work for sequences of one model, served as one parallel job.
@@ -158,105 +161,105 @@ struct Job {
   int layer = 0;
   std::vector<JobItem> items;
   std::shared_ptr<CancelToken> cancel;  // may be null
-  // Whose it is, a number: where several owners wait they take turns.
+  // Number of the account that the job belongs to. Owners with waiting jobs take turns.
   int64_t owner = 0;
-  // The thread that submits it waits for it: a device that computes on the CPU
-  // had better do so there.
+  // The submitting thread waits for the job. So a device that computes on the CPU should do it in
+  // that thread.
   bool waited_for = false;
-  double queue_time_us = 0;   // filled: from Submit until the device began
-  double device_time_us = 0;  // filled: from then on
-  // For benchmarks: asks a GPU for the time of each kernel in place of its stages', which makes a
-  // job slower.
+  double queue_time_us = 0;   // filled: from Submit() until the device began
+  double device_time_us = 0;  // filled: from then until the end
+  // For benchmarks: makes a GPU report the time of each kernel instead of each stage. This slows
+  // the job down.
   bool trace = false;
-  // Filled (host/device/job_stage.h): of all appends and dense attends. Of sparse attends by a GPU
-  // of all, from a stage's first kernel to that of the next; by a CPU of one query and KV head of
-  // the longest.
+  // Filled, see host/device/job_stage.h. kAppend and kDense are totals of the job. For the stages
+  // of sparse attends, a GPU reports totals, from a stage's first kernel to the next stage's first
+  // kernel; a CPU reports the times of one unit (one query and KV head) with the most visible
+  // tokens.
   std::vector<StageTime> stages;
 };
 
-// Computes codes, selections and attention over rows in host memory. Shared
-// state is the device's own; the engine guarantees that no two jobs touch the same
-// layer of a sequence at once, and no job and another call the same sequence. All methods are
-// thread-safe otherwise. A device may answer from any thread and long after
-// Submit returned; counts and budgets are known only with the completion.
+// Computes codes, selections and attention over rows in host memory. A device guards its own shared
+// state. The engine guarantees that no two jobs use the same layer of a sequence at once, and that
+// no other call uses a sequence while a job does. Otherwise, all methods are thread-safe. A device
+// may call a completion in any thread, long after Submit() has returned; the budgets and counts of
+// a job are known only then.
 class Device {
  public:
   using Completion = std::function<void(std::unique_ptr<Job>)>;
 
   virtual ~Device() = default;
   virtual const DeviceInfo& info() const = 0;
-  // The devices that sequences live on: this one, or each of those that this
-  // one stands for. Their info() and memory() are each one's own.
+  // The devices that sequences live on: this one, or all those that this one stands for. Each has
+  // its own info() and memory().
   virtual std::vector<const Device*> parts() const { return {this}; }
-  // How long jobs waited for it. Null: it has no queue of its own, but parts may have.
+  // How long jobs waited in the device's queue. Null: the device has no queue of its own, but its
+  // parts may have one.
   virtual const QueueWaits* queue_waits() const { return nullptr; }
-  // OK, or why nothing that the device is asked for can succeed in this process any more: it is
-  // gone, or an error of CUDA's has taken the process's use of it. Takes a moment. Of a device
-  // that stands for several each part says it for itself.
+  // OK, or the reason why no call to the device can succeed in this process any more: the device is
+  // gone, or a CUDA error has corrupted the process's context. Takes a moment. For a device that
+  // stands for several, ask each part.
   virtual absl::Status CheckUsable() const { return absl::OkStatus(); }
 
-  // A extent of host memory that rows will live in; called before it is used
-  // and after its last use, on one device for every device of its kind: what
-  // one CUDA device pins is pinned for all, and CUDA refuses a second time.
+  // An extent of host memory in which rows will live. Called before its first use and after its
+  // last, on one device of each kind: memory that one CUDA device pins is pinned for all of them,
+  // and CUDA refuses to pin it again.
   virtual absl::Status RegisterMemory(std::span<std::byte> extent) = 0;
   virtual void UnregisterMemory(std::span<std::byte> extent) = 0;
 
-  // safetensors: the weights when spec.has_weights(), else empty; not kept.
-  // INVALID_ARGUMENT names the tensor that is missing or misshapen. Computes for long where there
-  // are many layers, in the caller's thread and those that jobs leave idle; cancel, which may be
-  // null, is looked at for every layer.
+  // safetensors: the weights if spec.has_weights(), else empty; not kept. INVALID_ARGUMENT names
+  // the tensor that is missing or has a wrong shape. With many layers this takes long. It computes
+  // in the caller's thread and in threads that jobs leave idle. cancel may be null; it is checked
+  // for every layer.
   virtual absl::StatusOr<std::unique_ptr<DeviceModel>> CreateModel(
       const ModelSpec& spec, std::span<const std::byte> safetensors,
       const CancelToken* cancel = nullptr) = 0;
 
-  // The model outlives its sequences.
+  // The model must outlive its sequences.
   virtual absl::StatusOr<std::unique_ptr<DeviceSequence>> CreateSequence(DeviceModel& model) = 0;
-  // A copy of every layer's first token_count tokens, pages shared.
+  // A copy of the first token_count tokens of every layer, with shared pages.
   virtual absl::StatusOr<std::unique_ptr<DeviceSequence>> ForkSequence(DeviceModel& model,
                                                                        DeviceSequence& source,
                                                                        int64_t token_count) = 0;
-  // Keeps the first token_count tokens of each longer layer.
+  // Cuts each longer layer to its first token_count tokens.
   virtual void TruncateSequence(DeviceModel& model, DeviceSequence& sequence,
                                 int64_t token_count) = 0;
 
-  // Makes room for the codes of tokens [start, start + count) of a layer, so
-  // that the job that appends them cannot fail for want of memory. start is
-  // the layer's length: what the device still has of tokens at or beyond it,
-  // of an append that was undone because its attend failed, is forgotten
-  // first. RESOURCE_EXHAUSTED changes nothing that can be seen; room that a
-  // job does not use goes with the next truncation or append.
+  // Makes room for the codes of tokens [start, start + count) of a layer, so that the job that
+  // appends them cannot run out of memory. start is the layer's length. If the device still has
+  // codes of tokens at or beyond start, because an append was undone when its attend failed, it
+  // drops them first. RESOURCE_EXHAUSTED changes nothing visible. Room that no job uses is released
+  // by the next truncation or append.
   virtual absl::Status PrepareAppend(DeviceModel& model, DeviceSequence& sequence, int layer,
                                      int64_t start, int64_t count) = 0;
 
-  // The memory that codes live in, where that is not the rows' arena; of all
-  // parts together.
+  // The memory that holds the codes, if that is not the arena of the rows; the total of all parts.
   virtual std::optional<DeviceMemory> memory() const { return std::nullopt; }
-  // Host memory that CreateModel takes for a model's weights, at most.
+  // Host memory that CreateModel() takes for a model's weights, at most; bytes.
   virtual int64_t WeightBytes(const ModelSpec& spec) const = 0;
   // Device bytes of codes per token of one layer, all KV heads.
   virtual int64_t IndexBytesPerToken(const ModelSpec& spec) const = 0;
 
-  // Decode steps on streams of the caller's. The model and the sequences outlive
-  // them. UNIMPLEMENTED where the device has no streams.
+  // Decode steps on streams of the caller. The model and the sequences must outlive the result.
+  // UNIMPLEMENTED if the device has no streams.
   virtual absl::StatusOr<std::unique_ptr<StreamStep>> CreateStreamStep(DeviceModel& model,
                                                                        StreamStepOptions options);
 
   // The device that a sequence lives on: this one, or one of parts().
   virtual Device& HomeOf(DeviceSequence&) { return *this; }
   using FetchDone = std::function<void(absl::Status)>;
-  // Copies rows to memory of the caller's. That and the work stay until done is called,
-  // once, from any thread: all rows are there then, or an error says why not.
-  // INVALID_ARGUMENT for memory that the device does not write.
+  // Copies rows to memory of the caller. The caller keeps that memory and `work` until done is
+  // called, once, in any thread. If its status is OK, all rows have been copied. INVALID_ARGUMENT
+  // for memory that the device cannot write.
   virtual void Fetch(const FetchWork& work, FetchDone done) = 0;
 
-  // Memory of the device, this one or a part, of that name or UUID, that other processes
-  // can map: `bytes` rounded up. INVALID_ARGUMENT for a device that is not there or has no
-  // memory of its own; UNIMPLEMENTED where its driver shares none; RESOURCE_EXHAUSTED.
+  // Allocates memory that other processes can map, `bytes` rounded up, on the device of that name
+  // or UUID: this device or one of its parts. INVALID_ARGUMENT if there is no such device or it has
+  // no memory of its own; UNIMPLEMENTED if its driver cannot share memory; RESOURCE_EXHAUSTED.
   virtual absl::StatusOr<std::unique_ptr<SharedDeviceMemory>> AllocateShared(
       std::string_view device, int64_t bytes);
-  // For one other process, with so much of shared memory and of inputs. REQUIRES: this
-  // is what HomeOf() has given. UNIMPLEMENTED where the device has no memory of its own, or
-  // its driver shares none; RESOURCE_EXHAUSTED.
+  // Serves one other process with `bytes` of shared memory and with input_bytes of memory for a
+  // copy of its inputs. REQUIRES: HomeOf() has returned this device. UNIMPLEMENTED if the device
+  // has no memory of its own, or its driver cannot share memory; RESOURCE_EXHAUSTED.
   virtual absl::StatusOr<std::unique_ptr<DeviceExchange>> OpenExchange(int64_t bytes,
                                                                        int64_t input_bytes);
 

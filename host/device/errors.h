@@ -7,7 +7,7 @@
 
 namespace spillway {
 
-// What every device answers when q.k of a row that it reads is not a number.
+// The error of every device if the logit q.k of a row that it reads is not finite.
 inline absl::Status NonFiniteLogitError(int64_t token, int layer, int kv_head) {
   return absl::OutOfRangeError(absl::StrCat("the logit of token ", token, " at layer ", layer,
                                             ", KV head ", kv_head,
@@ -20,7 +20,7 @@ inline absl::Status NonFiniteOutputError(int64_t query, int64_t query_head, int 
                    " is not finite: sums of its values exceed the range of float32"));
 }
 
-// Of a row that an append brings. what: "K" or "V".
+// For a row of an append. what: "K" or "V".
 inline absl::Status NonFiniteRowError(const char* what, int64_t layer, int64_t kv_head,
                                       uint64_t token, int64_t element) {
   return absl::OutOfRangeError(absl::StrCat(what, " is not finite at layer ", layer, ", KV head ",

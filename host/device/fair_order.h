@@ -5,13 +5,13 @@
 
 namespace spillway {
 
-// Whose turn is next where several owners wait: of who was served the longest ago, the first that
-// came. Who has much to do waits for itself. With one owner that is the order of arrival. Keeps a
-// number for each owner. Not thread-safe.
+// Chooses whose turn is next if several owners wait: the first arrival of the owner that was served
+// the longest ago. So an owner with much work delays only itself. With one owner this is the order
+// of arrival. Stores a number for each owner. Not thread-safe.
 class FairOrder {
  public:
-  // One that waits, of those in `waiting`, in the order of arrival; it counts as served.
-  // owner_of(*at) is an int64_t. REQUIRES: one waits.
+  // Chooses the next element of `waiting`, which is in order of arrival. Its owner then counts as
+  // served. owner_of(*at) returns an int64_t. REQUIRES: `waiting` is not empty.
   template <typename List, typename OwnerOf>
   typename List::iterator Next(List& waiting, const OwnerOf& owner_of) {
     auto next = waiting.begin();
@@ -21,11 +21,11 @@ class FairOrder {
     Served(owner_of(*next));
     return next;
   }
-  // One of this owner was served without waiting.
+  // Counts an owner as served that did not have to wait.
   void Served(int64_t owner) { served_[owner] = ++turn_; }
 
  private:
-  std::map<int64_t, uint64_t> served_;  // the last turn of each
+  std::map<int64_t, uint64_t> served_;  // by owner: the last turn in which it was served
   uint64_t turn_ = 0;
 };
 

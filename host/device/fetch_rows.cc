@@ -9,10 +9,10 @@
 namespace spillway {
 namespace {
 
-// Rows of one KV head that a task copies.
+// Rows of one KV head that a task copies, at most.
 constexpr int64_t kTaskRows = kPageTokenCount;
 
-// Chosen tokens [from, to) of a KV head whose first goes to row `first`.
+// Copies chosen tokens [from, to) of a KV head. first: target row of the head's first chosen token.
 void ReadChosen(const FetchWork& work, int kv_head, int64_t first, int64_t from, int64_t to) {
   const std::vector<uint32_t>& tokens = (*work.chosen)[kv_head];
   const auto half = static_cast<size_t>(work.rows.row_bytes() / 2);
@@ -40,7 +40,7 @@ absl::Status FetchRows(const FetchWork& work) {
   const auto count = [&](int head) {
     return work.chosen ? static_cast<int64_t>((*work.chosen)[head].size()) : work.count;
   };
-  // Of each head: the first of its tasks, and its first row among all chosen.
+  // For each head: its first task, and the target row of its first chosen token.
   std::vector<int64_t> tasks(heads + 1, 0), firsts(heads, 0);
   for (int h = 0; h < heads; ++h) {
     tasks[h + 1] = tasks[h] + (count(h) + kTaskRows - 1) / kTaskRows;

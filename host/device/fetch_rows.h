@@ -11,29 +11,30 @@
 
 namespace spillway {
 
-// Rows of one layer that are copied to memory of a caller's.
+// Rows of one layer to be copied to memory of the caller.
 struct FetchWork {
-  // Shared as they shall be copied: the sequence may go on meanwhile.
+  // Shares pages with the sequence (copy-on-write), which may go on meanwhile.
   LayerRows rows;
-  // Tokens [start, start + count) of every KV head: [H_kv, count, d] of k and of v.
+  // Tokens [start, start + count) of every KV head: k and v are [H_kv, count, d].
   int64_t start = 0;
   int64_t count = 0;
-  // In place of them tokens of each KV head, [H_kv] lists, ascending, each below
-  // rows.token_count(): one head's rows after the other's, [sum of counts, d].
+  // If set, replaces that range: the tokens of each KV head, [H_kv] lists, ascending, each token
+  // below rows.token_count(). The rows of one head follow those of the head before, so k and v are
+  // [sum of counts, d].
   std::optional<std::vector<std::vector<uint32_t>>> chosen = std::nullopt;
-  // In the model's dtype; with chosen rows head strides are not used.
+  // In the model's dtype. With `chosen`, the head strides are not used.
   RowTarget k = {};
   RowTarget v = {};
-  // k and v lie in GPU memory, rows aligned to 16 bytes, and nothing that was enqueued
-  // before uses them: a device that does not write there refuses the work.
+  // k and v are in GPU memory, with rows aligned to 16 bytes, and no work that was enqueued before
+  // uses them. A device that cannot write there refuses the work.
   bool on_gpu = false;
-  // May be null. Looked at every few milliseconds; what was copied before stays.
+  // May be null. Checked every few milliseconds; rows that were already copied stay.
   std::shared_ptr<CancelToken> cancel = nullptr;
 
   int64_t row_count() const;
 };
 
-// Copies rows to host memory, in parallel. CANCELLED or DEADLINE_EXCEEDED.
+// Copies rows to host memory, in parallel. CANCELLED or DEADLINE_EXCEEDED as work.cancel says;
 // INVALID_ARGUMENT for GPU memory.
 absl::Status FetchRows(const FetchWork& work);
 

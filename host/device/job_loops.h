@@ -7,12 +7,13 @@
 
 namespace spillway {
 
-// How the loops of one job run: by the workers of this arena alone, or with the help of threads
-// inside longer jobs, as this one lets shorter ones go first. A view, to be copied.
+// Runs the loops of one job. Without ShortJobs, only the workers of this arena run them. With
+// ShortJobs, threads inside longer jobs help, and this job lets shorter ones go first. A view: copy
+// it freely.
 class JobLoops {
  public:
   JobLoops() = default;
-  // short_jobs outlives it. work: of the whole job (host/device/job_work.h).
+  // short_jobs must outlive this. work: of the whole job (host/device/job_work.h).
   JobLoops(ShortJobs* short_jobs, int64_t work) : short_jobs_(short_jobs), work_(work) {}
 
   // f(i) for every i of [0, count): ShortJobs::Loop().

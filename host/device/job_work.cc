@@ -7,7 +7,7 @@
 namespace spillway {
 namespace {
 
-// Of one query, in tokens of all KV heads.
+// Rows that one sparse query reads, in tokens (each of all KV heads).
 int64_t RowsRead(const Policy& policy, int64_t visible) {
   constexpr int64_t kShareOfRows = 4;
   if (policy.row_count_max > 0) return std::min(policy.row_count_max, visible);

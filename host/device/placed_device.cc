@@ -16,10 +16,10 @@
 namespace spillway {
 namespace {
 
-// Counts the sequences of each device and chooses the next one's. Thread-safe.
+// Counts the sequences of each device, and chooses the device of the next one. Thread-safe.
 class Placement {
  public:
-  // A sequence's place on a device, counted as long as it lives. Move-only.
+  // The place of a sequence on a device, counted while it lives. Move-only.
   class Place {
    public:
     Place(Placement* placement, size_t device, bool is_empty)
@@ -34,7 +34,7 @@ class Placement {
     }
 
     size_t device() const { return device_; }
-    // From now on the device's memory tells what the sequence takes.
+    // From now on, the sequence's memory is part of the device's used memory.
     void SetFilled() {
       if (std::exchange(is_empty_, false)) placement_->Count(device_, 0, -1);
     }
@@ -47,8 +47,8 @@ class Placement {
 
   explicit Placement(size_t device_count) : loads_(device_count) {}
 
-  // A place for an empty sequence on the best of the devices that have not
-  // refused it; the header says which that is. REQUIRES: there is one.
+  // A place for an empty sequence on the best device that has not refused it, by the rule in the
+  // header. REQUIRES: at least one has not.
   Place Choose(const std::vector<DeviceMemory>& memory, const std::vector<bool>& refused) {
     int64_t limit_max = 0;
     for (const DeviceMemory& device : memory) limit_max = std::max(limit_max, device.limit_bytes);
@@ -125,16 +125,16 @@ class PlacedSequence final : public DeviceSequence {
   DeviceSequence& inner() { return *sequence_; }
 
  private:
-  Placement::Place place_;  // outlives the memory that it stands for
+  Placement::Place place_;  // destroyed after the memory that it stands for
   const std::unique_ptr<DeviceSequence> sequence_;
 };
 
 PlacedModel& Placed(DeviceModel& model) { return static_cast<PlacedModel&>(model); }
 PlacedSequence& Placed(DeviceSequence& sequence) { return static_cast<PlacedSequence&>(sequence); }
 
-// A job in parts, one for each device that has sequences of it. The parts hold
-// the items while they run; they come back to their places in the whole, whose
-// own pointers to model and sequences stay as they were given.
+// A job in parts, one for each device that has sequences of the job. While a part runs, it holds
+// its items. Then they return to their places in the whole job, which keeps the pointers to model
+// and sequences that it was given.
 class SplitJob : public std::enable_shared_from_this<SplitJob> {
  public:
   SplitJob(std::unique_ptr<Job> job, Device::Completion done)
@@ -158,8 +158,8 @@ class SplitJob : public std::enable_shared_from_this<SplitJob> {
   struct Part {
     size_t device;
     const std::string* device_name;
-    std::unique_ptr<Job> job;          // not while it runs
-    std::vector<size_t> item_indices;  // in the whole
+    std::unique_ptr<Job> job;          // null while it runs
+    std::vector<size_t> item_indices;  // places of the items in the whole job
   };
 
   void Split(size_t device_count) {
@@ -185,7 +185,7 @@ class SplitJob : public std::enable_shared_from_this<SplitJob> {
     parts_ = std::move(parts);
   }
 
-  // Any thread; parts touch different items.
+  // Called in any thread; parts touch different items.
   void Collect(Part& part) {
     for (size_t i = 0; i < part.item_indices.size(); ++i) {
       JobItem& item = job_->items[part.item_indices[i]];
@@ -224,7 +224,7 @@ class PlacedDevice final : public Device {
     info_.name = join("+", &DeviceInfo::name);
     info_.description = join("; ", &DeviceInfo::description);
     info_.simd_target = devices_.front()->info().simd_target;
-    // They share the workers of the process.
+    // All devices use the same workers of the process.
     for (const auto& device : devices_) {
       info_.thread_count = std::max(info_.thread_count, device->info().thread_count);
     }
@@ -238,7 +238,7 @@ class PlacedDevice final : public Device {
     return parts;
   }
 
-  // Once, for all of the kind.
+  // Once, for all devices of the kind.
   absl::Status RegisterMemory(std::span<std::byte> extent) override {
     return devices_.front()->RegisterMemory(extent);
   }
@@ -263,7 +263,7 @@ class PlacedDevice final : public Device {
     std::vector<DeviceMemory> memory;
     for (const auto& device : devices_) memory.push_back(device->memory().value_or(DeviceMemory()));
     std::vector<bool> refused(devices_.size());
-    absl::Status status;  // of the first that refuses
+    absl::Status status;  // of the first device that refused
     for (size_t n = 0; n < devices_.size(); ++n) {
       Placement::Place place = placement_.Choose(memory, refused);
       absl::StatusOr<std::unique_ptr<DeviceSequence>> sequence =
@@ -306,7 +306,7 @@ class PlacedDevice final : public Device {
     return status;
   }
 
-  // The sum; a sequence has that of one part.
+  // The sum over all devices; one sequence can only use the memory of its own device.
   std::optional<DeviceMemory> memory() const override {
     std::optional<DeviceMemory> sum;
     for (const auto& device : devices_) {
@@ -357,7 +357,7 @@ class PlacedDevice final : public Device {
     }
     return Device::AllocateShared(device, bytes);
   }
-  // To host memory any may.
+  // Any device can copy to host memory.
   void Fetch(const FetchWork& work, FetchDone done) override {
     devices_.front()->Fetch(work, std::move(done));
   }
@@ -368,8 +368,7 @@ class PlacedDevice final : public Device {
       if (DeviceOf(item) == device) continue;
       return std::make_shared<SplitJob>(std::move(job), std::move(done))->Submit(devices_);
     }
-    // Most jobs: the same job, with the device's own model and sequences while
-    // it runs.
+    // The usual case: the same job, with the device's own model and sequences while it runs.
     DeviceModel* const model = job->model;
     job->model = &Placed(*model).On(device);
     std::vector<DeviceSequence*> sequences;

@@ -8,10 +8,10 @@
 
 namespace spillway {
 
-// How long jobs waited in a device's queue, by what they are to it. Thread-safe.
+// How long jobs waited in a device's queue, by kind. Thread-safe.
 class QueueWaits {
  public:
-  // A job begins (Job::queue_time_us).
+  // Called when a job begins; reads Job::queue_time_us.
   void Note(const Job& job) {
     seconds_[static_cast<size_t>(KindOf(job))].Note(job.queue_time_us / 1e6);
   }

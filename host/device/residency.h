@@ -12,22 +12,22 @@
 
 namespace spillway {
 
-// Which sequences keep a copy of all their rows in a device's memory, where not
-// all fit: those that are used. A sequence that grows takes the room of the one
-// that has been idle for longest; one that has none gets some once its attends
-// have moved as many bytes over the link as a copy of its rows has, so that
-// copies cost no more than what they save has cost. Thread-safe.
+// Decides which sequences keep a copy of all their rows in a device's memory, if not all copies
+// fit. A sequence that grows takes the room of the sequence that has been idle the longest. A
+// sequence without a copy gets one once its attends have moved as many bytes over the link as the
+// copy has, so that copying never costs more than the reads that it replaces have cost.
+// Thread-safe.
 class Residency {
  public:
-  // Not used for so long, a sequence makes room for others.
+  // A sequence that has not been used for this long makes room for others.
   static constexpr absl::Duration kIdle = absl::Seconds(1);
 
-  // One sequence. Lives until Remove().
+  // One sequence. Must live until Remove().
   class Member {
    public:
     virtual ~Member() = default;
-    // Gives back the room of all rows; they are still in host memory. Called by
-    // the thread of another member, while this one is not in use.
+    // Frees the room of all rows; they are still in host memory. Called while this member is not in
+    // use, in the thread of another member, which holds the lock of Residency.
     virtual void GiveUp() = 0;
     // Bytes of that room.
     virtual int64_t held_bytes() const = 0;
@@ -37,7 +37,7 @@ class Residency {
     std::list<Member*>::iterator place_;
     int use_count_ = 0;
     absl::Time last_used_;
-    int64_t moved_bytes_ = 0;  // since its rows were copied, or refused
+    int64_t moved_bytes_ = 0;  // over the link, since TakeTurn() was last true or GiveUp() called
   };
 
   using Clock = std::function<absl::Time()>;
@@ -46,27 +46,26 @@ class Residency {
   Residency& operator=(const Residency&) = delete;
 
   void Add(Member& member) ABSL_LOCKS_EXCLUDED(mutex_);
-  // Waits for a GiveUp() of it that runs.
+  // Waits until a GiveUp() of the member that is running has returned.
   void Remove(Member& member) ABSL_LOCKS_EXCLUDED(mutex_);
 
-  // Between the two nobody asks the member to give up. They may nest.
+  // From Begin() to End(), the member is in use, and GiveUp() is not called. Uses may nest.
   void Begin(Member& member) ABSL_LOCKS_EXCLUDED(mutex_);
   void End(Member& member) ABSL_LOCKS_EXCLUDED(mutex_);
 
-  // Makes the member that has been idle for longest give up, and so on until one
-  // has held something. False: of the others all that hold something are in use
-  // or were used less than kIdle ago.
+  // Makes one member give up its room: of those that hold something, the one that has been idle the
+  // longest. False: all others that hold something are in use, or were used less than kIdle ago.
   bool MakeRoom() ABSL_LOCKS_EXCLUDED(mutex_);
 
   // Counts bytes of a member's rows that came over the link.
   void CountMoved(Member& member, int64_t bytes) ABSL_LOCKS_EXCLUDED(mutex_);
-  // Whether they are as many as row_bytes; they are counted anew then.
+  // Whether at least row_bytes were counted. If so, the count starts again at 0.
   bool TakeTurn(Member& member, int64_t row_bytes) ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:
   const Clock now_;
   Mutex mutex_;
-  std::list<Member*> members_ ABSL_GUARDED_BY(mutex_);  // the longest unused first
+  std::list<Member*> members_ ABSL_GUARDED_BY(mutex_);  // least recently used first
 };
 
 // A member is in use while this lives. Move-only.

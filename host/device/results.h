@@ -10,16 +10,16 @@
 
 namespace spillway {
 
-// A result as large as the attend's will be.
+// A result whose vectors have the sizes that the attend needs.
 AttendResult AllocateResult(const ModelSpec& spec, const AttendQuery& attend);
 
-// OUT_OF_RANGE naming the first query and head whose output is not finite: values
-// whose sums pass fp32's range.
+// OUT_OF_RANGE names the first query and query head whose output is not finite, because sums of
+// values exceed the range of fp32.
 absl::Status CheckOutput(const ModelSpec& spec, int layer, const AttendResult& result);
 
-// Cuts an attend's queries: dense(begin, end) takes each run of them that is
-// attended exactly, by the policy's word or because nothing is left for a tail,
-// sparse(t) each other; in order.
+// Splits an attend's queries, in order: dense(begin, end) takes each run of queries that are
+// attended exactly, because the policy says so or no tokens are left for a tail; sparse(t) takes
+// each other query.
 template <typename Dense, typename Sparse>
 void CutQueries(const ModelSpec& spec, const AttendQuery& attend, int layer, Dense dense,
                 Sparse sparse) {
@@ -40,8 +40,8 @@ class SelectionBuilder {
   void Add(int64_t token, uint8_t stratum) {
     rows_.push_back({static_cast<uint32_t>(token), 0, stratum});
   }
-  // Rows of the tail's stratum h: some of the `drawn` ones that stand for its
-  // token_count tokens.
+  // Rows of the tail's stratum h: all or some of the `drawn` rows that stand for its token_count
+  // tokens.
   void AddSampled(std::span<const uint32_t> tokens, int h, int64_t drawn, int64_t token_count);
   Selection Build();
 
@@ -54,8 +54,8 @@ class SelectionBuilder {
   std::vector<Row> rows_;
 };
 
-// What is known of dense queries [begin, end) without reading a row: their
-// certificates, the rows they touch and, with select_only, their selections.
+// Fills in what is known of dense queries [begin, end) without reading a row: their certificates,
+// the number of rows that they touch and, with select_only, their selections.
 void FillDenseResult(const ModelSpec& spec, const AttendQuery& attend, int64_t begin, int64_t end,
                      AttendResult& result);
 

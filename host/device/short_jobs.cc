@@ -11,9 +11,10 @@
 namespace spillway {
 namespace {
 
-// Lets the system run what waits for this worker's core, if that was some time ago. A device has a
-// worker for each core, and the threads of callers come on top: one that computes a step would
-// wait for the end of a worker's time slice, which is as long as several steps.
+// Lets the system run threads that wait for this worker's core, unless this happened a moment ago.
+// A device has one worker per core, and callers' threads come on top. Without this, a caller that
+// computes a step would wait for the end of a worker's time slice, which is as long as several
+// steps.
 void GiveWay() {
   using Clock = std::chrono::steady_clock;
   constexpr Clock::duration kBetween = std::chrono::microseconds(200);
@@ -42,7 +43,7 @@ void ShortJobs::RunNext() {
 }
 
 void ShortJobs::Loop(int64_t work, int64_t count, const std::function<void(int64_t)>& f) {
-  // What stays in one thread is over before another one would come.
+  // A loop that stays in one thread is over before another thread could help.
   if (count < 2 || SerialScope::active()) return ParallelFor(int64_t{0}, count, f);
   OpenLoop loop;
   loop.work = work;
@@ -93,7 +94,7 @@ bool ShortJobs::Help(int64_t work) {
   paused_ = false;
   if (loop != nullptr) {
     const MutexLock lock(mutex_);
-    // Under the lock: the loop is gone as soon as its thread sees it.
+    // Under the lock: the loop is destroyed as soon as its thread sees this.
     if (--loop->helper_count == 0) loop->helped.NotifyOne();
   }
   return true;

@@ -8,9 +8,8 @@
 
 namespace spillway {
 
-// Where an input or output of a decode step lies: its first element, and how far
-// sequences, tokens and heads are apart, bytes. The elements of a head lie side
-// by side.
+// Where an input or output of a decode step lies: its first element, and the distances between
+// sequences, tokens and heads in bytes. The elements of a head are adjacent.
 template <typename Byte>
 struct StepPlace {
   Byte* data = nullptr;
@@ -18,7 +17,7 @@ struct StepPlace {
   int64_t token_stride = 0;
   int64_t head_stride = 0;
   Byte* At(int64_t sequence) const { return data + sequence * sequence_stride; }
-  // The same, to be read alone.
+  // The same place, read-only.
   operator StepPlace<const Byte>() const requires(!std::is_const_v<Byte>) {
     return {data, sequence_stride, token_stride, head_stride};
   }
@@ -38,7 +37,7 @@ struct StepTensors {
   bool operator==(const StepTensors&) const = default;
 };
 
-// Elements of a step's tensor, [sequence, token, head, element], of `bytes` a head.
+// The shape of a step's tensor, [sequence, token, head]; `bytes` per head.
 struct StepRows {
   int64_t sequence_count;
   int64_t token_count;

@@ -20,59 +20,58 @@ struct StreamStepPart {
 struct StreamStepOptions {
   std::vector<StreamStepPart> parts;
   int64_t token_count = 1;      // new tokens of each sequence in a step
-  int64_t token_count_max = 0;  // of a sequence, that memory is made for
+  int64_t token_count_max = 0;  // longest sequence that memory is allocated for
 };
 
-// What a device keeps of decode steps whose layers are enqueued on streams of the
-// caller's, with tensors in the device's memory. Tokens are announced for all
-// layers at once; the launches of a layer depend on no announcement and can be
-// captured and run again for each, as long as version() stays the same. Two
-// announcements can be on their way. Streams are the device's own handles
-// (cudaStream_t). One thread at a time; nothing else touches the sequences.
+// A device's state for decode steps whose layers the caller enqueues on its own streams, with
+// tensors in the device's memory. New tokens are announced for all layers at once. The launches of
+// a layer do not depend on the announcement. So they can be captured once and replayed for each
+// announcement, as long as version() stays the same. Two announcements can be pending. Streams are
+// the device's own handles (cudaStream_t). One thread at a time; nothing else may use the
+// sequences.
 class StreamStep {
  public:
-  // How an announcement went.
+  // The outcome of an announcement.
   struct Outcome {
     bool ran = false;  // whether any layer was attended
-    // Of each part: the first error of the lowest layer, of what the device found
-    // (an element, a logit or an output that is not finite), or a layer that was
-    // not attended. Its rows stay to be truncated.
+    // For each part: OK, or the first error of the lowest layer that has one. That is an element, a
+    // logit or an output that is not finite, or a layer that was not attended. The part's new rows
+    // stay; the caller truncates them.
     std::vector<absl::Status> parts;
   };
 
-  // Waits for what is on its way.
+  // Waits for pending announcements.
   virtual ~StreamStep() = default;
 
-  // Announces the next tokens, at the end of each part's rows, whose room was
-  // prepared, and commits them: their bytes follow with the attends. What the
-  // device has to know goes on the stream, behind what was put there for the
-  // announcement before. An error changes nothing: OUT_OF_RANGE beyond
-  // token_count_max, FAILED_PRECONDITION while the stream is captured,
-  // UNIMPLEMENTED for tokens that only a step of the host's can append.
-  // REQUIRES: fewer than two are on their way.
+  // Announces the next tokens, at the end of each part's rows, whose pages were prepared, and
+  // commits them: K and V follow with the attends. What the device must know is copied on the
+  // stream, after the work that is there for the previous announcement. An error changes nothing:
+  // OUT_OF_RANGE beyond token_count_max, FAILED_PRECONDITION while the stream is captured,
+  // UNIMPLEMENTED for tokens that only a job (Submit()) can append. REQUIRES: fewer than two
+  // announcements are pending.
   virtual absl::Status Announce(void* stream) = 0;
-  // Changes with an announcement whose launches differ from those before: what was
-  // captured earlier must not run for it. If it does, outputs are NaN and the
-  // outcome says so.
+  // Changes with an announcement whose launches differ from those before. Launches that were
+  // captured earlier must not run for it: then outputs are NaN, and the outcome says so.
   virtual uint64_t version() const = 0;
 
-  // Enqueues a layer: appends k and v, attends, writes out and lse. Nothing waits.
-  // INVALID_ARGUMENT names a tensor that is not in the device's memory, or whose
-  // rows are not aligned to 16 bytes; FAILED_PRECONDITION without an announcement.
+  // Enqueues a layer: appends k and v, attends, writes out and lse. Does not wait. INVALID_ARGUMENT
+  // names a tensor that is not in the device's memory, or whose rows are not aligned to 16 bytes;
+  // FAILED_PRECONDITION without an announcement.
   virtual absl::Status Attend(int layer, const StepTensors& tensors, void* stream) = 0;
 
-  // Whether the device writes how many rows outlive the process (LayerRows::length_word()), as soon
-  // as they are there. Else the caller does (LayerRows::Keep()), when a step is settled.
+  // Whether the device itself records how many rows outlive the process (LayerRows::length_word()),
+  // as soon as they are written. If not, the caller does (LayerRows::Keep()) when a step is
+  // settled.
   virtual bool keeps_lengths() const { return false; }
 
-  // Says that nothing more is put on the stream for the latest announcement.
+  // Says that nothing more will be enqueued for the latest announcement.
   virtual absl::Status Conclude(void* stream) = 0;
-  virtual int pending_count() const = 0;  // announced, not settled
-  // Waits for the oldest announcement, which is concluded. An error is the
-  // device's.
+  virtual int pending_count() const = 0;  // announced, but not settled
+  // Waits for the oldest announcement, which must be concluded. An error status is a failure of the
+  // device; errors of parts are in the outcome.
   virtual absl::StatusOr<Outcome> Settle() = 0;
-  // What a layer of the last announcement that was settled came to: certificates
-  // and counts of its items. Valid until the next announcement.
+  // The results of a layer of the last settled announcement: certificates and counts of its items.
+  // Valid until the next announcement.
   virtual const Job& settled(int layer) const = 0;
 };
 

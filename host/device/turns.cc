@@ -21,12 +21,12 @@ void Turns::End() {
     ++free_;
     return;
   }
-  // The turn goes to who is next of those that wait, not to who is quicker.
+  // The turn goes to the thread that is next among those that wait, not to the quickest.
   const auto at = order_.Next(waiting_, [](const Waiter* waiter) { return waiter->owner; });
   Waiter* const next = *at;
   waiting_.erase(at);
   next->may_begin = true;
-  // Under the lock: the waiter is gone as soon as it sees it.
+  // Under the lock: the waiter is destroyed as soon as its thread sees may_begin.
   next->changed.NotifyOne();
 }
 

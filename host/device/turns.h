@@ -9,9 +9,9 @@
 
 namespace spillway {
 
-// So many threads at once. Of the others owners take turns, and those of an owner come in the
-// order in which they came: a thread that ends its turn and comes again is behind those that wait.
-// Thread-safe.
+// Lets a limited number of threads have a turn at the same time. Owners that wait take turns, and
+// the threads of one owner are served in order of arrival: a thread that ends its turn and asks
+// again goes behind those that wait. Thread-safe.
 class Turns {
  public:
   explicit Turns(int at_once) : free_(at_once) {}
@@ -21,7 +21,7 @@ class Turns {
   // Waits for a turn.
   void Begin(int64_t owner = 0) ABSL_LOCKS_EXCLUDED(mutex_);
   void End() ABSL_LOCKS_EXCLUDED(mutex_);
-  // Threads that wait.
+  // Number of threads that wait.
   int waiting_count() const ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:
@@ -32,12 +32,12 @@ class Turns {
   };
 
   mutable Mutex mutex_;
-  int free_ ABSL_GUARDED_BY(mutex_);  // not 0 only while nobody waits
+  int free_ ABSL_GUARDED_BY(mutex_);  // 0 while a thread waits
   std::list<Waiter*> waiting_ ABSL_GUARDED_BY(mutex_);
   FairOrder order_ ABSL_GUARDED_BY(mutex_);
 };
 
-// A turn, for as long as this lives.
+// Holds a turn while it lives.
 class Turn {
  public:
   explicit Turn(Turns& turns, int64_t owner = 0) : turns_(turns) { turns_.Begin(owner); }

@@ -16,7 +16,7 @@ using std::chrono::nanoseconds;
 
 constexpr unsigned kThreadsToSpinMin = 4;
 
-// Held by the thread of this process that spins.
+// Whether a thread of this process spins.
 std::atomic<bool> spinning = false;
 
 bool MaySpin() {
@@ -41,8 +41,8 @@ long Futex(std::atomic<uint32_t>& word, int operation, uint32_t value, const tim
 }  // namespace
 
 void Bell::Ring(uint32_t next) {
-  // Sequentially consistent, as `asleep` is: either this sees the sleeper, or the
-  // sleeper sees the number.
+  // Sequentially consistent, like `asleep`: either this thread sees that the other one sleeps, or
+  // the other one sees the new number.
   number.store(next);
   if (asleep.load() != 0) Wake();
 }
@@ -86,8 +86,8 @@ bool BellWaiter::Await(Bell& bell, uint32_t seen, Clock::time_point deadline, bo
 }
 
 void BellWaiter::Learn(nanoseconds waited) {
-  // A wait that spinning would have caught is worth it next time; each other one
-  // halves what is tried, down to nothing.
+  // After a wait that spinning could cover, the next one spins for up to twice as long. Each longer
+  // wait halves the spin time, down to nothing.
   if (waited <= spin_max_) {
     spin_ = std::min(spin_max_, std::max(2 * waited, spin_max_ / 8));
   } else {

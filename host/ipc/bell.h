@@ -6,38 +6,38 @@
 
 namespace spillway {
 
-// A number in memory that two processes share: one of them changes it, one thread
-// of the other waits for that. Only who waits for it is at its changer's mercy.
+// A number in memory that two processes share. One of them changes it, and one thread of the other
+// waits for changes. A faulty changer disturbs only that thread.
 struct alignas(64) Bell {
   std::atomic<uint32_t> number;
-  // Set by who waits when it sleeps and must be woken.
+  // Set by the waiting thread while it sleeps and must be woken.
   std::atomic<uint32_t> asleep;
 
-  // Everything written before is seen by who then finds the new number.
+  // Sets the number, and wakes the waiting thread if it sleeps. A thread that sees the new number
+  // also sees all earlier writes.
   void Ring(uint32_t next);
-  // Wakes who sleeps, who looks at the number again. For who is not its changer.
+  // Wakes the waiting thread without changing the number. Any thread may call it.
   void Wake();
 };
 static_assert(std::atomic<uint32_t>::is_always_lock_free);
 
-// How one thread waits for bells: it spins as long as recent waits have taken, and
-// sleeps where they take longer. Of a process, one thread at a time spins, and none
-// where the machine has fewer than four hardware threads. Not thread-safe.
+// How one thread waits for bells: it spins for about as long as recent waits took, and sleeps if
+// they took longer. At most one thread of a process spins at a time, and none on machines with
+// fewer than four hardware threads. Not thread-safe.
 class BellWaiter {
  public:
   using Clock = std::chrono::steady_clock;
   static constexpr std::chrono::nanoseconds kSpinMax = std::chrono::microseconds(50);
 
-  // Returns once the number is not `seen`: true; or no earlier than the deadline,
-  // or when it was woken, false. may_spin: else it sleeps at once.
+  // Waits until the number differs from `seen`, and returns true. Returns false at the deadline, or
+  // if woken without a change (Wake(), a signal). If may_spin is false, the thread sleeps at once.
   bool Await(Bell& bell, uint32_t seen, Clock::time_point deadline, bool may_spin = true);
 
-  // What the next wait spins at most.
+  // The longest that the next wait may spin.
   std::chrono::nanoseconds spin() const { return spin_; }
-  // Spins so long at most from now on, in place of kSpinMax: for waits that are expected to
-  // take longer and are worth a core.
+  // Sets the longest spin, in place of kSpinMax: for longer waits that are worth a core.
   void SetSpinMax(std::chrono::nanoseconds most) { spin_ = spin_max_ = most; }
-  // Takes note of how long a wait took. Called by Await().
+  // Records how long a wait took. Called by Await().
   void Learn(std::chrono::nanoseconds waited);
 
  private:

@@ -19,9 +19,10 @@ namespace spillway {
 namespace {
 
 constexpr int64_t kSlabCountMax = std::numeric_limits<int64_t>::max() / kSlabBytes;
-// Of one extent.
+// Most slabs in one extent.
 constexpr int64_t kExtentSlabsMax = (int64_t{64} << 20) / kSlabBytes;
-// Committed at a time, in extents: one is touched while a device registers the one before.
+// Most slabs committed at a time: several extents, so that one is touched while a device registers
+// the one before it.
 constexpr int64_t kStepSlabsMax = 4 * kExtentSlabsMax;
 
 int64_t RoundDown(int64_t bytes) { return std::max<int64_t>(bytes, 0) / kSlabBytes * kSlabBytes; }
@@ -41,7 +42,7 @@ absl::Status CheckSizes(const ArenaOptions& options) {
 
 }  // namespace
 
-// All in slabs, counted from the base.
+// Sizes and positions are in slabs; positions are counted from the base.
 struct Arena::Impl {
   Impl(const ArenaOptions& options, MemoryBudget* budget, std::unique_ptr<ArenaBacking> backing)
       : slab_capacity(options.limit_bytes / kSlabBytes),
@@ -51,7 +52,7 @@ struct Arena::Impl {
         reclaim(budget->AddReclaim([this](int64_t bytes) { GiveBack(bytes); })) {}
   ~Impl() { budget->RemoveReclaim(reclaim); }
 
-  // What was committed at once, and is given back at once.
+  // Memory that was committed together, and is given back together.
   struct Extent {
     int64_t slab_count = 0;
     int64_t free_count = 0;
@@ -60,27 +61,28 @@ struct Arena::Impl {
   using Extents = std::map<int64_t, Extent>;  // by first slab
 
   std::byte* At(int64_t slab) const { return backing->base() + slab * kSlabBytes; }
-  // Commits what one run of slab_count lacks, an extent of at least `step` slabs
-  // where address space and budget allow it.
+  // Commits what is missing for a run of slab_count free slabs: at least `step` slabs, where
+  // address space and budget allow it.
   absl::Status Grow(int64_t slab_count, int64_t step) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
   absl::Status Grow(int64_t slab_count) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
     return Grow(slab_count, std::max(extent_slabs, committed_count / 256));
   }
+  // Commits `least` to `most` slabs at `first`, as many as budget and backing have.
   absl::Status Commit(int64_t first, int64_t least, int64_t most)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
-  // Extents at `first`, with what was kept there or without, for which `reservation` is, as far as
-  // the backing has them.
+  // Commits extents at `first`, as far as the backing has memory. kept: with the contents of an
+  // earlier process. reservation: of all `count` slabs.
   absl::Status CommitExtents(int64_t first, int64_t count, bool kept,
                              MemoryReservation& reservation) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
-  // First run of at least slab_count free slabs, by address.
+  // Takes slabs from the lowest free run that is long enough; null if there is none.
   std::byte* TakeRun(int64_t slab_count) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
   void GiveRun(int64_t first, int64_t slab_count) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
-  // Counts slabs that come free (or, negative, are taken) in their extents.
+  // Counts slabs that become free (sign 1) or are taken (-1).
   void CountFree(int64_t first, int64_t slab_count, int sign) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
-  // Takes slabs that are free out of the free runs.
+  // Removes slabs that are free from free_runs.
   void CutRun(int64_t first, int64_t slab_count) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
-  // Gives the last extent back of which nothing is used. Returns its slabs, 0
-  // if there is none that the backing would take.
+  // Gives back the last extent without allocated slabs. Returns its slabs; 0 if there is none or
+  // the backing keeps it.
   int64_t GiveBackOne() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
   void GiveBack(int64_t bytes) ABSL_LOCKS_EXCLUDED(mutex);
   int64_t FreeBytes() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
@@ -95,17 +97,17 @@ struct Arena::Impl {
   mutable Mutex mutex;
   Extents extents ABSL_GUARDED_BY(mutex);
   int64_t committed_count ABSL_GUARDED_BY(mutex) = 0;
-  int64_t free_count ABSL_GUARDED_BY(mutex) = 0;  // of those committed
-  int64_t idle_count ABSL_GUARDED_BY(mutex) = 0;  // in extents of which none is used
-  // The least that idle_count was since GiveBackIdle.
+  int64_t free_count ABSL_GUARDED_BY(mutex) = 0;  // of the committed slabs
+  int64_t idle_count ABSL_GUARDED_BY(mutex) = 0;  // in extents without an allocated slab
+  // The least value of idle_count since GiveBackIdle.
   int64_t idle_count_min ABSL_GUARDED_BY(mutex) = 0;
-  // Free runs of committed slabs: first slab -> slabs; no two adjoin.
+  // Runs of free committed slabs: first slab -> number of slabs. No two runs adjoin.
   std::map<int64_t, int64_t> free_runs ABSL_GUARDED_BY(mutex);
 };
 
 absl::Status Arena::Impl::Grow(int64_t slab_count, int64_t step) {
-  // The gaps between extents, and the one behind them; a run may begin with
-  // free slabs before a gap and end with those after it.
+  // Look at the gaps between extents and after the last one. A run may begin with free slabs before
+  // a gap and end with those after it.
   int64_t gap = 0;
   for (auto extent = extents.begin(); gap < slab_capacity; ++extent) {
     const int64_t end = extent == extents.end() ? slab_capacity : extent->first;
@@ -120,7 +122,7 @@ absl::Status Arena::Impl::Grow(int64_t slab_count, int64_t step) {
       const int64_t missing = std::min(slab_count - before, end - gap);
       if (before + missing + after >= slab_count) {
         absl::Status status = Commit(gap, missing, std::min(end - gap, std::max(step, missing)));
-        // Another gap may lack less.
+        // Another gap may need fewer slabs.
         if (status.ok() || !absl::IsResourceExhausted(status)) return status;
       }
     }
@@ -138,7 +140,7 @@ absl::Status Arena::Impl::Commit(int64_t first, int64_t least, int64_t most) {
   };
   absl::StatusOr<MemoryReservation> reservation = reserve();
   if (!reservation.ok() && count > least) {
-    // Somebody else took from the budget in between.
+    // Another user of the budget took memory in between.
     count = least;
     reservation = reserve();
   }
@@ -155,7 +157,7 @@ absl::Status Arena::Impl::CommitExtents(int64_t first, int64_t count, bool kept,
   }
   size_t done = 0;
   absl::Status status = kept ? backing->Restore(parts, done) : backing->Commit(parts, done);
-  // What is there stays, also after an error.
+  // Extents that were committed are kept, also after an error.
   for (size_t i = 0; i < done; ++i) {
     const auto bytes = static_cast<int64_t>(parts[i].size());
     const int64_t slabs = bytes / kSlabBytes;
@@ -236,7 +238,7 @@ int64_t Arena::Impl::GiveBackOne() {
 
 void Arena::Impl::GiveBack(int64_t bytes) {
   while (bytes > 0) {
-    // Extent by extent: an append may take a slab in between.
+    // One extent at a time: an append may take a slab in between.
     const MutexLock lock(mutex);
     const int64_t given = GiveBackOne();
     if (given == 0) return;
@@ -288,7 +290,7 @@ absl::Status Arena::Restore(std::span<const SlabRun> runs) {
   const MutexLock lock(impl_->mutex);
   Impl& arena = *impl_;
   assert(arena.extents.empty());
-  int64_t slab = 0;  // all before it is restored or forgotten
+  int64_t slab = 0;  // all slabs before it are restored or forgotten
   const auto forget_to = [&](int64_t end) {
     if (slab >= end) return;
     arena.backing->Forget({arena.At(slab), static_cast<size_t>((end - slab) * kSlabBytes)});
@@ -312,12 +314,12 @@ absl::StatusOr<std::byte*> Arena::AllocateSlabs(int64_t slab_count) {
   assert(slab_count > 0);
   const MutexLock lock(impl_->mutex);
   if (std::byte* base = impl_->TakeRun(slab_count)) return base;
-  // Saturated: a count beyond the limit cannot overflow its bytes.
+  // Saturated, so that the bytes cannot overflow.
   slab_count = std::min(slab_count, kSlabCountMax);
   absl::Status grown = impl_->Grow(slab_count);
   if (absl::IsResourceExhausted(grown) && slab_count > 1 && impl_->GiveBackOne() > 0) {
-    // Free slabs apart from each other make no run: what their extents were
-    // charged pays for adjacent ones elsewhere.
+    // Free slabs that do not adjoin form no run. Give their extents back, to pay for adjacent ones
+    // elsewhere.
     while (impl_->GiveBackOne() > 0) {
     }
     grown = impl_->Grow(slab_count);
@@ -337,7 +339,7 @@ void Arena::FreeSlabs(std::byte* base, int64_t slab_count) {
 void Arena::Expect(int64_t bytes) {
   const int64_t wanted = std::min((bytes + kSlabBytes - 1) / kSlabBytes, impl_->slab_capacity);
   for (;;) {
-    // Others may allocate between extents.
+    // Others may allocate between two steps.
     const MutexLock lock(impl_->mutex);
     const int64_t missing = wanted - impl_->free_count;
     if (missing <= impl_->extent_slabs) return;
@@ -346,9 +348,8 @@ void Arena::Expect(int64_t bytes) {
 }
 
 void Arena::GiveBackIdle() {
-  // Of what stayed free. A context that goes is often followed by the next:
-  // committing anew costs the zeroing of its pages and, where a GPU reads
-  // them, their pinning, as much as the copy of the rows that they take.
+  // Only a share: a sequence that ends is often followed by the next. Committing again costs the
+  // zeroing of pages and, for a GPU, their pinning, as much as the copy of the rows into them.
   constexpr int64_t kShare = 8;
   int64_t slab_count = 0;
   {

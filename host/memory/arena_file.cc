@@ -72,7 +72,7 @@ bool ArenaFile::Discard(int64_t offset, int64_t bytes) {
 int64_t ArenaFile::free_bytes() const {
   constexpr int64_t kUnlimited = std::numeric_limits<int64_t>::max();
   struct statfs system {};
-  // tmpfs without a limit says 0 blocks.
+  // A tmpfs without a limit reports 0 blocks.
   if (fstatfs(descriptor_, &system) != 0 || system.f_blocks == 0) return kUnlimited;
   int64_t bytes = 0;
   if (__builtin_mul_overflow(static_cast<int64_t>(system.f_bavail),

@@ -13,11 +13,11 @@
 
 namespace spillway {
 
-// A file of an arena's folder whose pages are there before they are touched: a file
-// system that is full refuses them, and a touch cannot end the process. Thread-safe.
+// A file in an arena's folder. Its pages are allocated before they are touched: if the file system
+// is full, the allocation fails, and no touch ends the process (SIGBUS). Thread-safe.
 class ArenaFile {
  public:
-  // Opens it, made where there is none.
+  // Opens the file, and creates it if it does not exist.
   static absl::StatusOr<std::unique_ptr<ArenaFile>> Open(const ArenaFolder& folder,
                                                          const std::string& name);
   ~ArenaFile();
@@ -26,20 +26,21 @@ class ArenaFile {
 
   const std::string& path() const { return path_; }
   int descriptor() const { return descriptor_; }
-  // To the end of what was ever allocated.
+  // Size of the file: the end of all that was ever allocated.
   absl::StatusOr<int64_t> size_bytes() const;
-  // By which its file system tells it from another of the same name.
+  // Inode number: tells the file from another of the same name.
   absl::StatusOr<uint64_t> number() const;
 
-  // Makes the file at least so long; what is new is a hole.
+  // Makes the file at least `bytes` long. The new part is a hole.
   absl::Status Extend(int64_t bytes);
-  // Makes [offset, offset + bytes) part of the file; what is there already keeps its contents,
-  // the rest is zero. RESOURCE_EXHAUSTED, naming the file system's folder, changes nothing.
+  // Allocates [offset, offset + bytes) of the file. What exists keeps its contents; the rest is
+  // zero. RESOURCE_EXHAUSTED, with the file's path, changes nothing.
   absl::Status Allocate(int64_t offset, int64_t bytes);
-  // Gives the pages back, up to the end of the file; they read as zero. False: they stay.
+  // Frees pages of the file, which then read as zero. A range beyond the end of the file is
+  // ignored. Returns false if the pages could not be freed.
   bool Discard(int64_t offset, int64_t bytes);
 
-  // What the file system has left; the largest number where it has no limit of its own.
+  // Bytes that the file system has left; the largest number if it has no limit of its own.
   int64_t free_bytes() const;
 
  private:

@@ -18,7 +18,7 @@ namespace {
 
 absl::Status SystemError(const std::string& what) { return absl::ErrnoToStatus(errno, what); }
 
-// REQUIRES: a descriptor of `path`.
+// REQUIRES: `folder` is a descriptor of `path`.
 absl::Status CheckFolder(int folder, const std::string& path) {
   struct stat info {};
   struct statfs system {};
@@ -41,7 +41,7 @@ absl::Status CheckFolder(int folder, const std::string& path) {
   return absl::OkStatus();
 }
 
-// Who holds the lock wrote its process's number there; hugetlbfs keeps no text.
+// The holder of the lock wrote its process number there. A file on hugetlbfs holds no text.
 std::string Holder(int lock) {
   char text[16] = {};
   const ssize_t count = pread(lock, text, sizeof(text) - 1, 0);
@@ -71,14 +71,14 @@ absl::StatusOr<ArenaFolder> ArenaFolder::Open(const std::string& path) {
   }
   const std::string number = absl::StrCat(getpid());
   if (ftruncate(folder.lock_, 0) == 0) {
-    // Only for who is refused.
+    // For the error of a process that is refused.
     [[maybe_unused]] const ssize_t written = pwrite(folder.lock_, number.data(), number.size(), 0);
   }
   return folder;
 }
 
 ArenaFolder::~ArenaFolder() {
-  // The lock file stays: removing it could let two engines hold two of them.
+  // The lock file stays: otherwise two engines could lock two different files.
   if (lock_ >= 0) close(lock_);
   if (folder_ >= 0) close(folder_);
 }

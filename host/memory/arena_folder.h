@@ -8,16 +8,15 @@
 
 namespace spillway {
 
-// A folder of files that hold rows, so that they outlive the process that wrote them:
-// locked for as long as this lives. It lies in a file system that keeps files in memory
-// (tmpfs, hugetlbfs): anywhere else each row would be written to a disk some time after.
-// Move-only.
+// A folder of files that hold rows, so that the rows outlive the process that wrote them. It is
+// locked for the lifetime of this object. The folder must be in a file system that keeps files in
+// memory (tmpfs, hugetlbfs): elsewhere the system would write every row to a disk. Move-only.
 class ArenaFolder {
  public:
-  // Makes the folder, with mode 0700, where only its last part is missing. INVALID_ARGUMENT
-  // for a path that is not absolute, FAILED_PRECONDITION for one that is no folder or lies on a
-  // disk, PERMISSION_DENIED for one that is another user's or that others may write to,
-  // ALREADY_EXISTS, naming the process, while another engine has it.
+  // Creates the folder with mode 0700 if only the last component of the path is missing.
+  // INVALID_ARGUMENT if the path is not absolute. FAILED_PRECONDITION if it is not a folder or is
+  // on a disk. PERMISSION_DENIED if it belongs to another user or others may write to it.
+  // ALREADY_EXISTS, naming the process, if another engine has it locked.
   static absl::StatusOr<ArenaFolder> Open(const std::string& path);
   ArenaFolder(ArenaFolder&& other) noexcept
       : path_(std::move(other.path_)),
@@ -27,7 +26,8 @@ class ArenaFolder {
   ~ArenaFolder();
 
   const std::string& path() const { return path_; }
-  // A file in it, made with mode 0600 where there is none. The descriptor is the caller's.
+  // Opens a file in the folder, and creates it with mode 0600 if it does not exist. The caller owns
+  // the descriptor.
   absl::StatusOr<int> OpenFile(const std::string& name) const;
 
  private:

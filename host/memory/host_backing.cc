@@ -31,9 +31,8 @@ absl::Status SystemError(std::string_view call, int64_t bytes) {
       absl::StrCat(std::string(call), " of ", bytes, " bytes failed: ", std::strerror(errno)));
 }
 
-// One private anonymous mapping of address space, slab-aligned, with at least
-// a slab of unused space on both sides: so the kernel merges it with no other
-// mapping and smaps counts it alone.
+// One private anonymous mapping of address space, slab-aligned, with at least an unused slab on
+// both sides, so that the kernel merges it with no other mapping and smaps counts it alone.
 class AddressSpace {
  public:
   static absl::StatusOr<AddressSpace> Reserve(int64_t bytes) {
@@ -66,16 +65,16 @@ void TouchSlab(std::byte* slab) {
   for (int64_t i = 0; i < kSlabBytes; i += kSmallPage) at[i] = std::byte{0};
 }
 
-// Has a file's pages in memory, as they are, and mapped. In faults, which take huge pages where
-// the mapping is advised to use them and go side by side, but without the signal that ends a
-// process where there is no page.
+// Allocates and maps a file's pages, with their contents. madvise does this by page faults, which
+// can take huge pages and run in parallel. If there is no page, it returns an error, where a touch
+// would end the process by a signal.
 absl::Status PopulateSlab(ArenaFile& file, int64_t offset, std::byte* slab) {
   int failed = 0;
   do {
     failed = madvise(slab, kSlabBytes, MADV_POPULATE_WRITE);
   } while (failed != 0 && errno == EINTR);
   if (failed == 0) return absl::OkStatus();
-  // Linux before 5.14: the pages are there, and mapped by their first use.
+  // Linux before 5.14: allocate the pages here; their first use maps them.
   if (errno == EINVAL) return file.Allocate(offset, kSlabBytes);
   if (errno == EFAULT || errno == ENOMEM || errno == ENOSPC) {
     return MemoryExhausted(file.path(), kSlabBytes, file.free_bytes());
@@ -83,25 +82,26 @@ absl::Status PopulateSlab(ArenaFile& file, int64_t offset, std::byte* slab) {
   return SystemError("madvise", kSlabBytes);
 }
 
-// Touches extents in order, one of several ahead of who waits for it.
+// Touches extents in order. Several extents are touched by a thread, ahead of the caller, who
+// awaits one after the other.
 class Toucher {
  public:
   using TouchSlabs = std::function<absl::Status(std::byte* slab)>;
-  // extents outlive it. touch: has a slab in memory.
+  // extents must outlive this object. touch: brings one slab into memory.
   Toucher(std::span<const std::span<std::byte>> extents, int thread_count, TouchSlabs touch)
       : extents_(extents), thread_count_(thread_count), touch_(std::move(touch)) {
     if (extents_.size() == 1) {
       Run();
       return;
     }
-    // A worker could be one that waits for the arena's lock, which its owner holds.
+    // Not a TBB worker: that could be one that waits for the arena's lock, which the caller holds.
     try {
       thread_ = std::thread([this] { Run(); });
     } catch (const std::system_error&) {
-      Run();  // not ahead, then
+      Run();  // not ahead of the caller
     }
   }
-  // What was not begun is left.
+  // Extents that were not begun stay untouched.
   ~Toucher() {
     {
       const MutexLock lock(mutex_);
@@ -112,7 +112,7 @@ class Toucher {
   Toucher(const Toucher&) = delete;
   Toucher& operator=(const Toucher&) = delete;
 
-  // The first error of an extent up to this one, if one could not be had.
+  // Waits until extent `extent` is touched. If it or one before it failed, returns the error.
   absl::Status Await(size_t extent) ABSL_LOCKS_EXCLUDED(mutex_) {
     const MutexLock lock(mutex_);
     while (touched_ <= extent && status_.ok()) changed_.Wait(mutex_);
@@ -240,7 +240,7 @@ class HostBacking final : public ArenaBacking {
 
  private:
   int64_t OffsetOf(std::span<std::byte> memory) const { return memory.data() - base(); }
-  // Memory that can be touched.
+  // Makes the memory ready to be touched.
   absl::Status Prepare(std::span<std::byte> memory) const;
   static void Unmap(std::span<std::byte> memory);
 
@@ -248,7 +248,7 @@ class HostBacking final : public ArenaBacking {
   const int numa_node_;
   const int touch_thread_count_;
   const Arena::ExtentObserver observer_;
-  const std::unique_ptr<ArenaFile> file_;  // or null
+  const std::unique_ptr<ArenaFile> file_;  // may be null
   std::vector<std::span<std::byte>> extents_;
 };
 
@@ -257,7 +257,7 @@ absl::Status HostBacking::Prepare(std::span<std::byte> memory) const {
   if (file_ != nullptr) {
     if (mmap(memory.data(), memory.size(), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED,
              file_->descriptor(), OffsetOf(memory)) == MAP_FAILED) {
-      // hugetlbfs reserves what is mapped.
+      // hugetlbfs reserves pages when they are mapped.
       return errno == ENOMEM ? MemoryExhausted(file_->path(), bytes, file_->free_bytes())
                              : SystemError("mmap", bytes);
     }
@@ -265,8 +265,7 @@ absl::Status HostBacking::Prepare(std::span<std::byte> memory) const {
   } else if (mprotect(memory.data(), memory.size(), PROT_READ | PROT_WRITE) != 0) {
     return SystemError("mprotect", bytes);
   }
-  // EINVAL: a kernel without huge pages. What was obtained shows in the
-  // statistics.
+  // EINVAL: a kernel without huge pages. The statistics count the huge pages.
   if (madvise(memory.data(), memory.size(), MADV_HUGEPAGE) != 0 && errno != EINVAL) {
     return SystemError("madvise", bytes);
   }
@@ -274,8 +273,8 @@ absl::Status HostBacking::Prepare(std::span<std::byte> memory) const {
 }
 
 void HostBacking::Unmap(std::span<std::byte> memory) {
-  // Maps fresh address space over it: frees anonymous pages and forgets the
-  // binding. Where the kernel has no mapping to spare, the pages go at least.
+  // Maps new address space over it, which frees anonymous pages and removes the binding. If the
+  // kernel allows no more mappings, at least the pages are freed.
   if (mmap(memory.data(), memory.size(), PROT_NONE,
            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0) == MAP_FAILED) {
     madvise(memory.data(), memory.size(), MADV_DONTNEED);

@@ -11,7 +11,8 @@
 namespace spillway {
 namespace {
 
-// Payloads, as they lie in the file. Pages of one number lie side by side, a KV head each.
+// Layout of the payloads in the file. Entry page * kv_head_count + kv_head is for one page of one
+// KV head.
 struct FirstPart {
   std::atomic<uint64_t> token_count;
   std::atomic<uint32_t> next_layer;
@@ -52,7 +53,7 @@ absl::StatusOr<LayerRecord> LayerRecord::Open(RecordFile* file, RecordIndex firs
     RETURN_IF_ERROR(file->Claim(next));
     record.parts_.push_back(next);
   }
-  // What follows was made for tokens that never came.
+  // Any parts that follow were reserved for tokens that were never committed.
   file->At(record.parts_.back()).next.store(0, std::memory_order_relaxed);
   return record;
 }

@@ -10,39 +10,39 @@
 
 namespace spillway {
 
-// What outlives the process of one (sequence, layer): which pages its rows lie in, and how many
-// rows are committed. That is one 64-bit word, written after the rows and before anybody is told
-// of them: a page's place beyond it means nothing. Not thread-safe; the word may be read by others.
+// The data of one (sequence, layer) that outlive the process: which pages hold its rows, and the
+// number of committed rows. This number is one 64-bit word, written after the rows and before any
+// caller learns of them; page entries beyond it mean nothing. Not thread-safe, but other threads
+// may read the word.
 class LayerRecord {
  public:
-  // Of no tokens. RESOURCE_EXHAUSTED.
+  // A new record with no tokens. RESOURCE_EXHAUSTED.
   static absl::StatusOr<LayerRecord> Create(RecordFile* file, int kv_head_count);
-  // As a process before this one left it. DATA_LOSS for what cannot be.
+  // As an earlier process left it. DATA_LOSS if it is inconsistent.
   static absl::StatusOr<LayerRecord> Open(RecordFile* file, RecordIndex first, int kv_head_count,
                                           int64_t page_token_count);
   LayerRecord(LayerRecord&&) = default;
   LayerRecord& operator=(LayerRecord&&) = delete;
 
   RecordIndex first() const { return parts_.front(); }
-  // The record of the next layer; 0: the last.
+  // The first record of the next layer; 0: this is the last layer.
   RecordIndex next_layer() const;
   void SetNextLayer(RecordIndex next);
 
   int64_t token_count() const {
     return static_cast<int64_t>(Length().load(std::memory_order_acquire));
   }
-  // Everything that was written before is there for who sees it.
+  // A thread or process that sees the new count also sees all earlier writes.
   void SetTokenCount(int64_t count) {
     Length().store(static_cast<uint64_t>(count), std::memory_order_release);
   }
 
-  // The word itself, for a device that writes it. It stays where it is.
+  // Address of the word, for a device that writes it. The address never changes.
   uint64_t* length_word() const;
 
-  // Makes room for so many pages of each KV head. RESOURCE_EXHAUSTED changes nothing that can be
-  // seen.
+  // Makes room for page_count pages of each KV head. RESOURCE_EXHAUSTED changes nothing visible.
   absl::Status Reserve(int64_t page_count);
-  // PageRef::index of page `page` of a KV head. REQUIRES: reserved.
+  // PageRef::index of page `page` of a KV head. REQUIRES: Reserve() made room for it.
   uint32_t PageIndex(int kv_head, int64_t page) const {
     return Entry(kv_head, page).load(std::memory_order_relaxed);
   }
@@ -50,7 +50,7 @@ class LayerRecord {
     Entry(kv_head, page).store(index, std::memory_order_release);
   }
 
-  // Gives its memory back. Nothing else is called after.
+  // Frees the records. No other function may be called afterwards.
   void Free();
 
  private:

@@ -37,7 +37,7 @@ absl::Status LayerRows::PrepareAppend(int64_t count) {
   for (const PageTable& head : heads_) {
     absl::StatusOr<PageTable::StagedWrite> write = head.StageWrite(token_count_, end);
     if (!write.ok()) {
-      staged.clear();  // before the free bytes are counted
+      staged.clear();  // gives pages back before the free bytes are counted
       if (!absl::IsResourceExhausted(write.status())) return write.status();
       return pool_->Exhausted("an append", needed);
     }
@@ -102,7 +102,7 @@ void LayerRows::Rollback() {
 void LayerRows::Truncate(int64_t token_count) {
   assert(token_count >= 0 && token_count <= token_count_);
   token_count_ = token_count;
-  // Before pages go to others.
+  // The record is shortened before others can allocate the pages.
   if (record_ != nullptr && record_->token_count() > token_count) Keep(token_count);
   Rollback();
 }

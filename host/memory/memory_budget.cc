@@ -10,9 +10,8 @@
 namespace spillway {
 namespace {
 
-// Of the limit: an eighth, which a daemon of many connections has use for, but
-// no more than hundreds of the largest messages take, and no less than one of
-// the largest and its answer.
+// Messages get an eighth of the limit, which a daemon with many connections uses, but at most what
+// hundreds of the largest messages take, and at least one of the largest and its answer.
 constexpr int64_t kMessageShare = 8;
 constexpr int64_t kMessageBytesMost = int64_t{1} << 30;
 constexpr int64_t kMessageBytesLeast = int64_t{16} << 20;
@@ -21,7 +20,7 @@ constexpr int64_t kMessageBytesLeast = int64_t{16} << 20;
 bool AddWithin(std::atomic<int64_t>& used, int64_t bytes, int64_t limit) {
   int64_t now = used.load(std::memory_order_relaxed);
   do {
-    // Compared by subtraction: now + bytes could overflow.
+    // Subtraction, because now + bytes could overflow.
     if (bytes > limit - now) return false;
   } while (!used.compare_exchange_weak(now, now + bytes, std::memory_order_relaxed));
   return true;

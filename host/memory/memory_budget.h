@@ -18,79 +18,77 @@ namespace spillway {
 
 class MemoryReservation;
 
-// What memory is held for.
+// What memory is used for.
 enum class MemoryUse { kPages, kModels, kTables, kWorkspaces, kMessages, kOther };
 inline constexpr int kMemoryUseCount = 6;
-// For people: "rows and codes", "messages", ...
+// Name for people to read: "rows and codes", "messages", ...
 std::string_view MemoryUseName(MemoryUse use);
 
-// The limit on everything that the daemon holds: arena extents, model weights,
-// tables, workspaces, messages in flight. Messages have a share of their own,
-// which nothing else can take and beyond which they cannot go: a daemon that is
-// full of K/V still hears what would empty it, and messages cannot keep K/V
-// out. Thread-safe.
+// The limit on all memory that the daemon holds: arena extents, model weights, tables, workspaces,
+// messages in flight. Messages have a share of their own, which nothing else can use, and which
+// they cannot exceed. So a daemon that is full of K/V still receives the calls that free memory,
+// and messages cannot displace K/V. Thread-safe.
 class MemoryBudget {
  public:
-  // Gives at least so many bytes of its charge back where it can.
+  // Gives back at least `bytes` of the memory that its owner has charged, if possible.
   using Reclaim = std::function<void(int64_t bytes)>;
 
-  // setting: what raises the limit, for refusals: "--memory-limit".
+  // setting: what sets the limit, for error messages: "--memory-limit".
   explicit MemoryBudget(int64_t limit_bytes, int64_t message_bytes = 0, std::string setting = "")
       : limit_bytes_(limit_bytes), message_bytes_(message_bytes), setting_(std::move(setting)) {}
   MemoryBudget(const MemoryBudget&) = delete;
   MemoryBudget& operator=(const MemoryBudget&) = delete;
 
-  // Of a limit, what a daemon keeps for messages.
+  // The share of a limit that a daemon keeps for messages.
   static int64_t MessageShare(int64_t limit_bytes);
 
-  // Charges bytes until the reservation goes. What does not fit is asked of
-  // those who can reclaim, but not for pages: who reclaims holds pages.
-  // RESOURCE_EXHAUSTED, naming `what`, the bytes needed and the bytes free,
-  // when they do not fit; then nothing is charged.
+  // Charges bytes for the lifetime of the reservation. If they do not fit, calls the reclaim
+  // functions, but not for pages: the owners of these functions hold pages. If they still do not
+  // fit, charges nothing: RESOURCE_EXHAUSTED, naming `what`, the bytes needed and the bytes free.
   absl::StatusOr<MemoryReservation> Reserve(int64_t bytes, std::string_view what,
                                             MemoryUse use = MemoryUse::kOther);
 
-  // MemoryExhausted() that also names the limit and what raises it.
+  // MemoryExhausted() that also names the limit and its setting.
   absl::Status Exhausted(std::string_view what, int64_t needed_bytes, int64_t free_bytes,
                          MemoryUse use = MemoryUse::kOther) const;
 
-  // Asks `reclaim` from now on, until RemoveReclaim with what this returns.
-  // reclaim must not reserve, other than for pages.
+  // Reserve() calls `reclaim` from now on, until RemoveReclaim() gets the returned iterator.
+  // reclaim must not reserve anything but pages.
   std::list<Reclaim>::iterator AddReclaim(Reclaim reclaim) ABSL_LOCKS_EXCLUDED(mutex_);
   void RemoveReclaim(std::list<Reclaim>::iterator reclaim) ABSL_LOCKS_EXCLUDED(mutex_);
 
   int64_t limit_bytes() const { return limit_bytes_; }
   const std::string& setting() const { return setting_; }
-  // Of the limit, for messages alone.
+  // The part of the limit that only messages can use.
   int64_t message_bytes() const { return message_bytes_; }
   int64_t used_bytes() const;
   int64_t used_bytes(MemoryUse use) const {
     return used_bytes_[static_cast<int>(use)].load(std::memory_order_relaxed);
   }
-  // Free for everything but messages.
+  // Free for everything except messages.
   int64_t free_bytes() const { return FreeBytes(MemoryUse::kOther); }
 
  private:
   friend class MemoryReservation;
   int64_t FreeBytes(MemoryUse use) const;
-  // Whether the bytes fitted and are charged now.
+  // Charges the bytes if they fit. Returns whether they did.
   bool TryCharge(int64_t bytes, MemoryUse use);
   void Release(int64_t bytes, MemoryUse use);
 
   const int64_t limit_bytes_;
   const int64_t message_bytes_;
   const std::string setting_;
-  std::atomic<int64_t> contents_bytes_{0};  // of everything but messages
+  std::atomic<int64_t> contents_bytes_{0};  // everything except messages
   std::array<std::atomic<int64_t>, kMemoryUseCount> used_bytes_{};
   Mutex mutex_;
   std::list<Reclaim> reclaims_ ABSL_GUARDED_BY(mutex_);
 };
 
-// RESOURCE_EXHAUSTED for `what` with a payload (kNeededFreePayload,
-// "needed free") that the daemon turns into ErrorInfo metadata.
+// RESOURCE_EXHAUSTED for `what`, with a payload (kNeededFreePayload, "needed free") that the daemon
+// converts to ErrorInfo metadata.
 absl::Status MemoryExhausted(std::string_view what, int64_t needed_bytes, int64_t free_bytes);
 inline constexpr std::string_view kNeededFreePayload = "spillway/needed_free_bytes";
-// The limit and its setting, "limit setting", where the status knows them.
+// The limit and its setting, "limit setting", if the status was made by MemoryBudget::Exhausted().
 inline constexpr std::string_view kMemoryLimitPayload = "spillway/memory_limit";
 
 // Owner of charged bytes. Movable, not thread-safe.
@@ -101,13 +99,12 @@ class MemoryReservation {
       : budget_(std::exchange(o.budget_, nullptr)),
         bytes_(std::exchange(o.bytes_, 0)),
         use_(o.use_) {}
-  // Takes off a part, which is given back by itself. REQUIRES: it has as many bytes.
+  // Splits off a part as a reservation of its own. REQUIRES: bytes <= bytes().
   MemoryReservation Split(int64_t bytes) {
     bytes_ -= bytes;
     return MemoryReservation(budget_, bytes, use_);
   }
-  // Takes over the charge of another. REQUIRES: it is of the same budget and use, or either is
-  // empty.
+  // Takes over the charge of `o`. REQUIRES: both have the same budget and use, or one is empty.
   void Absorb(MemoryReservation&& o) {
     if (budget_ == nullptr) {
       *this = std::move(o);

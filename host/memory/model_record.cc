@@ -7,12 +7,12 @@
 
 namespace spillway {
 
-// The payload, as it lies in the file.
+// Layout of the payload in the file.
 struct ModelRecord::Root {
   uint32_t description;
   uint32_t description_bytes;
   uint64_t weights_bytes;
-  std::atomic<uint32_t> weights;  // 0: none, or not yet
+  std::atomic<uint32_t> weights;  // 0: none, or not written yet
 };
 
 ModelRecord::Root& ModelRecord::root() const { return file_->Payload<Root>(root_); }

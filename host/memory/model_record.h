@@ -11,16 +11,16 @@
 
 namespace spillway {
 
-// What outlives the process of one model: what it is, and its weights, if it has any. A process
-// that opens the file later finds those that are listed. Not thread-safe.
+// The data of one model that outlive the process: its description, and its weights if it has any. A
+// process that opens the file later finds the models that are listed. Not thread-safe.
 class ModelRecord {
  public:
-  // Not listed, without weights. RESOURCE_EXHAUSTED.
+  // A new record that is not listed and has no weights. RESOURCE_EXHAUSTED.
   static absl::StatusOr<std::unique_ptr<ModelRecord>> Create(RecordFile* file,
                                                              std::string_view description);
 
-  // One of file->Find(RecordKind::kModel). DATA_LOSS for what cannot be: the record is given up
-  // then.
+  // Opens one of file->Find(RecordKind::kModel). DATA_LOSS if it is inconsistent; the record is
+  // then given up.
   struct Opened {
     std::string description;
     std::string weights;
@@ -28,12 +28,12 @@ class ModelRecord {
   };
   static absl::StatusOr<Opened> Open(RecordFile* file, RecordIndex root);
 
-  // Gives its memory back unless it is listed.
+  // Frees the record unless it is listed.
   ~ModelRecord();
   ModelRecord(const ModelRecord&) = delete;
   ModelRecord& operator=(const ModelRecord&) = delete;
 
-  // Once, with all of them or none. RESOURCE_EXHAUSTED.
+  // To be called once, with all weights. RESOURCE_EXHAUSTED changes nothing.
   absl::Status SetWeights(std::string_view weights);
 
   void List();

@@ -11,8 +11,8 @@
 
 namespace spillway {
 
-// A page of a pool. The generation changes whenever the page is freed, so a
-// reference kept too long is found out instead of read.
+// A page of a pool. The generation changes whenever the page is freed, so that an outdated
+// reference is detected and its page is not read.
 struct PageRef {
   uint32_t index = 0;
   uint32_t generation = 0;  // 0: no page
@@ -21,59 +21,58 @@ struct PageRef {
   friend bool operator==(const PageRef&, const PageRef&) = default;
 };
 
-// Fixed-size, reference-counted pages cut from arena slabs (2 MiB or a
-// multiple). A slab goes back to the arena when its last page is freed; 8
-// bytes of bookkeeping a page stay until the pool goes. Thread-safe; Data() is
-// wait-free. Using a reference that is stale, other than in Data(), aborts: it
-// is a bug that would hand one sequence's rows to another.
+// Fixed-size, reference-counted pages cut from arena slabs (2 MiB or a multiple). A slab is
+// returned to the arena when its last page is freed. 8 bytes of bookkeeping per page are kept for
+// the lifetime of the pool. Thread-safe; Data() is wait-free. The use of a stale reference, except
+// in Data(), aborts the process: such a bug could give one sequence's rows to another.
 class PagePool {
  public:
-  // page_bytes is rounded up to 64. The arena outlives the pool.
+  // page_bytes is rounded up to a multiple of 64. The arena must outlive the pool.
   PagePool(Arena* arena, int64_t page_bytes);
   ~PagePool();
   PagePool(const PagePool&) = delete;
   PagePool& operator=(const PagePool&) = delete;
 
-  // A page with reference count 1, next to `neighbour` in its slab where that
-  // place is free. Contents are undefined. RESOURCE_EXHAUSTED.
+  // Allocates a page with reference count 1, if possible in the slab of `neighbour` and directly
+  // after it. Contents are undefined. RESOURCE_EXHAUSTED.
   absl::StatusOr<PageRef> Allocate(PageRef neighbour = {});
-  // A page that a pool of the same page_bytes over the same file handed out in a process before
-  // this one, with its contents: once more where it has a reference already. DATA_LOSS for an
-  // index that the pool cannot have. REQUIRES: the arena has restored SlabsOf(index).
+  // Takes over, with its contents, a page that an earlier process allocated from a pool of the same
+  // page_bytes over the same file. If the page has references already, adds one. DATA_LOSS if the
+  // pool cannot have this index. REQUIRES: the arena has restored SlabsOf(index).
   absl::StatusOr<PageRef> Adopt(uint32_t index);
-  // The slabs that a page of that index lies in, be it beyond the arena. DATA_LOSS for an index
-  // that no pool of this page_bytes gives.
+  // The slabs in which a page with this index lies; they may be beyond the arena's end. DATA_LOSS
+  // if no pool of this page_bytes uses the index.
   absl::StatusOr<SlabRun> SlabsOf(uint32_t index) const;
   void AddReference(PageRef page);
-  // Drops one reference; the page is freed with the last.
+  // Drops one reference. The last one frees the page.
   void Release(PageRef page);
   bool IsShared(PageRef page) const;
 
-  // The page's memory, 64-byte aligned, stable while it has a reference.
-  // nullptr if the reference is stale.
+  // The page's memory, 64-byte aligned. Does not move while the page has a reference. nullptr if
+  // the reference is stale.
   std::byte* Data(PageRef page) const;
 
-  // Bytes from a page's memory to the end of what the arena has committed, and a device
-  // registered, together with it.
+  // Bytes from a page's memory to the end of its extent, the range that a device has registered as
+  // one.
   int64_t BytesToExtentEnd(const std::byte* data) const;
 
-  // The contents of a page to another, both of this pool.
+  // Copies the contents of one page to another; both belong to this pool.
   void Copy(std::byte* to, const std::byte* from);
 
   int64_t page_bytes() const { return page_bytes_; }
   // Pages with at least one reference.
   int64_t used_page_count() const;
-  // Pages that fit into slabs this pool holds already.
+  // Free pages in slabs that this pool holds already.
   int64_t spare_page_count() const;
-  // Pages that can still be allocated: the spare ones and those of slabs that
-  // the arena would give. Another user of the arena may take them first, and
-  // where slab_count() > 1 its free slabs may not adjoin.
+  // Pages that can still be allocated: spare_page_count(), and the pages of slabs that the arena
+  // has free. Other users of the arena may take these slabs first. If slab_count() > 1, the free
+  // slabs may also not adjoin.
   int64_t free_page_count() const;
-  // RESOURCE_EXHAUSTED for `what`, which needs that many pages of the pool.
+  // RESOURCE_EXHAUSTED for `what`, which needs needed_pages pages of the pool.
   absl::Status Exhausted(std::string_view what, int64_t needed_pages) const;
-  // Pages of one allocation of slab_count() adjacent slabs.
+  // Pages in one allocation of slab_count() adjacent slabs.
   int64_t pages_per_slab() const;
-  // Slabs taken at once: as few as leave at most 1/64 of them unused.
+  // Slabs in one allocation: the fewest of which at most 1/64 stays unused.
   int64_t slab_count() const;
 
  private:

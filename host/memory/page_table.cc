@@ -45,7 +45,7 @@ absl::StatusOr<PageTable::StagedWrite> PageTable::StageWrite(int64_t begin, int6
   staged.begin_ = begin;
   if (begin >= end) return staged;
   assert(begin >= 0 && begin <= page_count() * page_item_count_);
-  // Before anything is taken: a request that cannot fit costs nothing.
+  // Checked before anything is allocated, so that a request that cannot fit has no cost.
   const int64_t needed = NewPageCount(begin, end);
   if (needed == 0) return staged;
   if (needed > pool_->free_page_count()) return pool_->Exhausted("a write", needed);
@@ -75,8 +75,8 @@ void PageTable::Install(StagedWrite staged, const Installed& installed) {
       if (installed != nullptr) installed(position, page);
       continue;
     }
-    // Items before the write stay; what lies after it is about to be written
-    // or not there.
+    // The items before the write are kept. The items behind its start are about to be written, or
+    // do not exist.
     if (position * page_item_count_ < staged.begin_) {
       pool_->Copy(pool_->Data(page), Page(position));
     }

@@ -12,9 +12,9 @@
 
 namespace spillway {
 
-// The pages of one run of items (rows or codes), page_item_count items a
-// page, in order, with copy-on-write sharing between forks. Move-only. Not
-// thread-safe: the engine orders what touches one sequence.
+// The pages of a list of items (rows or codes) in order, page_item_count items per page. Forks
+// share pages copy-on-write. Move-only. Not thread-safe: the engine serialises all access to one
+// sequence.
 class PageTable {
  public:
   PageTable(PagePool* pool, int64_t page_item_count)
@@ -23,8 +23,8 @@ class PageTable {
   PageTable(PageTable&& other) noexcept;
   PageTable& operator=(PageTable&& other) noexcept;
 
-  // Pages obtained for a write and not yet part of a table. Gives them back
-  // unless they are installed. Move-only.
+  // Pages allocated for a write and not yet part of a table. Releases them unless they are
+  // installed. Move-only.
   class StagedWrite {
    public:
     explicit StagedWrite(PagePool* pool) : pool_(pool) {}
@@ -40,31 +40,30 @@ class PageTable {
     std::vector<std::pair<int64_t, PageRef>> pages_;  // position in the table, ascending
   };
 
-  // Makes items [begin, end) writable, begin <= the items that exist: new
-  // pages where there is none, a copy of a page that is shared (only if the
-  // write does not cover it from its start). On RESOURCE_EXHAUSTED every page
-  // is as it was.
+  // Makes items [begin, end) writable; begin must not be beyond the existing items. Adds new pages,
+  // and replaces shared ones, which are copied only if the write begins behind their start.
+  // RESOURCE_EXHAUSTED changes no page.
   absl::Status PrepareWrite(int64_t begin, int64_t end);
-  // The two halves of PrepareWrite, for writes to several tables that happen
-  // together or not at all. Between them the table does not change.
+  // The two halves of PrepareWrite(), for writes to several tables of which all or none must
+  // succeed. The table must not change between the two calls.
   absl::StatusOr<StagedWrite> StageWrite(int64_t begin, int64_t end) const;
-  // `installed` is told of each new page, with its position, when it holds what the page before it
-  // held, and before that one is given up. May be null.
+  // Calls `installed`, unless null, for each new page and its position: after the old page was
+  // copied to it, and before the old page is released.
   using Installed = std::function<void(int64_t position, PageRef page)>;
   void Install(StagedWrite staged, const Installed& installed = nullptr);
   // Pages that PrepareWrite would take from the pool.
   int64_t NewPageCount(int64_t begin, int64_t end) const;
 
-  // Drops the pages beyond item_count items.
+  // Releases the pages behind the first item_count items.
   void Truncate(int64_t item_count);
   void Clear() { Truncate(0); }
-  // Adds a page that PagePool::Adopt() gave.
+  // Adds a page that PagePool::Adopt() returned.
   void Adopt(PageRef page) { pages_.push_back(page); }
-  // A table that shares the pages of the first item_count items.
+  // A new table that shares the pages of the first item_count items.
   PageTable Share(int64_t item_count) const;
 
   int64_t page_count() const { return static_cast<int64_t>(pages_.size()); }
-  // Memory of page i; aborts if its reference is stale, which would be a bug.
+  // Memory of page i. Aborts if the reference is stale, which would be a bug.
   std::byte* Page(int64_t i) const;
   PageRef ref(int64_t i) const { return pages_[i]; }
   int64_t page_item_count() const { return page_item_count_; }
@@ -72,7 +71,7 @@ class PageTable {
   int64_t bytes() const { return page_count() * page_bytes(); }
 
  private:
-  // Pages that hold the first item_count items.
+  // Number of pages that hold item_count items.
   int64_t PagesFor(int64_t item_count) const;
 
   PagePool* pool_;

@@ -16,11 +16,11 @@ namespace {
 
 constexpr char kMagic[8] = {'S', 'P', 'I', 'L', 'L', 'W', 'A', 'Y'};
 constexpr uint32_t kVersion = 1;
-// Of records; what they say of a page of rows is a thousandth of it or less.
+// Largest size of the file. The records need at most a thousandth of the bytes of the rows.
 constexpr int64_t kCapacityBytes = int64_t{64} << 30;
 constexpr int64_t kGrowthBytes = kSlabBytes;
 
-// The file's first record.
+// The first record of the file.
 struct Header {
   std::atomic<uint64_t> magic;  // written last
   uint32_t version;
@@ -66,7 +66,7 @@ absl::Status RecordFile::ReadHeader(uint64_t rows_number) {
   auto& header = *reinterpret_cast<Header*>(base_);
   const uint64_t magic = header.magic.load(std::memory_order_acquire);
   if (magic == 0) {
-    // New, or its maker was killed before it wrote a record.
+    // A new file, or one whose creator was killed before it wrote a record.
     identity_ = RandomId();
     header.version = kVersion;
     header.record_bytes = Record::kBytes;
@@ -154,7 +154,7 @@ absl::Status RecordFile::Claim(RecordIndex record) {
 void RecordFile::FreeUnclaimed() {
   const MutexLock lock(mutex_);
   free_.clear();
-  // From behind, so that the first are taken first.
+  // In descending order, so that the lowest records are allocated first.
   for (size_t i = claimed_.size(); i-- > 1;) {
     if (claimed_[i]) continue;
     const auto index = static_cast<RecordIndex>(i);
@@ -195,7 +195,7 @@ void RecordFile::FreeChain(RecordIndex record) {
 absl::StatusOr<RecordIndex> RecordFile::WriteBytes(std::string_view bytes) {
   constexpr size_t kPart = sizeof(Record::payload);
   RecordIndex first = 0;
-  // From behind: a part is linked when it is written.
+  // Begins with the last part, so that each part is linked only to a written one.
   for (size_t parts = (bytes.size() + kPart - 1) / kPart; parts-- > 0;) {
     const absl::StatusOr<RecordIndex> index = Allocate();
     if (!index.ok()) {
@@ -220,7 +220,7 @@ absl::StatusOr<std::string> RecordFile::ReadBytes(RecordIndex first, int64_t byt
     Record& record = At(first);
     bytes.append(reinterpret_cast<const char*>(record.payload),
                  static_cast<size_t>(std::min(left, kPart)));
-    // Nothing that was not claimed follows.
+    // Cut the chain, because the records that follow were not claimed.
     if (left <= kPart) record.next.store(0, std::memory_order_relaxed);
     first = record.next.load(std::memory_order_relaxed);
   }

@@ -9,13 +9,13 @@
 namespace spillway {
 namespace {
 
-constexpr int kCountMax = 1 << 20;  // layers, KV heads: more is no sequence
-// Versions before left here what the record's memory had held, which this is not.
+constexpr int kCountMax = 1 << 20;  // most layers or KV heads: a record with more is no sequence
+// Older versions left earlier contents of the record's memory here, which are never this value.
 constexpr uint32_t kMarked = 0xb5e1c0d7;
 
 }  // namespace
 
-// The payload, as it lies in the file.
+// Layout of the payload in the file.
 struct SequenceRecord::Root {
   uint32_t description;
   uint32_t description_bytes;
@@ -24,7 +24,7 @@ struct SequenceRecord::Root {
   uint32_t first_layer;
   std::atomic<uint32_t> mark;
   std::atomic<uint64_t> generation;
-  // Where they differ, layers beyond cut_token_count are about to be cut.
+  // If it differs from `generation`, layers longer than cut_token_count are still to be cut.
   std::atomic<uint64_t> next_generation;
   std::atomic<uint64_t> cut_token_count;
 };
@@ -81,7 +81,7 @@ absl::StatusOr<SequenceRecord::Opened> SequenceRecord::Open(RecordFile* file, Re
     if (description.ok()) opened.description = *std::move(description);
   }
   if (!status.ok()) {
-    // What it leads to cannot be trusted, and is not given back before the next start.
+    // The records that it refers to cannot be trusted, and are not freed before the next start.
     record.Unlist();
     record.layers_.clear();
     record.root().description_bytes = 0;

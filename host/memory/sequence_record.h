@@ -14,44 +14,46 @@
 
 namespace spillway {
 
-// What outlives the process of one sequence: what it is, its generation, its layers. A process
-// that opens the file later finds those that are listed. Not thread-safe.
+// The data of one sequence that outlive the process: its description, its generation and its
+// layers. A process that opens the file later finds the sequences that are listed. Not thread-safe.
 class SequenceRecord {
  public:
-  // Not listed. `description` is the caller's to read. RESOURCE_EXHAUSTED.
+  // A new record that is not listed. Only the caller interprets `description`. RESOURCE_EXHAUSTED.
   static absl::StatusOr<std::unique_ptr<SequenceRecord>> Create(RecordFile* file,
                                                                 std::string_view description,
                                                                 int layer_count, int kv_head_count);
 
-  // One of file->Find(RecordKind::kSequence), as a process before this one left it; what it was
-  // about to cut is cut. DATA_LOSS for what cannot be: the record is given up then.
+  // Opens one of file->Find(RecordKind::kSequence), and completes a cut that was begun. DATA_LOSS
+  // if the record is inconsistent; it is then given up.
   struct Opened {
     std::string description;
     std::unique_ptr<SequenceRecord> record;
   };
   static absl::StatusOr<Opened> Open(RecordFile* file, RecordIndex root, int64_t page_token_count);
 
-  // Gives its memory back unless it is listed.
+  // Frees the record unless it is listed.
   ~SequenceRecord();
   SequenceRecord(const SequenceRecord&) = delete;
   SequenceRecord& operator=(const SequenceRecord&) = delete;
 
-  // At once, or not at all, for who opens the file later. A listed one's pages stay its own.
+  // Add the sequence to what a later process finds, or remove it; each is atomic. While it is
+  // listed, its pages must not be reused.
   void List();
   void Unlist();
 
   int layer_count() const { return static_cast<int>(layers_.size()); }
   int kv_head_count() const { return kv_head_count_; }
-  // Stays where it is.
+  // The address of a layer's record never changes.
   LayerRecord& layer(int layer) { return layers_[layer]; }
 
-  // Marks it, for good; what that means is the caller's. Files of before know no mark.
+  // Marks it permanently; the caller gives the mark its meaning. Files of older versions have no
+  // marks.
   void Mark();
   bool marked() const;
 
   int64_t generation() const;
-  // Cuts all layers at once for who opens the file later: between the two calls the caller cuts
-  // those that are longer. EndCut() sets the generation.
+  // Cut all layers at once, for a process that opens the file later. Between the two calls the
+  // caller cuts the layers that are longer. EndCut() sets the generation.
   void BeginCut(int64_t token_count, int64_t generation);
   void EndCut();
 

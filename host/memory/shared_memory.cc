@@ -22,7 +22,7 @@ absl::Status Failed(const char* call, int64_t bytes, int error) {
 absl::StatusOr<std::unique_ptr<SharedMemory>> SharedMemory::Create(int64_t bytes) {
   const int descriptor = memfd_create("spillway", MFD_CLOEXEC | MFD_ALLOW_SEALING);
   if (descriptor < 0) return Failed("memfd_create", bytes, errno);
-  // Pages now: one that is missing later would end the process that touches it.
+  // Allocate the pages now: a page missing later would end the process that touches it.
   const int missing = posix_fallocate(descriptor, 0, bytes);
   if (missing != 0 ||
       fcntl(descriptor, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {

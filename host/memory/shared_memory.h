@@ -9,19 +9,19 @@
 
 namespace spillway {
 
-// Host memory that other processes can map by a file descriptor: a memfd whose
-// size is sealed, so that nobody can cut it while it is read. Its pages exist
-// from the start. Zeroed at first.
+// Host memory that other processes can map through a file descriptor: a memfd of sealed size, so
+// that no process can shrink it while another reads it. Its pages are allocated at the start and
+// zero.
 class SharedMemory {
  public:
-  // RESOURCE_EXHAUSTED where the system has not so much. REQUIRES: bytes > 0.
+  // RESOURCE_EXHAUSTED if the system does not have the memory. REQUIRES: bytes > 0.
   static absl::StatusOr<std::unique_ptr<SharedMemory>> Create(int64_t bytes);
   ~SharedMemory();
   SharedMemory(const SharedMemory&) = delete;
   SharedMemory& operator=(const SharedMemory&) = delete;
 
   std::span<std::byte> bytes() const { return bytes_; }
-  // For others to map; closed with this.
+  // For other processes to map. The destructor closes it.
   int descriptor() const { return descriptor_; }
 
  private:

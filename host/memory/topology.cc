@@ -16,9 +16,8 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// The machine as hwloc sees it, loaded once: it does not change under us, and
-// loading takes tens of milliseconds. Never freed, so that it can be used
-// while other statics go.
+// The machine's topology from hwloc. Loaded once, because it does not change and loading takes tens
+// of milliseconds. Never freed, so that destructors of other static objects can use it.
 class Machine {
  public:
   static absl::StatusOr<hwloc_topology_t> Get() {
@@ -72,7 +71,7 @@ std::optional<std::string> FirstLine(const fs::path& path) {
   return line;
 }
 
-// /sys marks the value in force: "always [madvise] never".
+// /sys marks the active value with brackets: "always [madvise] never".
 std::string TransparentHugePages() {
   const auto line = FirstLine("/sys/kernel/mm/transparent_hugepage/enabled");
   if (!line) return "unsupported";
@@ -82,8 +81,8 @@ std::string TransparentHugePages() {
   return line->substr(open + 1, close - open - 1);
 }
 
-// The limit that one file holds; "max" (v2) is none, and so are the values
-// near 2^63 by which v1 says the same.
+// The limit in one file. None for "max" (cgroup v2) and for the values near 2^63 that mean the same
+// in v1.
 std::optional<int64_t> LimitIn(const fs::path& path) {
   constexpr int64_t kUnlimited = int64_t{1} << 62;
   const auto line = FirstLine(path);
@@ -99,9 +98,8 @@ std::optional<int64_t> Tighter(std::optional<int64_t> a, std::optional<int64_t> 
   return std::min(*a, *b);
 }
 
-// Limits of `group` (as /proc/self/cgroup names it) and of all around it. A
-// container may see its own group mounted at the root: then the named path
-// does not exist and the root alone counts.
+// The tightest limit of `group` (as in /proc/self/cgroup) and its enclosing groups. A container may
+// see its own group mounted at the root: then the path does not exist, and only the root counts.
 std::optional<int64_t> TightestUpward(const fs::path& root, const std::string& group,
                                       const char* file) {
   std::optional<int64_t> limit = LimitIn(root / file);
@@ -122,7 +120,7 @@ int64_t Topology::memory_limit_bytes() const {
 std::optional<int64_t> CgroupMemoryLimit(const fs::path& membership, const fs::path& mount) {
   std::optional<int64_t> limit;
   std::ifstream in(membership);
-  // hierarchy:controllers:path; hierarchy 0 without controllers is v2.
+  // Lines are hierarchy:controllers:path. Hierarchy 0, without controllers, is v2.
   for (std::string line; std::getline(in, line);) {
     const size_t first = line.find(':');
     if (first == std::string::npos) continue;
@@ -145,8 +143,8 @@ absl::StatusOr<Topology> DetectTopology() {
   if (!machine.ok()) return machine.status();
   const hwloc_topology_t topology = *machine;
 
-  // The binding may be narrower than the cgroup's set, which hwloc applies
-  // already.
+  // The process's CPU binding may be narrower than the cgroup's CPU set, which hwloc already
+  // applies.
   Bitmap allowed;
   if (hwloc_get_cpubind(topology, allowed.get(), HWLOC_CPUBIND_PROCESS) != 0) {
     hwloc_bitmap_copy(allowed.get(), hwloc_topology_get_allowed_cpuset(topology));
@@ -162,8 +160,7 @@ absl::StatusOr<Topology> DetectTopology() {
     t.numa_nodes.push_back({CountInside(topology, HWLOC_OBJ_CORE, allowed.get(), o->cpuset),
                             static_cast<int64_t>(o->attr->numanode.local_memory)});
   }
-  // Not hwloc's sum over the nodes: that misses memory that a virtual machine
-  // was given after it started.
+  // Not hwloc's sum over the nodes: it misses memory that a virtual machine got after its start.
   t.memory_bytes = int64_t{sysconf(_SC_PHYS_PAGES)} * sysconf(_SC_PAGESIZE);
   t.cgroup_memory_limit_bytes = CgroupMemoryLimit("/proc/self/cgroup", "/sys/fs/cgroup");
   t.transparent_huge_pages = TransparentHugePages();

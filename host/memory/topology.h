@@ -18,13 +18,13 @@ struct NumaNode {
   int64_t memory_bytes = 0;  // local memory
 };
 
-// What this process may use of the machine.
+// The resources of the machine that this process may use.
 struct Topology {
   int core_count = 0;                // physical cores in the process's CPU set
   int hardware_thread_count = 0;     // the same with SMT siblings
   std::vector<NumaNode> numa_nodes;  // by hwloc logical index
   int64_t memory_bytes = 0;          // of the machine
-  // The tightest cgroup limit on this process, where one is set.
+  // The tightest cgroup limit on this process; none if no limit is set.
   std::optional<int64_t> cgroup_memory_limit_bytes;
   // "always", "madvise" or "never"; "unsupported" without the kernel feature.
   std::string transparent_huge_pages;
@@ -33,8 +33,7 @@ struct Topology {
   int64_t memory_limit_bytes() const;
 };
 
-// Reads the machine through hwloc and /sys. INTERNAL when hwloc cannot.
-// Thread-safe.
+// Reads the machine's properties from hwloc and /sys. INTERNAL if hwloc fails. Thread-safe.
 absl::StatusOr<Topology> DetectTopology();
 
 // Binds a page-aligned range to a NUMA node (hwloc logical index): pages that

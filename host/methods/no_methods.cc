@@ -1,4 +1,4 @@
-// No optional methods, in place of registry.cc where SPILLWAY_METHODS is off.
+// Without optional methods: compiled instead of registry.cc if SPILLWAY_METHODS is off.
 
 #include "host/policy/method.h"
 

@@ -1,9 +1,9 @@
-// This build's optional methods.
+// The optional methods of this build.
 
 #include "host/policy/method.h"
 
-// A line each, in the order in which index pages hold their sections. A method's
-// folder defines it as a `const Method`.
+// One line per method, in the order of their sections in an index page. The folder of each method
+// defines it as a `const Method`.
 #define SPILLWAY_OPTIONAL_METHODS(METHOD) \
   METHOD(kHammingMethod)                  \
   METHOD(kInt4KeysMethod)                 \

@@ -11,12 +11,12 @@
 
 namespace spillway {
 
-// Why a field is refused that names a method, or is read by one, that this build
-// lacks.
+// The reason for refusing a field that names a method, or is read by one, that is not in this
+// build.
 inline constexpr std::string_view kNoSuchMethod = "this build has no such method";
 
-// Collects the fields of a message that are out of range. Each check returns
-// whether the value is fine.
+// Collects the fields of a message that are out of range. Each check returns whether the value is
+// valid.
 class FieldChecks {
  public:
   void Add(std::string_view field, std::string description) {
@@ -27,14 +27,14 @@ class FieldChecks {
     Add(field, absl::StrCat("value ", value, " is not in [", low, ", ", high, "]"));
     return false;
   }
-  // A multiple of step in [step, high].
+  // value must be a multiple of step in [step, high].
   bool MultipleInRange(std::string_view field, int64_t value, int64_t step, int64_t high) {
     if (value >= step && value <= high && value % step == 0) return true;
     Add(field, absl::StrCat("value ", value, " is not a multiple of ", step, " in [", step, ", ",
                             high, "]"));
     return false;
   }
-  // In (0, high], or (0, high) unless closed. NaN is in neither.
+  // value must be in (0, high], or in (0, high) unless closed. NaN is invalid.
   bool Positive(std::string_view field, double value, double high, bool closed) {
     if (value > 0 && (closed ? value <= high : value < high)) return true;
     Add(field, absl::StrCat("value ", value, " is not in (0, ", high, closed ? "]" : ")"));

@@ -21,7 +21,7 @@ constexpr int kLabelChannelStep = 8;
 constexpr int kLshTableCountMax = 512;
 constexpr int kLshBitsMax = 16;
 
-// Whether spec.group() is valid.
+// Returns whether spec.group() can be used.
 bool CheckHeads(const ModelSpec& spec, FieldChecks& checks) {
   const bool query_ok =
       checks.InRange("query_head_count", spec.query_head_count, 1, kQueryHeadCountMax);
@@ -88,7 +88,7 @@ void CheckIndices(const ModelSpec& spec, FieldChecks& checks) {
   }
 }
 
-// What optional methods alone read is refused where they are missing.
+// Refuses fields that only optional methods read, if the method is not in this build.
 void CheckMethods(const ModelSpec& spec, FieldChecks& checks) {
   const auto check = [&](bool asked, std::string_view field) {
     if (asked && !HasMethodOf(field)) checks.Add(field, std::string(kNoSuchMethod));

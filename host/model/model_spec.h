@@ -11,20 +11,20 @@
 
 namespace spillway {
 
-// How keys and queries become codes.
+// How codes are computed from keys and queries.
 enum class HashKind : uint8_t { kNone, kRotation, kMlp };
 
 struct HashSpec {
   HashKind kind = HashKind::kRotation;
-  // Whether keys are hashed without being centred.
+  // Whether keys are hashed without subtracting a centre.
   bool raw_keys = false;
-  // kRotation: bits per dimension, [1, 4], and the rotation's seed.
+  // kRotation: bits per dimension, in [1, 4], and the seed of the rotation.
   int bits_per_dim = 3;
   uint64_t seed = 0;
-  // kMlp: bits of an MLP's code (a multiple of 32 in [32, 1024]), width and
-  // number (1 or 2) of the hidden layers, Spotlight's residual form, whether
-  // there is an MLP per query head rather than per KV head, and whether
-  // queries have MLPs of their own, then one per query head.
+  // kMlp: hash_bits is the length of one MLP's code, a multiple of 32 in [32, 1024]. hidden_dim is
+  // the width of the hidden layers (0: head_dim, filled in by Normalize), hidden_layer_count their
+  // number, 1 or 2. residual: Spotlight's residual form. per_query_head: one MLP per query head,
+  // not per KV head. query_weights: queries have their own MLPs, one per query head.
   int hash_bits = 128;
   int hidden_dim = 0;
   int hidden_layer_count = 1;
@@ -33,13 +33,13 @@ struct HashSpec {
   bool query_weights = false;
 };
 
-// What is kept of every key beside its codes; 0: nothing.
+// What the index stores for each key in addition to its codes; 0 or false: nothing.
 struct KeyIndexSpec {
-  bool int4_keys = false;          // the key in 4 bits an element
-  int quest_page_token_count = 0;  // 16, 32, 64, 128: bounds of so many keys
-  int label_channel_count = 0;     // channels in 4 bits, a multiple of 8
-  int lsh_table_count = 0;         // buckets of a key, [1, 512]
-  int lsh_bits = 0;                // of a bucket's name, [1, 16]
+  bool int4_keys = false;          // the key with 4 bits per element
+  int quest_page_token_count = 0;  // bounds of each 16, 32, 64 or 128 keys
+  int label_channel_count = 0;     // channels with 4 bits each; a multiple of 8
+  int lsh_table_count = 0;         // buckets per key, in [1, 512]
+  int lsh_bits = 0;                // bits of a bucket's number, in [1, 16]
   uint64_t lsh_seed = 0;
 
   bool any() const {
@@ -50,7 +50,7 @@ struct KeyIndexSpec {
 
 inline constexpr double kResidentSampleFractionMax = 0.0625;
 
-// Shapes of a model. Immutable once created.
+// The shapes of a model. Not changed after the model is created.
 struct ModelSpec {
   int layer_count = 0;
   int query_head_count = 0;
@@ -58,29 +58,32 @@ struct ModelSpec {
   int head_dim = 0;
   DType dtype = DType::kBF16;
   double softmax_scale = 0;  // 0: 1 / sqrt(head_dim), filled in by Normalize.
-  // Where this is a part of a larger model: the layers and KV heads of that before these. What
-  // is random goes by the place in the larger model, so that parts answer as the whole.
+  // If this model is a part of a larger one: the number of layers, and of KV heads, of the larger
+  // model before those of this part. Random numbers depend on the position in the larger model, so
+  // that the parts give the same answers as the whole.
   int first_layer = 0;
   int first_kv_head = 0;
   HashSpec hash;
   KeyIndexSpec indices;
-  // Share of the tokens whose rows a device may keep close for sampling, in
-  // [0, kResidentSampleFractionMax], and the seed that picks them: samples of policies with this
-  // seed begin with them.
+  // The resident sample: the share of the tokens whose rows a device may keep in its memory, at
+  // most kResidentSampleFractionMax, and the seed that picks these tokens. Samples of policies with
+  // the same seed begin with them.
   double resident_sample_fraction = 0.01;
   uint64_t resident_sample_seed = 0;
 
-  // Hashes of tokens in the resident sample: those below this; see SampleOrder.
+  // The tokens of the resident sample are those whose hash is below this; see
+  // SampleOrder::resident. 0 if the policy has another seed.
   uint32_t ResidentSample(uint64_t policy_seed) const {
     return policy_seed == resident_sample_seed
                ? static_cast<uint32_t>(resident_sample_fraction * 4294967296.0)
                : 0;
   }
-  // Query heads that share a KV head: query head h reads KV head h / group().
+  // Number of query heads that share a KV head: query head h reads KV head h / group().
   int group() const { return query_head_count / kv_head_count; }
   // Bytes of one row [K(d) | V(d)] of one KV head.
   int64_t row_bytes() const { return int64_t{2} * head_dim * DTypeBytes(dtype); }
-  // Bit planes of a code and 32-bit words of a plane (zero-padded).
+  // Number of bit planes of a code; number of 32-bit words of a plane (zero-padded); bits of a
+  // plane.
   int plane_count() const {
     return hash.kind == HashKind::kRotation ? hash.bits_per_dim
            : hash.kind == HashKind::kMlp    ? 1
@@ -90,37 +93,37 @@ struct ModelSpec {
   int plane_bits() const {
     return hash.kind == HashKind::kMlp ? key_code_count() * hash.hash_bits : head_dim;
   }
-  // Codes of a key, one after the other in its plane: with an MLP per query
-  // head one for each of the group, else one.
+  // Number of codes of a key, which lie one after the other in its plane: one per query head of the
+  // group if each query head has an MLP, otherwise one.
   int key_code_count() const { return hash.per_query_head ? group() : 1; }
-  // Query heads that compare the same code of a key.
+  // Number of query heads that are compared with the same code of a key.
   int heads_per_code() const { return group() / key_code_count(); }
-  // What a key's matching bits may number, summed over the group, from 0 on.
+  // The number of matching bits of a key, summed over the group, is in [0, match_bin_count()).
   int match_bin_count() const { return plane_bits() * heads_per_code() + 1; }
-  // MLPs of a layer; query head h uses MLP h / heads_per_code(), or with query
-  // weights MLP h of those.
+  // Number of MLPs of a layer. Query head h uses MLP h / heads_per_code(); with query_weights it
+  // uses MLP h of the queries' MLPs.
   int mlp_count() const { return kv_head_count * key_code_count(); }
-  // Whether a device keeps anything of the keys.
+  // Whether a device stores any index of the keys.
   bool has_index() const { return hash.kind != HashKind::kNone || indices.any(); }
-  // Whether weights must be uploaded.
+  // Whether the client must upload weights.
   bool has_weights() const {
     return hash.kind == HashKind::kMlp || indices.label_channel_count > 0;
   }
 };
 
-// A field that was refused and why ("value 7 is not in [1, 4]").
+// A refused field and the reason ("value 7 is not in [1, 4]").
 struct FieldError {
   std::string field;
   std::string description;
 };
 
-// Whether this build has the method that alone reads this field of a model, as
-// the API spells it ("key_indices.int4_keys"). host/policy/methods.cc knows.
+// Whether this build has the optional method that reads this field of a model. model_field: the
+// field's name in the API ("key_indices.int4_keys"). Defined in host/policy/methods.cc.
 bool HasMethodOf(std::string_view model_field);
 
-// Fills in defaults. Returns what is out of range or needs a method that this
-// build lacks, empty when valid; field names are those of the proto
-// (query_head_count, hash_weights.rotation...).
+// Fills in defaults. Returns the fields that are out of range or need a method that is not in this
+// build; empty if the spec is valid. Field names are those of the proto (query_head_count,
+// hash_weights.rotation...).
 std::vector<FieldError> Normalize(ModelSpec& spec);
 
 }  // namespace spillway

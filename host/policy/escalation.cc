@@ -16,7 +16,7 @@ bool UsesPaperBound(const TailPolicy& policy) {
   return policy.tail == Tail::kUniform && policy.bound == Bound::kPaper;
 }
 
-// Whether there was a step left to make.
+// Goes up one level. Returns false if the escalation is dense already.
 bool Raise(const TailPolicy& base, Escalation& escalation) {
   TailPolicy& p = escalation.tail;
   if (escalation.dense) return false;

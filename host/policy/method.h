@@ -9,10 +9,10 @@
 #include "host/core/tail.h"
 #include "host/model/model_spec.h"
 
-// What is said of a method that a policy may name.
+// The properties of the methods that a policy may name.
 namespace spillway {
 
-// What it ranks keys by.
+// The quantity by which a selector ranks keys.
 enum class RankedBy : uint8_t {
   kNothing,
   kExactLogit,
@@ -23,20 +23,20 @@ enum class RankedBy : uint8_t {
 
 struct SelectorMethod {
   Selector selector;
-  std::string_view name;   // SELECTOR_ASYMMETRIC is "asymmetric"
-  std::string_view needs;  // of a model, for messages; empty: nothing
+  std::string_view name;   // "asymmetric" for SELECTOR_ASYMMETRIC
+  std::string_view needs;  // what a model must have, for messages; empty: nothing
   bool (*is_served)(const ModelSpec&);
   RankedBy ranked_by;
-  // Bits of the index that it reads of one key of one KV head, on average.
+  // Bits of the index that the selector reads per key of one KV head, on average.
   int64_t (*key_bits)(const ModelSpec&);
-  // Visible tokens up to which promises on its ranks were found to be kept
-  // (docs/adr/0018); 0: never.
+  // Number of visible tokens up to which the ranks are good enough for an error bound: about twice
+  // the longest context for which this was measured (docs/adr/0018). 0: never.
   int64_t (*guaranteed_token_count)(const ModelSpec&);
-  // Whether it ranks by the page index of a model with a rotation
-  // (host/core/page_index.h): then open pages are attended exactly.
+  // Whether the selector ranks by the page index of a model with a rotation
+  // (host/core/page_index.h). Then open pages are attended exactly.
   bool reads_page_index;
-  // The default of a model is the one with the least that the model serves; 0:
-  // never.
+  // The default selector of a model is the one with the lowest number among those that support the
+  // model; 0: never a default.
   int default_order;
 
   constexpr bool estimates_logits() const { return ranked_by != RankedBy::kMatchingBits; }
@@ -47,33 +47,33 @@ struct TailMethod {
   std::string_view name;
   std::string_view needs;
   bool (*is_served)(const ModelSpec&);
-  // Whether its rows are limited by row_count_max.
+  // Whether row_count_max can limit its rows.
   bool limited;
-  // Whether each query head takes rows of its own and weighs them, which no
-  // selection can say.
+  // Whether each query head takes its own rows, with its own weights. A selection, which has one
+  // list per KV head, cannot express that.
   bool per_query_head;
 };
 
 struct CpuMethod;  // host/cpu/cpu_method.h
 
-// An optional method: what its folder under host/methods brings. What it
-// does not bring is null, or empty.
+// An optional method: what a folder under host/methods provides. Parts that it does not provide are
+// null or empty.
 struct Method {
   const SelectorMethod* selector = nullptr;
   const TailMethod* tail = nullptr;
-  // Whether it runs a policy's first selection (candidates).
+  // Whether this method runs first selections (the policy's candidates).
   bool is_first_selection = false;
-  // Fields of a model that it alone reads, as the API spells them
+  // Fields of a model that only this method reads, by their names in the API
   // ("key_indices.int4_keys").
   std::span<const std::string_view> model_fields = {};
   const CpuMethod* cpu = nullptr;
 };
 
-// This build's optional methods, in the order in which index pages hold what
-// they keep of keys. host/methods/registry.cc lists them. Thread-safe.
+// The optional methods of this build, in the order of their sections in an index page.
+// host/methods/registry.cc lists them. Thread-safe.
 std::span<const Method* const> OptionalMethods();
 
-// Functions for rows.
+// Functions for SelectorMethod and TailMethod.
 namespace methods {
 
 inline constexpr int64_t kAnyLength = INT64_MAX;

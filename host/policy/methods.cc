@@ -16,11 +16,11 @@ constexpr SelectorMethod kCoreSelectors[] = {
      [](const ModelSpec& spec) { return spec.hash.kind == HashKind::kRotation; },
      RankedBy::kEstimatedLogit,
      [](const ModelSpec& spec) -> int64_t {
-       // Codes, factor, norm and the key's share of the page's centre.
+       // Code, factor, norm, and the key's share of the page's centre.
        return int64_t{32} * spec.plane_words() * spec.plane_count() + 16 + 8 +
               16 * spec.head_dim / kPageTokenCount;
      },
-     // From 3 bits on the ranks' own error decides (host/core/rank_error.h).
+     // From 3 bits on, there is no limit of length: the error of the ranks decides (rank_error.h).
      [](const ModelSpec& spec) -> int64_t {
        const int bits = spec.hash.bits_per_dim;
        return bits >= 3 ? methods::kAnyLength : bits == 2 ? 65536 : 0;
@@ -39,7 +39,7 @@ constexpr TailMethod kCoreTails[] = {
     {Tail::kUniform, "uniform", "", methods::Always, true, false},
     {Tail::kStratified, "stratified", "", methods::Always, true, false}};
 
-// The core's rows and the optional methods', in the order of `value`.
+// The methods of the core and the optional methods, sorted by the member `value`.
 template <typename Row, typename Value>
 std::vector<const Row*> Rows(std::span<const Row> core, const Row* Method::*of_method,
                              Value Row::*value) {

@@ -5,28 +5,28 @@
 
 #include "host/policy/method.h"
 
-// The methods that a policy may name, a row each: the core's, and the
-// optional ones (host/methods) that this build has. Whatever asks which there are, what
-// one needs or what it is good for asks these tables. Thread-safe.
+// Two tables of the methods that a policy may name: those of the core, and the optional ones
+// (host/methods) of this build. Code that needs the list of methods, or a property of one, reads
+// these tables. Thread-safe.
 namespace spillway {
 
-// Every row, in the enum's order.
+// All methods, in the order of the enum.
 std::span<const SelectorMethod* const> SelectorMethods();
 std::span<const TailMethod* const> TailMethods();
 
-// The row of a value; null: unknown, or not in this build.
+// The method of an enum value; null if the value is unknown or its method is not in this build.
 const SelectorMethod* FindMethod(Selector selector);
 const TailMethod* FindMethod(Tail tail);
-// REQUIRES: there is such a row.
+// REQUIRES: the method exists.
 const SelectorMethod& MethodOf(Selector selector);
 const TailMethod& MethodOf(Tail tail);
 
-// As the API spells a value, SELECTOR_ASYMMETRIC; SELECTOR_ and its number if
-// there is no such row.
+// The name of an enum value in the API, such as SELECTOR_ASYMMETRIC. If there is no such method:
+// SELECTOR_ or TAIL_ and the number.
 std::string ApiName(Selector selector);
 std::string ApiName(Tail tail);
 
-// Whether this build runs policies with a first selection.
+// Whether this build supports policies with a first selection.
 bool HasFirstSelection();
 
 }  // namespace spillway

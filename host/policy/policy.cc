@@ -22,7 +22,7 @@ constexpr int64_t kEdgeTokenCountMax = int64_t{1} << 20;
 constexpr int64_t kDenseTokenCountMin = 1024;
 constexpr int64_t kDenseTokenCountMax = int64_t{1} << 40;
 constexpr int64_t kHeavyCountMax = std::numeric_limits<int32_t>::max();
-// Heavy tokens of kAdaptive where the ranks' error is not known.
+// Heavy tokens with kAdaptive if the error of the ranks is not known.
 constexpr int64_t kUnknownErrorHeavyCount = 256;
 constexpr int kPilotMin = 16;
 constexpr int kPilotMax = 65536;
@@ -62,7 +62,7 @@ void CheckSelector(std::string_view field, Selector selector, const ModelSpec& s
   CheckMethod(field, selector, spec, checks);
 }
 
-// What needs logits where the selector has none.
+// Refuses `field`, which needs logits, if the selector estimates none.
 void CheckLogits(std::string_view field, Selector selector, FieldChecks& checks) {
   const SelectorMethod* method = FindMethod(selector);
   if (method == nullptr || method->estimates_logits()) return;
@@ -112,19 +112,19 @@ bool ReadsPageIndex(Selector selector) {
   return method != nullptr && method->reads_page_index;
 }
 
-// Whether ranks are logits, exact or with an error that is known.
+// Whether the selector ranks by exact logits, or by estimates whose error is known.
 bool IsExactOrEstimated(Selector selector) {
   return selector == Selector::kAsymmetric || selector == Selector::kOracle;
 }
 
-// Tokens that the window may have: the policy's, or an open page.
+// Maximum size of the window: the policy's, or an open page.
 int64_t WindowMax(const Policy& policy, const ModelSpec& spec) {
   const int64_t window = std::clamp<int64_t>(policy.window_token_count, 1, kEdgeTokenCountMax);
-  const int64_t n = int64_t{1} << 40;  // a multiple of a page
+  const int64_t n = int64_t{1} << 40;  // a multiple of kPageTokenCount
   return std::max(window, n - 1 - policy.ScoredEnd(spec, n - 1));
 }
 
-// Fewest heavy tokens that a KV head can be asked for.
+// The fewest heavy tokens that the policy may ask for, for one KV head.
 int64_t HeavyCountMin(const Policy& policy) {
   switch (policy.heavy_kind) {
     case HeavyKind::kAdaptive:
@@ -161,8 +161,8 @@ void CheckTail(const Policy& policy, const ModelSpec& spec, FieldChecks& checks)
 
 void CheckRowCountMax(const Policy& policy, const ModelSpec& spec, FieldChecks& checks) {
   if (policy.row_count_max == 0) return;
-  // Clamped to their ranges, which are checked above, so that the sum cannot
-  // overflow.
+  // The values are clamped to their ranges, so that the sum cannot overflow. Validate() reports
+  // values out of range.
   const int64_t least = std::clamp<int64_t>(policy.sink_token_count, 0, kEdgeTokenCountMax) +
                         WindowMax(policy, spec) +
                         std::clamp<int64_t>(HeavyCountMin(policy), 1, kHeavyCountMax) + kPilotMin;
@@ -220,7 +220,7 @@ bool WeighsValues(Selector selector, const ModelSpec& spec) {
 bool RanksCarryGuarantee(const Policy& policy, const TailPolicy& tail, const ModelSpec& spec,
                          int64_t n) {
   if (tail.tail == Tail::kUniform && tail.bound == Bound::kPaper) return true;
-  // What a first selection misses has no rank.
+  // Tokens that a first selection misses have no rank.
   if (policy.candidate_selector.has_value()) return false;
   const int64_t longest = MethodOf(policy.selector).guaranteed_token_count(spec);
   return longest > 0 && n <= longest;

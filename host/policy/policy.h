@@ -10,11 +10,11 @@
 
 namespace spillway {
 
-// kAdaptive: as many as the ranks' own error asks for (host/core/rank_error.h).
+// kAdaptive: the count follows from the error of the ranks (host/core/rank_error.h).
 enum class HeavyKind : uint8_t { kCount, kFraction, kMass, kAdaptive };
 
-// How the tail of one KV head is sampled: what may differ between the heads of
-// an attend.
+// How the tail of one KV head is sampled. The audit may raise these values for single heads of an
+// attend.
 struct TailPolicy {
   Tail tail = Tail::kStratified;
   Bound bound = Bound::kRatio;  // kUniform only
@@ -22,8 +22,8 @@ struct TailPolicy {
   double inflation = 1.25;
 };
 
-// How one attend chooses its rows and how sure it must be, every field
-// resolved. Ranges and meanings stand in proto/spillway/v1/policy.proto.
+// How one attend chooses its rows, and its error bound, with all defaults resolved.
+// proto/spillway/v1/policy.proto has meanings and ranges.
 struct Policy : TailPolicy {
   int64_t sink_token_count = 64;
   int64_t window_token_count = 64;
@@ -36,7 +36,7 @@ struct Policy : TailPolicy {
   double heavy_mass = 0.95;      // kMass, (0, 1]
   int64_t heavy_floor = 64;      // kMass
   int64_t heavy_ceiling = 4096;  // kMass
-  // A first selection, whose finds alone the selector looks at.
+  // The first selection: the selector ranks only the tokens that this one finds.
   std::optional<Selector> candidate_selector;
   int64_t candidate_count = 0;       // 0: by fraction
   double candidate_fraction = 0.25;  // (0, 1]
@@ -46,44 +46,42 @@ struct Policy : TailPolicy {
   int64_t row_count_max = 0;  // 0: no limit
 
   bool IsDenseLayer(int layer) const;
-  // Tokens that are called heavy by count or fraction among n visible; kAdaptive:
-  // at least.
+  // Number of heavy tokens by count or fraction, if n tokens are visible. kAdaptive: the minimum.
+  // Not for kMass.
   int64_t HeavyCount(int64_t n) const;
-  // Whether the ranks' error is known, and sets a kAdaptive count: of
-  // SELECTOR_ASYMMETRIC and, as 0, of SELECTOR_ORACLE.
+  // Whether the error of the ranks is known; it then sets a kAdaptive count. True for
+  // SELECTOR_ASYMMETRIC, and for SELECTOR_ORACLE, whose error is 0. False with a first selection.
   bool KnowsRankError() const;
-  // Where the scored tokens [sink, end) of n visible ones end: before the window
-  // and, where ranks come from the page index, before the page that is open.
+  // End of the scored tokens [sink, end), if n tokens are visible: where the window begins or, if
+  // ranks come from the page index, at the latest where the open page begins.
   int64_t ScoredEnd(const ModelSpec& spec, int64_t n) const;
-  // Tokens that the first selection finds among n visible.
+  // Number of tokens that the first selection finds, if n tokens are visible.
   int64_t CandidateCount(int64_t n) const;
-  // Whether queries of a layer with n visible tokens are attended densely:
-  // by the policy's word, or because nothing is left for a tail.
+  // Whether queries of a layer with n visible tokens are attended densely: because the policy says
+  // so, or because no token would remain for the tail.
   bool IsDense(const ModelSpec& spec, int layer, int64_t query_count, int64_t n) const;
 };
 
-// Whether a selector's ranks weigh values and set strays apart
+// Whether ranks of this selector include the distances of values and treat strays separately
 // (host/core/page_index.h).
 bool WeighsValues(Selector selector, const ModelSpec& spec);
 
-// Whether a selector's ranks over n visible tokens are good enough for a tail
-// that rests on them: as far as promises were found to be kept, and to twice
-// that length, or at any length where the ranks know their own error; never
-// behind a first selection (docs/adr/0018, 0025). vAttention's `paper` bound
-// rests on no ranks.
+// Whether a selector's ranks over n visible tokens are good enough for an error bound that relies
+// on them (docs/adr/0018, 0025). This holds up to SelectorMethod::guaranteed_token_count, but never
+// after a first selection. vAttention's `paper` bound does not depend on ranks.
 bool RanksCarryGuarantee(const Policy& policy, const TailPolicy& tail, const ModelSpec& spec,
                          int64_t n);
 
-// What a policy asks of a KV head's tail. may_promise: if the estimate is
-// within epsilon.
+// The policy's terms for a KV head's tail. may_promise: whether an estimate within epsilon gives an
+// error bound.
 TailTerms TermsOf(const Policy& policy, const TailPolicy& tail, bool may_promise);
 
-// The default policy of a model: the values above with the best selector that
-// the model serves (SelectorMethod::default_order).
+// The default policy of a model: the default values above, with the first selector by
+// SelectorMethod::default_order that supports the model.
 Policy DefaultPolicy(const ModelSpec& spec);
 
-// What is impossible about the policy on this model, empty when valid. Field
-// names are the proto's, without a prefix ("epsilon", "top_p.mass").
+// Returns the fields of the policy that are invalid for this model; empty if it is valid. Field
+// names are those of the proto, without a prefix ("epsilon", "top_p.mass").
 std::vector<FieldError> Validate(const Policy& policy, const ModelSpec& spec);
 
 }  // namespace spillway

@@ -1,4 +1,4 @@
-"""Runs the model, whatever attention and cache it has."""
+"""Runs the model, with any attention and cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NEW_TOKEN_COUNT_MAX = 96
 
 
 class ConsoleStreamer(TextStreamer):
-    """Prints the answer as it comes, without the prompt."""
+    """Prints the answer while it is generated, without the prompt."""
 
     def __init__(
         self, tokenizer: Any, console: Console, on_token: Callable[[int], None] | None
@@ -24,7 +24,7 @@ class ConsoleStreamer(TextStreamer):
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self._console = console
         self._on_token = on_token
-        # The prompt comes first.
+        # -1, because the first call of `put` has the prompt.
         self._number = -1
 
     def put(self, value: Any) -> None:
@@ -42,7 +42,7 @@ class ConsoleStreamer(TextStreamer):
 
 
 def progress_of(console: Console, what: str) -> Progress:
-    """A bar that says how far it is."""
+    """A progress bar."""
     columns = (TextColumn(f"  {what:9}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     return Progress(*columns, console=console)
 
@@ -56,7 +56,7 @@ def prefill(model: Any, cache: Any, tokens: torch.Tensor, console: Console) -> f
         hooks = [layer.register_forward_hook(lambda *_: progress.advance(task)) for layer in layers]
         try:
             start = time.perf_counter()
-            # Brought to the host, or a GPU would still be at it.
+            # Copy the result to the host, because otherwise a GPU may still be computing.
             model(input_ids=tokens[None], **cache_argument(cache), logits_to_keep=1).logits.cpu()
             return time.perf_counter() - start
         finally:
@@ -73,10 +73,10 @@ def answer(
     console: Console,
     on_token: Callable[[int], None] | None = None,
 ) -> torch.Tensor:
-    """Generates greedily after the prompt [n], all but the last of it in the cache.
+    """Generates greedily after the prompt [n]. The cache must hold all its tokens but the last.
 
-    Prints the answer as it comes and returns its tokens. `on_token` is called at each, with
-    its number.
+    Prints the answer while it is generated, and returns its tokens. Calls `on_token` at each token,
+    with its number.
     """
     made = model.generate(
         input_ids=tokens[None],
@@ -99,9 +99,9 @@ def forced_steps(
     console: Console,
     what: str = "decoding",
 ) -> tuple[torch.Tensor, float]:
-    """Decodes tokens [n] from a position on, one by one, each given.
+    """Decodes the given tokens [n] one by one, from the position `start` on.
 
-    What the cache holds from there on is dropped first.
+    First drops everything from this position on from the cache.
 
     Returns:
         Logits [count, vocabulary] after each token, on the host, and the seconds.

@@ -1,4 +1,4 @@
-"""What the model reads: a document in a chat prompt, and a question about it."""
+"""The model's input: a document in a chat prompt, and a question about it."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Prompt:
         source: File that the document comes from.
         text: The document, as the model reads it.
         question: The question that follows it.
-        code_word: What was planted in its middle; None for a user's own text.
+        code_word: The word that was put into its middle; None for a user's own text.
         tokens: Token ids of the whole prompt, int64 [n].
-        document_end: Tokens up to the document's end.
-        cut: Whether the document was too long and lost its end.
+        document_end: How many tokens there are up to the end of the document.
+        cut: Whether the document was too long, so that its end was cut off.
     """
 
     source: Path
@@ -48,12 +48,12 @@ def make_prompt(
 
     Args:
         tokenizer: The model's, with a chat template.
-        file: The user's document; None is the default one. The code word is
-            planted in the default one only.
+        file: The user's document; None is the default one. Only the default one gets a
+            code word.
         question: The user's question; None asks for the code word, or for a
             summary of the user's document.
         seed: Chooses the code word.
-        token_count_max: Most tokens of the prompt; a longer document is cut.
+        token_count_max: The most tokens of the prompt; a longer document is cut.
     """
     source = file or DEFAULT_FILE
     text = source.read_text(errors="replace")
@@ -70,7 +70,7 @@ def make_prompt(
         excess = len(tokens) - token_count_max
         if excess <= 0:
             return Prompt(source, text, question, code_word, tokens, document_end, cut)
-        # Cut by the document's mean token, and a little more.
+        # Cut off `excess` tokens of the document's mean length, and one more character.
         keep = len(text) * max(document_end - excess, 0) // document_end - 1
         if keep <= 0:
             raise ValueError(f"the question leaves no room in {token_count_max} tokens")
@@ -78,7 +78,7 @@ def make_prompt(
 
 
 def passage(prompt: Prompt, around: int = 200) -> str:
-    """What stands around the code word, with `around` characters on either side."""
+    """The text around the code word, with `around` characters on either side."""
     at = prompt.text.index(str(prompt.code_word))
     text = prompt.text[max(0, at - around) : at + around]
     return f"... {text.strip()} ..."
@@ -100,7 +100,7 @@ def plant(text: str, sentence: str) -> str:
 
 
 def _encode(tokenizer: Any, text: str, question: str) -> tuple[torch.Tensor, int]:
-    """Returns the prompt's tokens and how many of them end with the document."""
+    """Returns the prompt's tokens, and how many of them there are up to the document's end."""
     messages = [{"role": "user", "content": f"{text}\n\n{question}"}]
     prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     end = prompt.index(text) + len(text)

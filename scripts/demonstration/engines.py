@@ -1,4 +1,4 @@
-"""Where the demo attends: an engine in its process, a daemon, or two daemons on Ray's nodes."""
+"""The engines of the demo: in its process, in a daemon, or in two daemons on two Ray nodes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import spillway
 from rich.console import Console
 from spillway_lab import serving
 
-# Of the answer, at which a daemon is killed.
+# The number of the token of the second answer at which a daemon is killed.
 _KILLED_AT = 3
 
 
@@ -23,14 +23,14 @@ class Trouble(Protocol):
     """What happens to the daemons while a question is answered a second time."""
 
     def before(self, console: Console) -> None:
-        """Happens between the two answers."""
+        """Is called between the two answers."""
 
     def on_token(self, number: int) -> None:
-        """Happens at a token of the second answer, 0 the first."""
+        """Is called at each token of the second answer; the first has number 0."""
 
 
 class Restart:
-    """The daemon is killed, with the prompt's K/V in it, and the next is started."""
+    """Kills the daemon, which holds the prompt's K/V, and starts a new one."""
 
     def __init__(self, daemon: serving.Daemon) -> None:
         self._daemon = daemon
@@ -51,7 +51,7 @@ class Restart:
 
 
 class KillOne:
-    """One of two daemons is killed in the middle of the answer; its node starts it again."""
+    """Kills one of two daemons in the middle of the answer. Its node starts it again."""
 
     def __init__(self, daemon: str) -> None:
         self._daemon = daemon
@@ -77,7 +77,7 @@ class KillOne:
 
 @contextmanager
 def embedded(root: Path, device: str) -> Iterator[spillway.Client]:
-    """An engine in this process."""
+    """Yields a client with an engine in this process."""
     if "SPILLWAY_LIBRARY" not in os.environ:
         serving.prefer_library(serving.find_binary(root))
     with spillway.connect("embedded:", settings={"device.name": device}) as client:
@@ -88,7 +88,7 @@ def embedded(root: Path, device: str) -> Iterator[spillway.Client]:
 def daemon(
     root: Path, device: str, log: Path, restart: bool
 ) -> Iterator[tuple[spillway.Client, Trouble | None]]:
-    """A daemon, which writes the log; its rows outlive it where it shall be killed."""
+    """Runs a daemon, which writes the log. With `restart`, its rows outlive it in a folder."""
     with tempfile.TemporaryDirectory(prefix="spillway-demo-", dir="/dev/shm") as arena:
         kept = ("--arena-directory", arena) if restart else ()
         flags = ("--device", device, *kept)
@@ -105,7 +105,7 @@ def daemon(
 def cluster(
     root: Path, device: str, folder: Path, console: Console
 ) -> Iterator[tuple[Any, Trouble | None]]:
-    """Two daemons on two nodes of Ray, which share the KV heads of every sequence."""
+    """Runs two daemons on two Ray nodes. They share the KV heads of every sequence."""
     import logging  # noqa: PLC0415
 
     import ray  # noqa: PLC0415

@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct, out of the Python package that carries it."""
+"""Loads SmolLM2-135M-Instruct from the Python package that contains it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-# Nothing is asked of the hub: the model is on this machine.
+# The model is on this machine, so the hub is not needed.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch
@@ -20,16 +20,15 @@ NAME = "SmolLM2-135M-Instruct"
 
 
 def is_converted(models: Path) -> bool:
-    """Whether the folder holds the converted model."""
+    """Whether the folder has the converted model."""
     return (models / NAME / "config.json").exists()
 
 
 def load(models: Path, device: str = "cpu") -> tuple[Any, Any]:
     """Returns the model, in float32 for inference, and its tokenizer.
 
-    The first call converts the GGUF file, the folder's own or the package's,
-    to safetensors below the folder `models`, which takes half a minute; later
-    ones read that.
+    The first call converts the GGUF file, from the folder `models` or else from the package, to
+    safetensors in `models`. This takes half a minute. Later calls read the safetensors.
     """
     logging.disable_progress_bar()
     folder = models / NAME
@@ -40,7 +39,7 @@ def load(models: Path, device: str = "cpu") -> tuple[Any, Any]:
 
 
 def _gguf_file(models: Path) -> Path:
-    """Finds the weights; the package is not imported, for it needs more than them."""
+    """Finds the weights. Does not import the package, because that needs more packages."""
     own = models / f"{NAME}.gguf"
     if own.exists():
         return own
@@ -53,8 +52,8 @@ def _gguf_file(models: Path) -> Path:
 def _convert(source: Path, folder: Path) -> None:
     where: dict[str, Any] = {"gguf_file": source.name, "local_files_only": True}
     read = AutoModelForCausalLM.from_pretrained(source.parent, dtype=torch.float32, **where)
-    # What was read calls itself quantised, which cannot be saved; the numbers
-    # are float32.
+    # The config of the loaded model says that it is quantised, and such a model cannot be saved.
+    # Its weights are float32.
     config = read.config
     del config.quantization_config
     plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -68,9 +67,9 @@ def _convert(source: Path, folder: Path) -> None:
 
 
 def publish(made: Path, folder: Path) -> None:
-    """Renames a folder that is complete: nobody sees less than a whole model under the name.
+    """Renames a complete folder, so that the final name never has an incomplete model.
 
-    Of several processes that made one at the same time the first one's stays.
+    If several processes made the folder at the same time, that of the first stays.
     """
     try:
         made.rename(folder)

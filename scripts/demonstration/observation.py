@@ -1,4 +1,4 @@
-"""What is seen of the engine's attends: rows, certificates, true errors."""
+"""Records the engine's attends: rows, certificates, true errors."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def worst_head(beyond: np.ndarray, counted: np.ndarray) -> dict[str, Any] | None
     """The layer and head with the largest share of outputs beyond a bound.
 
     Args:
-        beyond: Whether an output is, [layers, attends, H_q].
-        counted: Whether it counts, likewise.
+        beyond: Whether an output is beyond the bound, [layers, attends, H_q].
+        counted: Whether an output counts, [layers, attends, H_q].
 
     Returns:
-        `layer`, `head`, its `fraction` and the `count` it is of; None where
-        nothing counts.
+        `layer`, `head`, their `fraction`, and the `count` of outputs that count;
+        None if none counts.
     """
     counts = counted.sum(axis=1)
     if not counts.any():
@@ -44,20 +44,20 @@ def worst_head(beyond: np.ndarray, counted: np.ndarray) -> dict[str, Any] | None
 
 
 class Observer:
-    """An `on_attend` that records every attend and recomputes a share exactly.
+    """A callback `on_attend` that records every attend and recomputes some of them exactly.
 
     The exact output comes from the engine's own policy `all`, with the same
-    query on the same sequence before anything more is appended to the layer.
+    query on the same sequence, before more tokens are appended to the layer.
 
     Attributes:
-        fractions: Rows touched over rows visible, per layer a list of [H_kv].
-        certified: Certified errors, per layer a list of [H_q]; infinite where
-            nothing is known.
-        observed: True errors of the recomputed share, likewise.
-        certified_then: Certified errors of that share, likewise.
-        promises: How many certificates promise what.
-        epsilon: Error promised.
-        delta: Chance that the promise fails.
+        fractions: Touched rows divided by visible rows, per layer a list of [H_kv].
+        certified: Certified errors, per layer a list of [H_q]; infinite if
+            unknown.
+        observed: True errors of the recomputed attends, per layer a list of [H_q].
+        certified_then: Certified errors of the recomputed attends, in the same form.
+        promises: The number of certificates with each promise.
+        epsilon: The promised bound on the error.
+        delta: The probability that the error exceeds it.
     """
 
     def __init__(self, seed: int, layer_count: int, step_count: int, recomputed_count: int) -> None:
@@ -77,10 +77,9 @@ class Observer:
         self.delta = 0.0
 
     def certificate_ratios(self) -> np.ndarray:
-        """Observed over certified error of each recomputed output, [layers, attends, H_q].
+        """Observed / certified error of each recomputed output, [layers, attends, H_q].
 
-        NaN where the certificate knows no error or says exact: neither gives a
-        ratio.
+        NaN if the certificate has no error or an error of 0, because then there is no ratio.
         """
         observed, certified = np.array(self.observed), np.array(self.certified_then)
         ratios: np.ndarray = np.full(observed.shape, np.nan)

@@ -1,4 +1,4 @@
-"""The demonstration's results: requirements, table, picture."""
+"""The results of the demo: requirements, table, picture."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from demonstration.observation import Observer
 
 AGREEMENT_MIN = 0.97
 ROWS_MAX = 0.13
-# Of observed over certified errors, in the picture.
+# The largest observed / certified error that the picture shows.
 RATIO_SHOWN_MAX = 2.0
 RATIO_BIN_COUNT = 40
 BELOW, ABOVE = style.BLUE, style.RED
@@ -33,7 +33,7 @@ class Requirement:
 
     Attributes:
         text: What is required.
-        met: Whether it was.
+        met: Whether it was met.
     """
 
     text: str
@@ -41,10 +41,10 @@ class Requirement:
 
 
 def requirements(summary: Mapping[str, Any]) -> list[Requirement]:
-    """What a run must show.
+    """The requirements of a run.
 
-    With a user's own document only the error bound is required. The rows
-    that are read, and how sure the model is of its next token, depend on it.
+    With a user's own document, only the error bound is required: the number of rows that are read,
+    and how sure the model is of its next token, depend on the document.
     """
     violations, delta = summary["observed_violation_fraction"], summary["delta"]
     made = [
@@ -52,7 +52,8 @@ def requirements(summary: Mapping[str, Any]) -> list[Requirement]:
     ]
     if summary["needle_found"] is not None:
         agreement, rows = summary["top1_agreement"], summary["rows_touched_fraction"]
-        # So few tokens say it to a hundredth: it fails only below the interval.
+        # So few tokens give the agreement only to about 0.01. So this fails only if the whole
+        # confidence interval is below the required value.
         _, most = intervals.wilson(agreement, summary["top1_tokens"])
         made += [
             Requirement("the code word is in the answer", summary["needle_found"]),
@@ -69,15 +70,17 @@ def exceeded_fraction(ratios: np.ndarray) -> float | None:
     """Share of the outputs whose observed error exceeds the certified one.
 
     Args:
-        ratios: Observed over certified errors, NaN where an output has none;
-            None is returned where none has one.
+        ratios: Observed / certified errors; NaN if an output has no ratio.
+
+    Returns:
+        None if no output has a ratio.
     """
     known = ratios[~np.isnan(ratios)]
     return float((known > 1).mean()) if known.size else None
 
 
 def print_table(summary: Mapping[str, Any], console: Console) -> None:
-    """Prints what was measured."""
+    """Prints the measurements."""
     table = Table(title=f"{summary['model']}, {summary['context_tokens']:,} tokens of context")
     table.add_column("")
     table.add_column("transformers", justify="right")
@@ -128,7 +131,7 @@ def print_table(summary: Mapping[str, Any], console: Console) -> None:
 
 
 def _add_share(table: Table, summary: Mapping[str, Any], title: str, name: str) -> None:
-    """Adds a share of the outputs, and that of the layer and head where it is largest."""
+    """Adds a share over all outputs, and that of the layer and head with the largest share."""
     worst = summary[f"{name}_worst"]
     table.add_row(title, "", f"{summary[f'{name}_fraction']:.2%}")
     table.add_row(
@@ -139,7 +142,7 @@ def _add_share(table: Table, summary: Mapping[str, Any], title: str, name: str) 
 
 
 def draw(observer: Observer, summary: Mapping[str, Any], path: Path) -> None:
-    """Draws rows read per layer, and observed over certified errors."""
+    """Draws the rows read per layer, and observed / certified errors."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5.4), layout="constrained")
     figure.suptitle(
         f"{summary['model']} over {summary['context_tokens']:,} tokens, default policy", fontsize=13
@@ -165,7 +168,7 @@ def _draw_rows(axes: Any, observer: Observer, mean: float) -> None:
         ylabel="K/V rows read, % of all",
         title=f"{mean:.1%} of the K/V rows are read",
     )
-    # Room for the legend above what is drawn, and for the line's label.
+    # Leave room for the legend above the bars, and for the line's label.
     axes.set_ylim(0, 1.35 * max(high.max(), values.max()))
     axes.set_xlim(-1, len(layers) * 1.18)
     axes.text(len(layers), 100 * mean, f"mean {mean:.1%}", va="bottom", fontsize=9)

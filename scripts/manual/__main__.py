@@ -49,7 +49,7 @@ def main() -> None:
     write(share / f"zsh/site-functions/_{name}", zsh.write(program))
     path = share / f"man/man{options.section}/{name}.{options.section}.gz"
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Without a time: the same program gives the same file.
+    # Without a time stamp, so that the same program gives the same file.
     path.write_bytes(gzip.compress(page.encode(), mtime=0))
 
 

@@ -8,7 +8,7 @@ from command import Command, Option
 
 
 def words(command: Command, program: Command) -> str:
-    """What may stand after the command: commands of it, its options and those of the program."""
+    """The words that may follow the command: its subcommands, its and the program's options."""
     names = [each.path[-1] for each in command.commands]
     names += [name for option in command.options for name in option.names]
     names += [name for option in program.options for name in option.names]
@@ -16,7 +16,7 @@ def words(command: Command, program: Command) -> str:
 
 
 def reply(option: Option) -> str:
-    """What completes an option's value."""
+    """The bash code that completes an option's value."""
     return {
         "choices": f'COMPREPLY=($(compgen -W {shlex.quote(" ".join(option.choices))} -- "$cur"))',
         "files": 'COMPREPLY=($(compgen -f -- "$cur"))',
@@ -26,7 +26,7 @@ def reply(option: Option) -> str:
 
 
 def write(program: Command) -> str:
-    """A function that needs nothing but bash."""
+    """The completion function. It needs only bash."""
     name = program.path[0]
     function = "_" + name.replace("-", "_")
     lines = [
@@ -43,7 +43,7 @@ def write(program: Command) -> str:
         path = " ".join(command.path[1:])
         lines.append(f"      {shlex.quote(' ' + path)}) at={shlex.quote(' ' + path)} ;;")
     lines += ["    esac", "  done"]
-    # An option's value; those of the program may stand after a command too.
+    # Complete an option's value. The program's options are also allowed after a command.
     lines.append('  case "$at $before" in')
     for command in program.all():
         at = " " + " ".join(command.path[1:]) if command is not program else ""

@@ -1,4 +1,4 @@
-"""What a program takes on its command line."""
+"""A description of a program's command line."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ class Option:
     """An option, or an argument without dashes.
 
     Attributes:
-        names: Such as -h and --help; of an argument its one name.
-        value: What stands for its value, such as TEXT; empty: it takes none.
-        choices: All values that it takes, where they are listed.
+        names: Such as -h and --help; an argument has one name.
+        value: The placeholder of its value, such as TEXT; empty: it has no value.
+        choices: All allowed values, if --help lists them.
         help: What it does.
-        notes: What else is said of it: its default, the variable of the environment.
-        group: The heading that it stands under.
+        notes: Other facts, such as its default and its environment variable.
+        group: The heading above it in --help.
     """
 
     names: list[str]
@@ -29,7 +29,7 @@ class Option:
 
     @property
     def takes(self) -> str:
-        """What completes its value: "choices", "files", "folders" or "nothing"."""
+        """How its value is completed: "choices", "files", "folders" or "nothing"."""
         if self.choices:
             return "choices"
         name, value = self.names[-1], self.value.strip("<>")
@@ -44,13 +44,13 @@ class Command:
     """A program or a command of it.
 
     Attributes:
-        path: The program's name and the commands' down to this.
+        path: The names of the program and of the commands down to this one.
         summary: What it does.
-        usage: The line that says how it is called, without the path.
+        usage: The usage line, without the path.
         options: In the order of --help.
-        arguments: The same.
-        commands: The same.
-        footer: What --help says at its end.
+        arguments: In the order of --help.
+        commands: In the order of --help.
+        footer: The text at the end of --help.
     """
 
     path: list[str]
@@ -62,7 +62,7 @@ class Command:
     footer: str = ""
 
     def all(self) -> Iterator[Command]:
-        """This one, and all below it."""
+        """This command and all its subcommands, at any depth."""
         yield self
         for command in self.commands:
             yield from command.all()

@@ -6,13 +6,13 @@ from command import Command, Option
 
 
 def escaped(text: str) -> str:
-    """Text that roff takes for nothing else."""
+    """The text, escaped so that roff prints it unchanged."""
     text = text.replace("\\", "\\e").replace("-", "\\-")
     return f"\\&{text}" if text.startswith((".", "'")) else text
 
 
 def described(option: Option) -> list[str]:
-    """An entry: names and value, then what it does."""
+    """The entry of an option: its names and value, then what it does."""
     names = ", ".join(f"\\fB{escaped(name)}\\fR" for name in option.names)
     value = f" \\fI{escaped(option.value)}\\fR" if option.value else ""
     notes = f" ({'; '.join(option.notes)})" if option.notes else ""
@@ -22,7 +22,7 @@ def described(option: Option) -> list[str]:
 
 
 def options_of(command: Command, heading: str) -> list[str]:
-    """The options, each group under its heading, which `heading` begins."""
+    """The options by group. The heading of each group begins with `heading`."""
     lines = []
     group = "Options"
     for option in command.options:
@@ -36,7 +36,7 @@ def options_of(command: Command, heading: str) -> list[str]:
 
 
 def write(program: Command, section: str, version: str) -> str:
-    """The page; commands and their options are sections of it."""
+    """The man page. Commands and their options are sections of it."""
     name = program.path[0]
     summary = program.summary.split(". ")[0].rstrip(".")
     lines = [

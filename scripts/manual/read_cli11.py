@@ -1,4 +1,4 @@
-"""Reads what a program says of itself that is written with CLI11."""
+"""Reads the --help of a program that is written with CLI11."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import subprocess
 
 from command import Command, Option
 
-# The column of descriptions.
+# The column at which descriptions begin.
 WIDTH = 30
-# Defaults are of this machine and user otherwise.
+# Without this, printed defaults would depend on this machine and user.
 ENVIRONMENT = {"PATH": os.environ["PATH"], "LC_ALL": "C", "XDG_RUNTIME_DIR": "/run/user/UID"}
 
 
 def read(program: str, *path: str) -> Command:
-    """Asks the program, and each of its commands, for its --help."""
+    """Runs the program, and each of its commands, with --help."""
     run = [program, *path[1:], "--help"]
     text = subprocess.run(run, env=ENVIRONMENT, check=True, capture_output=True, text=True).stdout
     command = parse(text, list(path))
@@ -24,7 +24,7 @@ def read(program: str, *path: str) -> Command:
 
 
 def parse(text: str, path: list[str]) -> Command:
-    """Reads one --help; of its commands it has names and summaries alone."""
+    """Reads one --help. Of the subcommands, it has only names and summaries."""
     command = Command(path)
     summary, rest = text.split("Usage: ", 1)
     command.summary = " ".join(summary.split())
@@ -54,7 +54,7 @@ def parse(text: str, path: list[str]) -> Command:
 
 
 def add(command: Command, group: str, left: str, told: str) -> None:
-    """Adds a line: what stands on its left, and what on its right."""
+    """Adds an entry of --help, given the left and the right column."""
     if group == "Subcommands":
         command.commands.append(Command([*command.path, left], summary=told))
         return

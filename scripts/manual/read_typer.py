@@ -1,4 +1,4 @@
-"""Reads what a program says of itself that is written with Typer."""
+"""Reads the --help of a program that is written with Typer."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from command import Command, Option
 
 
 def read(module: str, *path: str) -> Command:
-    """Calls main() of the module for its --help, and for that of each of its commands.
+    """Calls main() of the module with --help, and again for each of its commands.
 
-    In this process, for some modules take seconds to load.
+    Runs in this process, because some modules take seconds to load.
     """
-    # Plain text, wherever it runs; read when typer is loaded.
+    # Makes the output plain text on any terminal. Typer reads this when it is imported.
     os.environ.update(TYPER_USE_RICH="0", LC_ALL="C.UTF-8", COLUMNS="80")
     sys.argv = [*path, "--help"]
     told = io.StringIO()
@@ -29,7 +29,7 @@ def read(module: str, *path: str) -> Command:
 
 
 def parse(text: str, path: list[str]) -> Command:
-    """Reads one --help; of its commands it has names alone."""
+    """Reads one --help. Of the subcommands, it has only names."""
     command = Command(path)
     usage, rest = text.removeprefix("Usage: ").split("\n\n", 1)
     at = re.search(r" \[OPTIONS\]", usage)
@@ -45,7 +45,7 @@ def parse(text: str, path: list[str]) -> Command:
 
 
 def add(command: Command, group: str, left: str, told: str) -> None:
-    """Adds an entry: what stands on its left, and what on its right."""
+    """Adds an entry of --help, given the left and the right column."""
     if group == "Commands":
         command.commands.append(Command([*command.path, left], summary=told))
         return
@@ -59,7 +59,7 @@ def add(command: Command, group: str, left: str, told: str) -> None:
     for word in words:
         if group == "Arguments" or not word.startswith("-"):
             break
-        # --this / --no-this is one option.
+        # --this/--no-this is one option with two names.
         option.names += [name for name in word.rstrip(",").split("/") if name]
     if group == "Arguments":
         option.names = [words[0]]

@@ -13,12 +13,12 @@ def function(command: Command) -> str:
 
 
 def told(text: str) -> str:
-    """A description inside an entry of _arguments, whose brackets and colons are its own."""
+    """Escapes a description for _arguments, where brackets and colons have a meaning."""
     return re.sub(r"([\[\]:\\])", r"\\\1", text)
 
 
 def action(option: Option) -> str:
-    """What completes its value."""
+    """The zsh action that completes an option's value."""
     return {
         "choices": f"({' '.join(option.choices)})",
         "files": "_files",
@@ -28,17 +28,17 @@ def action(option: Option) -> str:
 
 
 def entries(option: Option) -> list[str]:
-    """One for each name."""
+    """Entries of _arguments, one for each name of the option."""
     value = f":{told(option.value.strip('<>'))}:{action(option)}" if option.value else ""
     other = f"({' '.join(option.names)})" if len(option.names) > 1 else ""
     return [shlex.quote(f"{other}{name}[{told(option.help)}]{value}") for name in option.names]
 
 
 def body(command: Command, program: Command) -> list[str]:
-    """The function of a command, which calls those of the commands below."""
+    """The function of a command. It calls the functions of its subcommands."""
     options = [e for option in command.options for e in entries(option)]
     if command is not program:
-        # Those of the program may stand after a command too.
+        # The program's options are also allowed after a command.
         options += [
             e
             for option in program.options
@@ -77,17 +77,17 @@ def body(command: Command, program: Command) -> list[str]:
 
 
 def listed(items: list[str]) -> list[str]:
-    """Lines of one command."""
+    """The items as continued lines of one shell command."""
     return [f"    {item}{' ' + chr(92) if item is not items[-1] else ''}" for item in items]
 
 
 def write(program: Command) -> str:
-    """A file of fpath."""
+    """The completion file, for a folder of fpath."""
     lines = [f"#compdef {program.path[0]}", f"# Completion of {program.path[0]} for zsh."]
     for command in program.all():
         lines += body(command, program)
     name = function(program)
-    # Loaded by its name, or by source.
+    # The file is either autoloaded as a function or sourced.
     lines += [
         f'if [[ $zsh_eval_context[-1] == loadautofunc ]]; then {name} "$@"; '
         f"else compdef {name} {program.path[0]}; fi"

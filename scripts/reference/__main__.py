@@ -14,7 +14,7 @@ import api
 import pdoc
 import pdoc.render
 
-# What others import of the packages.
+# The public modules of the packages.
 MODULES = ["spillway", "spillway.transformers", "spillway.torch", "spillway_cluster"]
 
 
@@ -25,7 +25,7 @@ def main() -> None:
     shutil.rmtree(folder, ignore_errors=True)
     files = api.read()
     api.write(files, folder / "api")
-    # Unions that name torch stay as they are written.
+    # pdoc shows unions that name torch as they are written, so this warning does not matter.
     warnings.filterwarnings("ignore", "Error parsing type annotation")
     templates = Path(__file__).with_name("pdoc")
     pdoc.render.configure(docformat="google", search=False, template_directory=templates)

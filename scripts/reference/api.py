@@ -1,4 +1,4 @@
-"""The API as pages: services, messages and enums with their comments."""
+"""Writes the API as HTML pages: services, messages and enums with their comments."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from markupsafe import Markup, escape
 HERE = Path(__file__).resolve().parent
 PROTO = HERE.parents[1] / "proto"
 PACKAGE = "spillway.v1"
-# What links: a name of the API, or one of a member of it.
+# Matches what may become a link: a name in the API, such as Policy or Policy.epsilon.
 NAME = re.compile(r"[A-Z]\w+(?:\.\w+)*")
 
 
 @dataclass
 class Entry:
-    """A call, a field or a value of an enum, with what it is of.
+    """A call, a field, or a value of an enum.
 
     Attributes:
-        type: A name that may link, such as repeated Tensor; of a call what it takes and gives.
+        type: Text with names that may become links, such as repeated Tensor; for a call, its
+            request and response.
     """
 
     name: str
@@ -53,7 +54,7 @@ class File:
 
 
 def read() -> list[File]:
-    """The files of the API, with the comments that stand before each name."""
+    """The files of the API, with the comments in front of each name."""
     sources = sorted((PROTO / "spillway/v1").glob("*.proto"))
     with tempfile.TemporaryDirectory() as scratch:
         out = Path(scratch, "descriptors")
@@ -76,7 +77,7 @@ def _file(described: pb.FileDescriptorProto) -> File:
         for place in described.source_code_info.location
     }
     made = File(Path(described.name).stem)
-    # Numbers are those of the fields in FileDescriptorProto and DescriptorProto.
+    # The numbers are field numbers of FileDescriptorProto, DescriptorProto and so on.
     for i, service in enumerate(described.service):
         entries = [
             Entry(call.name, comments.get((6, i, 2, j), ""), _signature(call))
@@ -93,7 +94,7 @@ def _file(described: pb.FileDescriptorProto) -> File:
 def _message(
     message: pb.DescriptorProto, name: str, path: tuple[int, ...], comments: dict[tuple, str]
 ) -> list[Thing]:
-    """The message, and those inside it."""
+    """The message and its nested messages."""
     thing = Thing("message", name, comments.get(path, ""))
     for i, one in enumerate(message.field):
         kind = _short(one.type_name) or pb.FieldDescriptorProto.Type.Name(one.type)[5:].lower()
@@ -135,7 +136,7 @@ def _signature(call: pb.MethodDescriptorProto) -> str:
 
 
 class Links:
-    """Turns text into HTML in which names of the API lead to where they are said."""
+    """Turns text into HTML in which names of the API link to their descriptions."""
 
     def __init__(self, files: list[File]) -> None:
         self._places = {}
@@ -145,7 +146,7 @@ class Links:
                 self._places.update({name: f"{file.name}.html#{name}" for name in names})
 
     def line(self, text: str) -> Markup:
-        """A line of text."""
+        """One line of text, with links."""
         made = []
         end = 0
         for found in NAME.finditer(text):
@@ -157,7 +158,7 @@ class Links:
         return Markup("").join([*made, escape(text[end:])])
 
     def paragraphs(self, text: str) -> Markup:
-        """A comment: paragraphs with empty lines between."""
+        """A comment. Empty lines separate its paragraphs."""
         parts = [" ".join(part.split()) for part in re.split(r"\n\s*\n", text) if part.strip()]
         return Markup("").join(Markup("<p>{}</p>").format(self.line(part)) for part in parts)
 
@@ -176,7 +177,7 @@ def _template(name: str, files: list[File]) -> jinja2.Template:
 
 
 def write(files: list[File], folder: Path) -> None:
-    """A page for each file."""
+    """Writes a page for each file."""
     folder.mkdir(parents=True)
     template = _template("api.html", files)
     for file in files:
@@ -184,5 +185,5 @@ def write(files: list[File], folder: Path) -> None:
 
 
 def index(files: list[File], modules: list[str]) -> str:
-    """The page that leads to all others."""
+    """The page with links to all others."""
     return _template("index.html", files).render(files=files, modules=modules)

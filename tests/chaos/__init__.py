@@ -1,1 +1,1 @@
-"""Faults on purpose, each compared with what a model in Python says must be there."""
+"""Fault injection. Results are compared with a model in Python that knows what must be there."""

@@ -1,7 +1,8 @@
-"""`python -m chaos`: faults on purpose, and what they did.
+"""`python -m chaos`: injects faults and reports their effects.
 
-Kills, shortages, slow and stopped processes, and messages that were changed at random. Whatever
-was acknowledged must be there, and every answer right. Ends with 1 if anything was not.
+Kills processes, exhausts resources, stops or slows processes, and sends randomly changed messages.
+All acknowledged data must still be there, and every answer must be right. Otherwise the exit status
+is 1.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def main(
     ] = None,
     output: Annotated[Path | None, typer.Option(help="a JSON file")] = None,
 ) -> None:
-    """Injects faults and says what they did."""
+    """Injects faults and reports their effects."""
     binary = serving.find_binary(ROOT)
     serving.prefer_library(binary)
     total = Tally()

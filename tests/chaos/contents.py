@@ -1,4 +1,4 @@
-"""What sequences must hold: rows that follow from who wrote them and where."""
+"""What sequences must contain: rows that follow from the writer's tag and the position."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ QUERY_HEADS: int = SHAPES["query_head_count"]
 
 
 def exact(tag: int, token_count: int, layer: int, q: np.ndarray) -> np.ndarray:
-    """Attention over all rows of a writer in float64, [H_q, dim]; q: [1, H_q, dim]."""
+    """Attention over all rows of a writer in float64, [H_q, dim]. q is [1, H_q, dim]."""
     k = rows(tag, 0, token_count)[layer].astype(np.float64)
     out = np.empty((QUERY_HEADS, DIM))
     for head in range(QUERY_HEADS):
@@ -28,7 +28,7 @@ def exact(tag: int, token_count: int, layer: int, q: np.ndarray) -> np.ndarray:
 
 @dataclass
 class Tally:
-    """What a run has found."""
+    """The findings of a run."""
 
     faults: dict[str, int] = field(default_factory=dict)
     checked_rows: int = 0
@@ -57,13 +57,13 @@ class Tally:
 def check_sequence(
     sequence: spillway.Sequence, tag: int, acknowledged: list[int], tally: Tally
 ) -> None:
-    """Every acknowledged row is there, all are the writer's, and an attend sees them.
+    """Checks that all acknowledged rows are there, all rows are the writer's, and attends see them.
 
     Args:
-        sequence: As it is now.
+        sequence: The sequence in its current state.
         tag: Its writer.
-        acknowledged: Tokens of each layer that the writer was told of.
-        tally: Where what is found goes.
+        acknowledged: How many tokens of each layer were acknowledged to the writer.
+        tally: Receives the findings.
     """
     q = rows(tag + 1000, 0, 2)[0].transpose(1, 0, 2).reshape(1, QUERY_HEADS, DIM)
     for layer, length in enumerate(sequence.layer_token_counts):

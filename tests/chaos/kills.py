@@ -1,4 +1,4 @@
-"""Processes killed with SIGKILL: the daemon, its clients, runners with an engine of their own."""
+"""Kills processes with SIGKILL: the daemon, its clients, and runners with an embedded engine."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from chaos.contents import Tally, check_sequence
 from chaos.processes import WriterProcess
 
 WAYS = ("mixed", "append", "stream", "step")
-# A sequence that has come so far is deleted, and begun anew.
+# A sequence of this length is deleted, and a new one begins.
 TOKENS_MAX = 20_000
 
 
 def check_all(client: spillway.Client, acknowledged: dict[int, list[int]], tally: Tally) -> None:
-    """Checks the sequence of each writer."""
+    """Checks the sequences of all writers."""
     for tag, lengths in acknowledged.items():
         try:
             sequence = client.get_sequence(f"sequences/w{tag}")
@@ -35,7 +35,7 @@ def check_all(client: spillway.Client, acknowledged: dict[int, list[int]], tally
 def kill_daemons(
     binary: Path, folder: Path, count: int, random: np.random.Generator, *flags: str
 ) -> Tally:
-    """Kills the daemon under load; the next one must have what was acknowledged."""
+    """Kills the daemon under load. The next daemon must have all acknowledged data."""
     tally = Tally()
     with folder_in_memory() as arena:
         kept = ("--arena-directory", str(arena), "--memory-limit", "1GiB", *flags)
@@ -70,7 +70,7 @@ def kill_daemons(
 def kill_clients(
     binary: Path, folder: Path, count: int, random: np.random.Generator, *flags: str
 ) -> Tally:
-    """Kills clients in mid append and mid step; the daemon goes on and has what they were told."""
+    """Kills clients during appends and steps. The daemon must go on with all acknowledged data."""
     tally = Tally()
     with serving.running_daemon(
         binary, folder / "clients.log", "--memory-limit", "1GiB", *flags, timeout=60
@@ -92,7 +92,7 @@ def kill_clients(
 
 
 def kill_runners(count: int, random: np.random.Generator, *settings: str) -> Tally:
-    """Kills processes that run the engine themselves; the next process opens their folder."""
+    """Kills processes with an embedded engine. The next process opens their folder."""
     tally = Tally()
     with folder_in_memory() as arena:
         named = [f"memory.arena_directory={arena}", "memory.limit=512MiB", *settings]

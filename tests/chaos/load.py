@@ -1,11 +1,11 @@
-"""A client that does all kinds of work, again and again, until it is told to end.
+"""A client that does all kinds of work, again and again, until its standard input ends.
 
     python -m chaos.load TARGET SEED TRANSPORT
 
-TARGET may be `embedded:`, TRANSPORT `native` or `grpcio`. Each round begins and ends with nothing
-of its own in the daemon. A line is printed after each: the number of rounds, and the wrong answers
-so far. The end of its input ends it. What was freed goes back to the system every few rounds:
-glibc keeps some of it for each of a process's many threads, more and more for hours.
+TARGET may be `embedded:`. TRANSPORT is `native` or `grpcio`. At the beginning and end of each
+round, the client has nothing in the daemon. After each round it prints a line with the number of
+rounds and the wrong answers so far. It returns freed memory to the system every few rounds, because
+glibc keeps a part of it for each thread, and this part grows for hours.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROUNDS_BETWEEN_TRIMS = 20
 
 
 def write(client: spillway.Client, sequence: spillway.Sequence, tag: int, at: int) -> int:
-    """Appends, a stream's steps and a step's layers; returns the length."""
+    """Appends with an append, a stream's steps and a step's layers; returns the new length."""
     k = rows(tag, at, 700)
     sequence.append(0, at, k, -k)
     at += 700
@@ -44,7 +44,7 @@ def write(client: spillway.Client, sequence: spillway.Sequence, tag: int, at: in
 
 
 def refused(client: spillway.Client, sequence: spillway.Sequence, tag: int, at: int) -> None:
-    """Asks for what cannot be."""
+    """Sends requests that must be refused."""
     k = rows(tag, at, 3)
     for bad in (
         lambda: sequence.append(0, at + 5, k, -k),
@@ -63,7 +63,7 @@ def refused(client: spillway.Client, sequence: spillway.Sequence, tag: int, at: 
 
 
 def work(target: str, seed: int, number: int, native: bool, tally: Tally) -> None:
-    """A round, by a connection of its own."""
+    """Runs one round, with a new connection."""
     random = np.random.default_rng([seed, number])
     tag = int(random.integers(1 << 20))
     connection = (

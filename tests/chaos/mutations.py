@@ -1,4 +1,4 @@
-"""Messages that were valid, changed at random: every call of every service."""
+"""Sends valid messages with random changes to every call of every service."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ FAMILIES = {
     "ModelService": model_service_pb2,
     "SequenceService": sequence_service_pb2,
 }
-# What makes the daemon write files, or share memory with whoever asks.
+# Left out, because these calls make the daemon write or read files.
 LEFT_OUT = {"SaveSequence", "LoadSequence"}
 
 
 def methods(family: str) -> list[tuple[str, bool, bool, Any]]:
-    """(name, requests are a stream, responses are a stream, request's class) of a service."""
+    """(name, whether requests are a stream, whether responses are, request class) of each call."""
     module = FAMILIES[family]
     file = FileDescriptorProto.FromString(module.DESCRIPTOR.serialized_pb)
     found = []
@@ -48,14 +48,14 @@ def methods(family: str) -> list[tuple[str, bool, bool, Any]]:
 
 
 def tensor(array: np.ndarray) -> tensor_pb2.Tensor:
-    """float32."""
+    """The tensor message of an array, as float32."""
     return tensor_pb2.Tensor(
         shape=array.shape, dtype=tensor_pb2.DTYPE_F32, data=array.astype("<f4").tobytes()
     )
 
 
 def valid(request: Any, random: np.random.Generator) -> Any:
-    """A message that the daemon would take, or nearly, of the kind of `request`."""
+    """A message of the type `request` that the daemon accepts, or nearly accepts."""
     message = request()
     name = "sequences/s" if random.random() < 0.8 else "sequences/none"
     fields = {field.name for field in message.DESCRIPTOR.fields}
@@ -94,7 +94,7 @@ def valid(request: Any, random: np.random.Generator) -> Any:
 
 
 def mutate(data: bytes, random: np.random.Generator) -> bytes:
-    """Changes a few bytes: flips, cuts, repeats, inserts; now and then nothing."""
+    """Changes a few bytes: flips, cuts, repeats, inserts. Sometimes changes nothing."""
     made = bytearray(data)
     for _ in range(int(random.integers(0, 5))):
         at = int(random.integers(0, len(made) + 1))
@@ -115,7 +115,7 @@ def mutate(data: bytes, random: np.random.Generator) -> bytes:
 def send(
     channel: grpc.Channel, family: str, count: int, random: np.random.Generator, tally: Tally
 ) -> None:
-    """Sends so many messages to the calls of a service."""
+    """Sends `count` messages to the calls of a service."""
     calls = methods(family)
     sent = 0
     while sent < count:
@@ -153,7 +153,7 @@ def send(
 def mutate_messages(
     binary: Path, folder: Path, count: int, random: np.random.Generator, *flags: str
 ) -> Tally:
-    """Sends `count` messages to every family; the daemon serves on, and holds what it held."""
+    """Sends `count` messages to every service. The daemon must go on and keep its data."""
     tally = Tally()
     limits = ("--memory-limit", "512MiB", "--snapshot-folder", "", "--log-level", "error")
     with serving.running_daemon(

@@ -1,4 +1,4 @@
-"""Writers in processes of their own, and folders in memory."""
+"""Starts writers in their own processes, and makes folders in memory."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ TESTS = Path(__file__).resolve().parents[1]
 
 
 def environment() -> dict[str, str]:
-    """Of a process that imports what lies here."""
+    """The environment of a process that imports modules of the tests."""
     folders = [str(TESTS), str(TESTS / "python"), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, folders))}
 
 
 class WriterProcess:
-    """A writer (`chaos.writer`) that runs until it is killed or its daemon is."""
+    """A writer (`chaos.writer`) that runs until it or its daemon is killed."""
 
     def __init__(self, target: str, tag: int, seed: int, how: str, *settings: str) -> None:
         self.tag = tag
@@ -38,7 +38,7 @@ class WriterProcess:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """The process ID."""
         return self._process.pid
 
     def _read(self) -> None:
@@ -49,17 +49,17 @@ class WriterProcess:
                 self._begun.set()
 
     def wait_until_it_writes(self) -> None:
-        """Returns when the first length is told."""
+        """Returns when the writer has printed its first acknowledged length."""
         if not self._begun.wait(60):
             raise RuntimeError(f"writer {self.tag} did not begin in a minute")
 
     def kill(self) -> list[int]:
-        """Kills it; returns each layer's length that it was told of."""
+        """Kills the writer; returns the acknowledged length of each layer."""
         self._process.kill()
         return self.ended()
 
     def ended(self) -> list[int]:
-        """The same of one that ends by itself, when its daemon is gone."""
+        """Waits for a writer that ends because its daemon is gone; returns the same lengths."""
         try:
             status = self._process.wait(60)
         except subprocess.TimeoutExpired:
@@ -75,7 +75,7 @@ class WriterProcess:
 
 @contextmanager
 def small_file_system(folder: Path, size: str) -> Iterator[Path | None]:
-    """A tmpfs of that size, mounted in a folder; None where that is not allowed."""
+    """Mounts a tmpfs of this size in a folder. Yields None if that is not allowed."""
     place = folder / "small"
     place.mkdir()
     options = f"size={size},mode=0700"

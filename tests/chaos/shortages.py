@@ -1,4 +1,4 @@
-"""What runs out, and who is slow: file systems, memory, descriptors, readers, stopped processes."""
+"""Shortages and slow peers: file systems, memory, descriptors, slow readers, stopped processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from chaos.processes import WriterProcess, small_file_system
 
 
 def fill(client: spillway.Client, tag: int, tally: Tally, what: str) -> None:
-    """Appends until that is refused; what was acknowledged is there, and room comes back."""
+    """Appends until refused. All acknowledged rows must be there, and freed room must be usable."""
     sequence = client.create_sequence("models/m", f"w{tag}")
     at = 0
     try:
@@ -41,7 +41,7 @@ def fill(client: spillway.Client, tag: int, tally: Tally, what: str) -> None:
 
 
 def run_out(binary: Path, folder: Path, count: int, *flags: str) -> Tally:
-    """Memory limits and full file systems."""
+    """Reaches memory limits and fills file systems."""
     tally = Tally()
     log = folder / "limits.log"
     with (
@@ -89,7 +89,7 @@ def run_out(binary: Path, folder: Path, count: int, *flags: str) -> Tally:
 
 
 def few_descriptors(binary: Path, folder: Path, count: int, *flags: str) -> Tally:
-    """More connections than descriptors, again and again; it serves when they are closed."""
+    """Opens more connections than descriptors. After they close, the daemon must serve again."""
     tally = Tally()
     wrapper = folder / "few-descriptors"
     wrapper.write_text(f'#!/bin/sh\nulimit -n 80\nexec "{binary}" "$@"\n')
@@ -118,7 +118,7 @@ def few_descriptors(binary: Path, folder: Path, count: int, *flags: str) -> Tall
 def slow_ones(
     binary: Path, folder: Path, count: int, random: np.random.Generator, *flags: str
 ) -> Tally:
-    """Half-open connections, clients that are stopped, a daemon that is stopped."""
+    """Half-open connections, stopped clients, and a stopped daemon."""
     tally = Tally()
     log = folder / "slow.log"
     with ExitStack() as stack:
@@ -130,7 +130,7 @@ def slow_ones(
         for _ in range(20):
             connection = stack.enter_context(socket.socket(socket.AF_UNIX))
             connection.connect(daemon.target.removeprefix("unix:"))
-            # Of HTTP/2's preface, and of a frame that never ends.
+            # Sends the beginning of HTTP/2's preface, and nothing after it.
             connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"[: int(random.integers(0, 25))])
             half_open.append(connection)
             tally.fault("half-open connection")

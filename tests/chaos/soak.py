@@ -1,11 +1,11 @@
-"""`python -m chaos.soak`: all kinds of work for an hour, and what memory does meanwhile.
+"""`python -m chaos.soak`: does all kinds of work for an hour, and measures how memory changes.
 
-Two clients work with a daemon, one by libspillway and one by grpcio, each in a process of its own,
-and a third has an engine in its own. Now and then a writer is killed in mid append. What each of
-the four processes holds is read every few seconds, and its trend is that of the last three
-quarters: the median of the slopes between all pairs of readings (Theil and Sen). A process that
-gains more than --limit MiB, descriptors or threads in an hour is told, and so is a wrong answer;
-either ends it with 1.
+Two clients work with a daemon, one through libspillway and one through grpcio, each in its own
+process. A third process has an embedded engine. Now and then a writer is killed during an append.
+The memory, descriptors and threads of the four processes are read every few seconds. The trend is
+the median of the slopes between all pairs of readings in the last three quarters (Theil and Sen).
+If a process gains more than --limit MiB, descriptors or threads per hour, or if an answer is wrong,
+the program reports it and its exit status is 1.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ KINDS = {"anonymous_mib": "RssAnon", "shared_mib": "RssShmem"}
 
 
 class Worker:
-    """A process that works (`chaos.load`) until it is told to end."""
+    """A process that works (`chaos.load`) until its standard input ends."""
 
     def __init__(self, target: str, seed: int, transport: str) -> None:
         self._process = subprocess.Popen(
@@ -53,12 +53,12 @@ class Worker:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """The process ID."""
         return self._process.pid
 
     @property
     def ended(self) -> bool:
-        """By itself, which it should not."""
+        """Whether it has ended by itself, which is an error."""
         return self._process.poll() is not None
 
     def _read(self) -> None:
@@ -68,7 +68,7 @@ class Worker:
             self.rounds, self.wrong = told["rounds"], told["wrong"]
 
     def end(self) -> int:
-        """Ends it after its round; returns its exit status."""
+        """Ends the process after its current round; returns its exit status."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         status = self._process.wait(120)
@@ -77,7 +77,7 @@ class Worker:
 
 
 def reading(pid: int) -> dict[str, float]:
-    """What a process holds now."""
+    """The memory, descriptors and threads of a process at this moment."""
     status = Path(f"/proc/{pid}/status").read_text()
     held = {}
     for name, field in KINDS.items():
@@ -90,7 +90,7 @@ def reading(pid: int) -> dict[str, float]:
 
 
 def trend(times_h: list[float], values: list[float]) -> float:
-    """Theil and Sen's slope of the last three quarters, an hour."""
+    """Slope per hour over the last three quarters of the readings, by Theil and Sen."""
     first = len(values) // 4
     pairs = itertools.combinations(range(first, len(values)), 2)
     slopes = [(values[j] - values[i]) / (times_h[j] - times_h[i]) for i, j in pairs]
@@ -98,7 +98,7 @@ def trend(times_h: list[float], values: list[float]) -> float:
 
 
 def kill_a_writer(target: str, tag: int, tally: Tally) -> None:
-    """In mid work; its rows are there, and then go."""
+    """Kills a writer during its work, checks its rows, and deletes its sequence."""
     writer = WriterProcess(target, tag, tag, "mixed")
     writer.wait_until_it_writes()
     time.sleep(0.5)
@@ -119,7 +119,7 @@ def main(
     seed: Annotated[int, typer.Option()] = 0,
     output: Annotated[Path | None, typer.Option(help="a JSON file")] = None,
 ) -> None:
-    """Works, reads and tells."""
+    """Runs the workers, reads their memory and reports the trends."""
     binary = serving.find_binary(ROOT)
     serving.prefer_library(binary)
     tally = Tally()

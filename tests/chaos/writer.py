@@ -1,9 +1,10 @@
-"""A client that writes until it is killed, and says before and after what it does.
+"""A client that writes until it is killed, and prints what was acknowledged.
 
     python -m chaos.writer TARGET TAG SEED HOW [SETTING=VALUE...]
 
-TARGET may be `embedded:`. HOW is `append`, `stream`, `step` or `mixed`. It prints a line with
-each layer's acknowledged length, by which who killed it knows what must be there.
+TARGET may be `embedded:`. HOW is `append`, `stream`, `step` or `mixed`. After each acknowledgement
+it prints a line with the acknowledged length of each layer. From these lines, the test that kills
+it knows what must be there.
 """
 
 from __future__ import annotations
@@ -17,18 +18,18 @@ from chaos.contents import LAYERS, QUERY_HEADS, SHAPES, rows
 
 
 def tell(lengths: list[int]) -> None:
-    """Says what was acknowledged: in one write, so that it is whole or not there."""
+    """Prints the acknowledged lengths in one write, so that a line is complete or missing."""
     sys.stdout.write(" ".join(map(str, lengths)) + "\n")
     sys.stdout.flush()
 
 
 def queries(tag: int, at: int) -> np.ndarray:
-    """[1, H_q, dim]."""
+    """Queries of a position, [1, H_q, dim]."""
     return np.ascontiguousarray(rows(tag + 2000, at, 2)[0].reshape(1, QUERY_HEADS, -1))
 
 
 def catch_up(sequence: spillway.Sequence, tag: int) -> list[int]:
-    """Makes all layers as long as the longest: what is whole in one layer is so in all."""
+    """Appends to the shorter layers until all are as long as the longest; returns the lengths."""
     lengths = list(sequence.refresh().layer_token_counts)
     for layer in range(LAYERS):
         if lengths[layer] < max(lengths):
@@ -39,7 +40,7 @@ def catch_up(sequence: spillway.Sequence, tag: int) -> list[int]:
 
 
 def write(client: spillway.Client, tag: int, random: np.random.Generator, how: str) -> None:
-    """Writes for ever."""
+    """Writes until the process is killed."""
     try:
         model = client.create_model("m", **SHAPES)
     except spillway.AlreadyExists:
@@ -79,7 +80,7 @@ def write(client: spillway.Client, tag: int, random: np.random.Generator, how: s
 
 
 def main() -> None:
-    """Connects and writes."""
+    """Connects and writes until killed."""
     target, tag, seed, how, *settings = sys.argv[1:]
     named = dict(setting.split("=", 1) for setting in settings)
     client = (

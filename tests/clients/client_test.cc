@@ -20,7 +20,7 @@ using ::testing::Pair;
 
 class ClientTest : public ::testing::Test {
  protected:
-  // Starts the daemon as the test set it up, and connects.
+  // Starts the daemon with the test's settings, and connects a client to it.
   Client& Connect() {
     daemon_.Start();
     absl::StatusOr<std::unique_ptr<Client>> client = Client::Connect(daemon_.target());
@@ -29,7 +29,7 @@ class ClientTest : public ::testing::Test {
     return *client_;
   }
 
-  // True once the daemon saw its call cancelled.
+  // Whether the daemon saw its call cancelled, within 5 seconds.
   bool DaemonSawCancel() {
     for (int wait = 0; wait < 1000 && !daemon_.was_cancelled; ++wait) {
       std::this_thread::sleep_for(std::chrono::milliseconds(5));
@@ -111,7 +111,7 @@ TEST_F(ClientTest, ReadsEveryPageOfStatistics) {
   EXPECT_EQ(all->sequences(1).sequence(), "sequences/b");
   EXPECT_EQ(all->head_audits_size(), 1);
   EXPECT_EQ(all->next_page_token(), "");
-  // With a model asked for, every page names it.
+  // With a model name, each page has this model's statistics.
   const auto of_model = client.GetStatistics("models/a");
   ASSERT_TRUE(of_model.ok()) << of_model.status();
   EXPECT_EQ(of_model->models_size(), 1);
@@ -129,7 +129,7 @@ TEST_F(ClientTest, UploadsTheWholeFileInBoundedPieces) {
   EXPECT_LE(daemon_.message_bytes_seen, size_t{2} << 20);
 }
 
-// 3 layers, 2 heads, 5000 tokens of 64 f32: 7.7 MB of K, so many messages.
+// 3 layers, 2 heads, 5000 tokens, 64 elements in f32: 7.7 MB of K, which needs many messages.
 struct Rows {
   std::string k = std::string(size_t{3} * 2 * 5000 * 64 * 4, 'k');
   std::string v = std::string(size_t{3} * 2 * 5000 * 64 * 4, 'v');

@@ -1,5 +1,5 @@
-// A gRPC server that answers as a test tells it to, on a unix socket in a
-// directory of its own.
+// A gRPC server that answers as the test sets it, on a unix socket in its own folder and on
+// loopback.
 #pragma once
 
 #include <atomic>
@@ -23,7 +23,7 @@
 
 namespace spillway {
 
-// A refusal as the daemon sends it: ErrorInfo and BadRequest in the details.
+// An error as the daemon sends it, with ErrorInfo and BadRequest in the details.
 inline google::rpc::Status RefusalDetails() {
   google::rpc::Status status;
   status.set_code(grpc::StatusCode::INVALID_ARGUMENT);
@@ -69,7 +69,7 @@ class FakeDaemon final : public v1::AdminService::Service,
   }
 
   std::string target() const { return "unix:" + (directory_ / "s").string(); }
-  // On loopback.
+  // The address on loopback.
   std::string tcp_target() const { return "127.0.0.1:" + std::to_string(port_); }
 
   void Start() {
@@ -85,13 +85,13 @@ class FakeDaemon final : public v1::AdminService::Service,
 
   // Set before Start.
   v1::GetServerInfoResponse info;
-  // What GetStatistics answers, by page token.
+  // Answers of GetStatistics, by page token.
   std::map<std::string, v1::GetStatisticsResponse> statistics_pages;
-  // Models of each page that ListModels answers.
+  // Names of the models on each page of ListModels.
   std::vector<std::vector<std::string>> model_pages;
-  // Append refuses this chunk, counted from 0.
+  // Append refuses the chunk with this index; -1: none.
   int refused_chunk = -1;
-  // Largest AppendRequest or upload message seen, serialised.
+  // Largest AppendRequest (serialised) or upload data seen, in bytes.
   std::atomic<size_t> message_bytes_seen = 0;
   std::vector<v1::KvChunk> chunks;
   std::string uploaded;
@@ -99,22 +99,22 @@ class FakeDaemon final : public v1::AdminService::Service,
   // Attend waits until its call is cancelled.
   std::atomic<bool> hang = false;
   std::atomic<bool> was_cancelled = false;
-  // FetchPages sends this many messages, or until cancelled.
+  // FetchPages sends this many messages, or stops when its call is cancelled.
   int fetch_messages = 3;
-  // Of the output of a Decode's answers.
+  // Size of the output in each answer of Decode.
   size_t answer_bytes = 0;
   std::atomic<int> fetch_messages_sent = 0;
-  // Of the last SaveSequence and LoadSequence.
+  // The requests of the last SaveSequence and LoadSequence.
   v1::SaveSequenceRequest saved;
   v1::LoadSequenceRequest loaded;
-  // Whether they had a deadline within a year.
+  // Whether the last of these calls had a deadline within a year.
   bool had_deadline = false;
-  // Whether Connect is answered; it is not implemented else.
+  // Whether Connect is served. Otherwise the answer is UNIMPLEMENTED.
   bool connects = false;
-  // Streams of Connect that are open; those that are end where this is set.
+  // Number of open Connect streams. They end while `disconnect` is true.
   std::atomic<int> connected_count = 0;
   std::atomic<bool> disconnect = false;
-  // Whom the last Connect was of, and the last GetServerInfo.
+  // Client id in the last Connect, and in the metadata of the last GetServerInfo.
   std::string connected_id() const {
     const std::lock_guard lock(ids_mutex_);
     return connected_id_;
@@ -233,8 +233,7 @@ class FakeDaemon final : public v1::AdminService::Service,
     return grpc::Status::OK;
   }
 
-  // Answers each request, the odd ids with an error; ids 1000 and 1001 end the
-  // stream.
+  // Answers each request; requests with odd ids with an error. Ids 1000 and 1001 end the stream.
   grpc::Status Decode(
       grpc::ServerContext*,
       grpc::ServerReaderWriter<v1::DecodeResponse, v1::DecodeRequest>* stream) override {
@@ -273,7 +272,7 @@ class FakeDaemon final : public v1::AdminService::Service,
   int port_ = 0;
 };
 
-// Names a web proxy that is not there, for as long as it lives.
+// While it lives, http_proxy names a proxy that does not exist.
 class DeadProxy {
  public:
   DeadProxy() { setenv("http_proxy", "http://127.0.0.1:1", /*overwrite=*/1); }

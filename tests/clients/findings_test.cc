@@ -18,7 +18,7 @@ using testing::HasSubstr;
 constexpr int64_t kGiB = int64_t{1} << 30;
 constexpr ProcessLimits kPlenty = {.memlock_bytes = -1, .descriptor_count = 1 << 20};
 
-// A machine of files.
+// A fake machine: a folder with the files that Examine() reads.
 class FindingsTest : public testing::Test {
  protected:
   FindingsTest() : root_(fs::path(testing::TempDir()) / absl::StrCat("findings-", getpid())) {
@@ -92,13 +92,13 @@ TEST_F(FindingsTest, FewDescriptorsAreTold) {
 }
 
 TEST_F(FindingsTest, MemoryThatOthersHoldIsTold) {
-  // Three quarters of 32 GiB, and 28.6 GiB free.
+  // The limit is three quarters of 32 GiB; 28.6 GiB are free.
   EXPECT_TRUE(Look()["memory"].ok);
   EXPECT_EQ(Look()["memory"].found, "28.6 GiB free, limit 24.0 GiB by default");
   Write("proc/meminfo", "MemTotal:       33554432 kB\nMemAvailable:   20971520 kB\n");
   EXPECT_FALSE(Look()["memory"].ok);
   EXPECT_THAT(Look()["memory"].advice, HasSubstr("--memory-limit 18432MiB"));
-  // A daemon that answers holds a part of its limit already.
+  // A running daemon already holds a part of its limit.
   EXPECT_TRUE(Look(kPlenty, 24 * kGiB)["memory"].ok);
 }
 

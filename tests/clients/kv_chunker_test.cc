@@ -16,7 +16,7 @@ namespace {
 constexpr int32_t kHeads = 3;
 constexpr int32_t kDim = 16;
 
-// Elements numbered from `first`, as f32 bytes.
+// Elements `first`, `first` + 1, ... as the bytes of 32-bit numbers.
 std::string Numbered(size_t count, uint32_t first) {
   std::vector<uint32_t> elements(count);
   std::iota(elements.begin(), elements.end(), first);
@@ -37,7 +37,7 @@ KvRows MakeRows(int32_t layers, int64_t tokens, const std::string& k, const std:
           .v = v};
 }
 
-// Copies a chunk's tensor to where it belongs in the whole.
+// Copies a chunk's tensor to its place in the whole tensor.
 void Place(const KvRows& rows, const v1::KvChunk& chunk, const v1::Tensor& tensor,
            std::string& whole) {
   const size_t row_bytes = kDim * sizeof(uint32_t);
@@ -62,7 +62,7 @@ void Place(const KvRows& rows, const v1::KvChunk& chunk, const v1::Tensor& tenso
   }
 }
 
-// Layers, tokens, bound of a message.
+// Layers, tokens, size limit of a message in bytes.
 class KvChunkerTest : public ::testing::TestWithParam<std::tuple<int32_t, int64_t, int64_t>> {};
 
 TEST_P(KvChunkerTest, ChunksAreTheRowsAgain) {
@@ -83,7 +83,7 @@ TEST_P(KvChunkerTest, ChunksAreTheRowsAgain) {
     EXPECT_LE(request.ByteSizeLong(), static_cast<size_t>(bytes_max));
     EXPECT_EQ(chunk.sequence(), "sequences/s");
     EXPECT_EQ(chunk.generation(), 5);
-    // A daemon would take it: every layer goes on where it was.
+    // A daemon would accept the chunk: each layer continues at its present length.
     for (int64_t layer = 0; layer < chunk.k().shape(0); ++layer) {
       int64_t& length =
           layer_lengths.at(static_cast<size_t>(chunk.layer_start() - rows.layer_start + layer));

@@ -75,13 +75,13 @@ TEST(RandomRows, SameSeedSameNormalValuesInEveryDType) {
     std::memcpy(&value, &a[at * 4], 4);
     std::memcpy(&half, &b[at * 2], 2);
     std::memcpy(&brain, &c[at * 2], 2);
-    // Half a unit in the last place of each type; f16 is subnormal near 0.
+    // The error is at most half a unit in the last place of each type; near 0, f16 is subnormal.
     EXPECT_NEAR(Half(half), value, std::abs(value) / 2048 + 1e-7);
     EXPECT_NEAR(Bf16(brain), value, std::abs(value) / 256);
     sum += value;
     squares += value * value;
   }
-  // Five standard errors.
+  // The tolerance is five standard errors.
   EXPECT_NEAR(sum / kCount, 0, 5 * 3 / std::sqrt(kCount));
   EXPECT_NEAR(squares / kCount, 9, 5 * 9 * std::sqrt(2.0 / kCount) * 1.5);
   EXPECT_NE(f32.Draw(kCount), a);

@@ -1,4 +1,4 @@
-// Clients that say that they are there.
+// Streams of Connect, which show a daemon that a client is connected.
 #include "spillway/presence.h"
 
 #include <chrono>
@@ -18,7 +18,7 @@ using ::testing::MatchesRegex;
 
 constexpr char kId[] = "[0-9a-f]+";
 
-// Whether it comes true within a minute.
+// Whether the condition becomes true within a minute.
 bool Settles(const std::function<bool()>& condition) {
   for (int wait = 0; wait < 12000 && !condition(); ++wait) {
     std::this_thread::sleep_for(std::chrono::milliseconds(5));

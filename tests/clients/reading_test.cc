@@ -46,21 +46,21 @@ TEST(Reading, RatesAreOfTheTimeBetween) {
   const Reading before({Counter("all", {{"", 10}})}, start);
   EXPECT_EQ(Rate(before, Reading({Counter("all", {{"", 40}})}, start + absl::Seconds(2)), "all"),
             15);
-  // A daemon that began anew.
+  // A counter that went down: the daemon was restarted.
   EXPECT_EQ(Rate(before, Reading({Counter("all", {{"", 4}})}, start + absl::Seconds(2)), "all"), 0);
   EXPECT_EQ(Rate(before, Reading({Counter("all", {{"", 40}})}, start), "all"), 0);
 }
 
 TEST(Reading, PercentilesLieWithinTheirRange) {
   const Reading before({Histogram({5, 5, 5, 5})}, absl::UnixEpoch());
-  // Since then ten up to 1, ten up to 4, none between.
+  // New values: ten up to 1, ten between 2 and 4.
   const Reading now({Histogram({15, 15, 25, 25})}, absl::UnixEpoch());
   EXPECT_EQ(now.Percentile(&before, "seconds", 0.25), 0.5);
   EXPECT_EQ(now.Percentile(&before, "seconds", 0.5), 1);
   EXPECT_EQ(now.Percentile(&before, "seconds", 0.75), 3);
   EXPECT_EQ(before.Percentile(&before, "seconds", 0.5), std::nullopt);
   EXPECT_EQ(now.Percentile(nullptr, "none", 0.5), std::nullopt);
-  // Above the last bound nothing more is known.
+  // Above the last finite bound, only that bound is known.
   const Reading slow({Histogram({5, 5, 5, 9})}, absl::UnixEpoch());
   EXPECT_EQ(slow.Percentile(&before, "seconds", 0.5), 4);
 }

@@ -55,7 +55,7 @@ class DecodeInCTest : public ::testing::Test {
     return result;
   }
 
-  // How the stream ended.
+  // The status with which the stream ended.
   google::rpc::Status End() {
     const char* message = nullptr;
     const void* details = nullptr;
@@ -93,7 +93,7 @@ TEST_F(DecodeInCTest, MovesMessages) {
 TEST_F(DecodeInCTest, ManySendsBeforeOneReceive) {
   daemon_.Start();
   Open();
-  // More than fits between the two: what cannot go out is kept.
+  // More than the transport buffers: what cannot be sent yet is kept.
   for (uint64_t id = 1; id <= 300; ++id) ASSERT_EQ(Send(2 * id, 100'000), 0);
   for (uint64_t id = 1; id <= 300; ++id) {
     ASSERT_EQ(Receive(), SPILLWAY_RECEIVED);
@@ -205,7 +205,7 @@ TEST_F(DecodeInCTest, EndsWhenAllWasSent) {
   EXPECT_EQ(End().code(), grpc::StatusCode::OK);
 }
 
-// A method that takes one message and gives one.
+// Calls a unary method.
 std::string Unary(spillway_channel* channel, const char* method, const std::string& request,
                   int& code) {
   spillway_call* const call = spillway_call_open(channel, method, kNoLimit);
@@ -241,7 +241,7 @@ TEST(EmbedInCTest, AnswersAsADaemonDoes) {
   request.set_name("models/none");
   Unary(channel, "/spillway.v1.ModelService/GetModel", request.SerializeAsString(), code);
   EXPECT_EQ(code, grpc::StatusCode::NOT_FOUND);
-  // Of a call that outlives the engine.
+  // A call may outlive the engine.
   spillway_call* const left =
       spillway_call_open(channel, "/spillway.v1.AttentionService/Decode", kNoLimit);
   spillway_channel_close(channel);
@@ -270,7 +270,7 @@ TEST(EmbedInCTest, ACallHasATraceThatGoesIntoALogOrIsNotOpened) {
   spillway_channel_close(channel);
 }
 
-// Why the last function failed.
+// Code and message of the last function that failed.
 std::pair<int, std::string> Failure() {
   const char* message = nullptr;
   const void* details = nullptr;
@@ -323,7 +323,7 @@ TEST_F(StreamedStepInCTest, RefusesWhatIsNoStepOfADaemon) {
 
 TEST_F(StreamedStepInCTest, OneThatFailsLeavesTheOthersAlone) {
   FakeDaemon daemon;
-  // Its answers make no sense where an output was to be: 4 bytes, and no log-sum-exp.
+  // Its answers are not valid for a step: the output has 4 bytes, and there is no log-sum-exp.
   daemon.answer_bytes = 4;
   daemon.Start();
   spillway_channel* const there = spillway_channel_open(daemon.target().c_str());
@@ -335,7 +335,7 @@ TEST_F(StreamedStepInCTest, OneThatFailsLeavesTheOthersAlone) {
   EXPECT_EQ(spillway_steps_attend(shares, 2, 0, &tensors_, kForEver),
             grpc::StatusCode::UNAVAILABLE);
   EXPECT_EQ(shares[0].code, grpc::StatusCode::UNAVAILABLE);
-  // The first id of a step is the number of its sequences, 1, and odd ids are refused.
+  // The first id of a step is its number of sequences, here 1, and the daemon refuses odd ids.
   EXPECT_EQ(shares[1].code, grpc::StatusCode::INVALID_ARGUMENT);
   EXPECT_EQ(spillway_steps_attend(shares + 1, 1, 0, &tensors_, kForEver),
             grpc::StatusCode::INTERNAL);
@@ -358,7 +358,7 @@ TEST(GpuRegionInCTest, WhatIsNoHandleOrNoGpuOfThisProcessIsRefused) {
     const void* details = nullptr;
     size_t details_size = 0;
     const int told = spillway_error(&message, &details, &details_size);
-    // A build without CUDA maps nothing.
+    // A build without CUDA cannot map memory.
     EXPECT_TRUE(told == code || told == grpc::StatusCode::UNIMPLEMENTED) << told << message;
     EXPECT_EQ(address, nullptr);
   }
@@ -434,7 +434,7 @@ TEST(EmbedInCTest, RefusesWhatItCannotBe) {
   EXPECT_STREQ(message, "device.name: named twice");
 }
 
-// Whether it comes true within a minute.
+// Whether the condition becomes true within a minute.
 bool Settles(const std::function<bool()>& condition) {
   for (int wait = 0; wait < 12000 && !condition(); ++wait) {
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
@@ -442,7 +442,7 @@ bool Settles(const std::function<bool()>& condition) {
   return condition();
 }
 
-// A call of GetServerInfo to its end.
+// Calls GetServerInfo and waits for the answer.
 void Ask(spillway_channel* channel) {
   spillway_call* const call =
       spillway_call_open(channel, "/spillway.v1.AdminService/GetServerInfo", 60);

@@ -1,4 +1,4 @@
-"""Daemons under a directory in this process: a cluster without Ray."""
+"""Daemons with a directory in this process: a cluster without Ray."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from spillway_cluster.records import DaemonRecord, MemoryStore
 
 
 class MortalDirectory(LocalDirectory):
-    """One that may be killed, of nodes that may die."""
+    """A directory that tests may kill, and whose nodes may die."""
 
     def __init__(self) -> None:
         self.store = MemoryStore()
@@ -31,7 +31,7 @@ class MortalDirectory(LocalDirectory):
         return Directory(self.store, lambda node: self.dead_nodes.get(node, ""))
 
     def restart(self) -> None:
-        """Another one goes on with what is in the store."""
+        """Replaces it by a new directory with the same store."""
         with self._lock:
             self._directory = self._started()
 
@@ -43,8 +43,8 @@ class LocalCluster:
     """Daemons and their nodes.
 
     Attributes:
-        directory: Of them.
-        nodes: By the daemons' names.
+        directory: The directory of the daemons.
+        nodes: The nodes, by the daemons' names.
     """
 
     def __init__(self, directory: MortalDirectory) -> None:
@@ -57,12 +57,12 @@ class LocalCluster:
 
 
 def record(slot: int, target: str) -> DaemonRecord:
-    """A daemon of a node of its own."""
+    """The record of a daemon on its own node."""
     return DaemonRecord("", slot, f"node-{slot}", host_id(), target, target)
 
 
 class Served:
-    """The process of a daemon that the test itself starts and ends."""
+    """Stands for the process of a daemon that the test itself starts and ends."""
 
     def wait(self, seconds: float) -> bool:
         return threading.Event().wait(0.1)
@@ -83,14 +83,14 @@ class Served:
 def local_cluster(
     folder: Path, count: int, *flags: str, command: list[str] | None = None
 ) -> Iterator[LocalCluster]:
-    """Daemons, each as if on a node of its own.
+    """Runs daemons, each as if on its own node.
 
     Args:
-        folder: Where they are.
-        count: Daemons.
-        flags: Of each.
-        command: How a node starts its daemon, by which it is watched and restarted; None: it is
-            neither.
+        folder: The folder for their files.
+        count: The number of daemons.
+        flags: The flags of each daemon.
+        command: The command with which a node starts its daemon. The node then also watches and
+            restarts it. None: the node does not start its daemon.
     """
     cluster = LocalCluster(MortalDirectory())
     with ExitStack() as stack:

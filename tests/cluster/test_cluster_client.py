@@ -1,4 +1,4 @@
-"""A client of daemons under a directory: placing, moving, losing; without Ray."""
+"""The client of a cluster: placing sequences, moving them, losing daemons; without Ray."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHAPES: dict[str, Any] = {
 }
 POLICY = spillway.Policy(dense_token_count=1024)
 STEPS = 60
-# A daemon gives idle clients six seconds of its grace to notice that it ends.
+# When a daemon ends, it gives idle clients six seconds of its grace time to notice.
 FLAGS = ("--memory-limit", "512MiB", "--grace", "1")
 
 
@@ -50,14 +50,14 @@ def fresh(folder: Path, count: int, **options: Any) -> Iterator[LocalCluster]:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
-    """Three daemons, none of which is drained or lost."""
+    """Three daemons. No test drains or kills any of them."""
     with fresh(tmp_path_factory.mktemp("cluster"), 3) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
 def expected(cluster: LocalCluster) -> list[list[tuple[np.ndarray, np.ndarray]]]:
-    """What one daemon with the whole sequence answers, by step and layer."""
+    """The answers of one daemon that has the whole sequence, by step and layer."""
     record = cluster.directory.daemon("daemon-0")
     answers: list[list[tuple[np.ndarray, np.ndarray]]] = []
     with spillway.connect(record.target) as client:
@@ -76,7 +76,7 @@ LAYER = range(LAYERS)
 
 
 def new_rows(number: int, layer: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Q, K and V of a step of one sequence, as `begin_step` takes them."""
+    """q, k and v of a step of one sequence, in the form that `begin_step` takes."""
     at = slice(TOKENS + number, TOKENS + number + 1)
     return Q[number][None], K[None, layer, :, at], V[None, layer, :, at]
 
@@ -132,7 +132,7 @@ def filled(client: ClusterClient, name: str = "", **options: Any) -> ClusterSequ
 
 @contextmanager
 def client_of(cluster: LocalCluster, part_count: int = 1) -> Iterator[ClusterClient]:
-    """A client with a model, and nothing left after it."""
+    """A client with a model. Afterwards, all is deleted."""
     with cluster.connect(part_count) as client:
         client.create_model("m", **SHAPES, policy=POLICY)
         yield client
@@ -164,7 +164,7 @@ def test_sequences_are_spread_and_work_together(
         assert list(answers) == sequences
         for result in answers.values():
             assert np.array_equal(result.out, expected[1][0][0][0])
-        # One of them fails by itself.
+        # One sequence is gone, and only its attend fails.
         sequences[2].delete()
         failed = client.attend(0, dict.fromkeys(sequences, Q[1]), return_errors=True)
         assert isinstance(failed.pop(sequences[2]), spillway.NotFound)
@@ -206,7 +206,7 @@ def test_a_name_whose_sequence_is_gone_is_free_again(
 ) -> None:
     with client_of(cluster) as client:
         sequence = client.create_sequence("models/m", "short")
-        # As its ttl does: nobody tells the directory.
+        # As if its ttl had ended: the directory does not learn of this.
         sequence.parts[0].sequence.delete()
         with pytest.raises(spillway.AlreadyExists):
             client.create_sequence("models/m", "short")
@@ -296,7 +296,7 @@ def test_a_drain_in_the_middle_of_decoding(
         assert client.get_sequence("sequences/named").token_count == TOKENS + STEPS
         state = {each.name: each.state for each in cluster.directory.daemons()}
         assert state[source] == "drained"
-        # New ones go elsewhere, also of a model that the others may not have had.
+        # New sequences go elsewhere, even if the other daemons do not have the model yet.
         assert source not in filled(client).daemons
 
 
@@ -319,7 +319,7 @@ def test_what_is_created_on_a_daemon_that_was_drained_meanwhile_is_created_elsew
         monkeypatch.setattr(spillway.Client, "create_sequence", late)
         sequence = client.create_sequence("models/m", name)
         assert sequence.daemons != drained
-        # The daemon under test has not ended.
+        # The daemon still runs, because the test starts and ends it.
         assert not list(client.placement.client(drained[0]).list_sequences())
         if name:
             assert client.get_sequence("sequences/late").daemons == sequence.daemons
@@ -484,7 +484,7 @@ def test_a_node_that_is_gone_takes_its_sequences_and_no_others(tmp_path: Path) -
         sequences = [filled(client) for _ in range(2)]
         lost = sequences[0].daemons[0]
         cluster.directory.dead_nodes["node-" + lost[-1]] = "its machine is off"
-        # As a connection sees it.
+        # As if the connection were lost.
         client.placement.client(lost)._channel.close()
         broken = client.placement.client(lost)
 
@@ -496,7 +496,7 @@ def test_a_node_that_is_gone_takes_its_sequences_and_no_others(tmp_path: Path) -
         with pytest.raises(spillway.Unavailable, match="its machine is off") as raised:
             sequences[0].refresh()
         assert raised.value.reason == "DAEMON_LOST"
-        assert time.monotonic() - started < 30  # not for as long as a restart may take
+        assert time.monotonic() - started < 30  # must not take as long as a restart may take
         assert sequences[1].refresh().token_count == TOKENS
         assert filled(client).daemons == sequences[1].daemons
 
@@ -546,7 +546,7 @@ def test_what_fails_leaves_nothing(cluster: LocalCluster) -> None:
         client._ensure(client.described("models/m"), 1, "daemon-1")
         blocker = taken.create_sequence("models/m.1of2", "blocked.1of2")
         stack.callback(blocker.delete)
-        for _ in range(3):  # whichever daemons are chosen
+        for _ in range(3):  # so that any choice of daemons occurs
             try:
                 client.create_sequence("models/m", "blocked").delete()
             except spillway.AlreadyExists:
@@ -565,7 +565,7 @@ def test_a_name_of_a_part_is_nobodys(cluster: LocalCluster) -> None:
         sequence = client.create_sequence("models/m", "s")
         with pytest.raises(spillway.InvalidArgument, match="ends like the parts of a model"):
             sequence.fork("s.0of2")
-        # What looks like one and is none.
+        # This model's name looks like a part's but is not one.
         model = client.create_model("m.0", part_count=1, **SHAPES)
         client.create_sequence(model, "s.0")
         assert [info.name for info in client.list_sequences(model)] == ["sequences/s.0"]

@@ -1,4 +1,4 @@
-"""The directory, by what it answers and what another one finds in its store."""
+"""Tests of the directory: its answers, and what a new directory finds in its store."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def record(slot: int, **more: Any) -> DaemonRecord:
 
 
 class Cluster:
-    """A directory over a store, whose nodes may die."""
+    """A directory with a store. Its nodes may die."""
 
     def __init__(self, count: int = 3) -> None:
         self.store = MemoryStore()
@@ -55,7 +55,7 @@ def test_sequences_go_where_there_are_fewest(cluster: Cluster) -> None:
     cluster.directory.report("daemon-2", sequence_count=9)
     chosen = [cluster.directory.choose(1, "", "c")[0] for _ in range(4)]
     assert chosen == ["daemon-1"] * 4
-    # As many as on the one before, which has the smaller slot.
+    # Now daemon-1 has as many sequences as daemon-0, which has the smaller slot.
     assert cluster.directory.choose(1, "", "c") == ["daemon-0"]
 
 
@@ -69,7 +69,7 @@ def test_memory_counts_before_sequences(cluster: Cluster) -> None:
 
 def test_a_name_is_taken_once(cluster: Cluster) -> None:
     daemons = cluster.directory.choose(1, "sequences/a", "mine")
-    # The same call, whose answer was lost.
+    # The same call again, as if its answer had been lost.
     assert cluster.directory.choose(1, "sequences/a", "mine") == daemons
     with pytest.raises(spillway.AlreadyExists, match="sequences/a exists"):
         cluster.directory.choose(1, "sequences/a", "another")
@@ -107,18 +107,18 @@ def test_a_daemon_that_comes_back_with_its_rows_is_the_same(cluster: Cluster) ->
 
 
 def test_rows_that_are_on_another_node_are_the_same_daemon(cluster: Cluster) -> None:
-    """Ray was started again on the machine, whose memory has them."""
+    """Ray was restarted on the machine. The rows are still in its memory."""
     cluster.deaths["node-1"] = "stopped"
     assert cluster.directory.register(record(1, node="node-9")) == "daemon-1"
     assert cluster.directory.loss("daemon-1") == ""
-    # Without an arena they are gone.
+    # Without an arena folder, the rows are gone.
     cluster.directory.register(record(2, store_id=""))
     assert cluster.directory.register(record(2, store_id="", boot_id="b")) == "daemon-2.2"
 
 
 def test_a_daemon_without_an_arena_is_the_same_while_its_process_is(cluster: Cluster) -> None:
     name = cluster.directory.register(record(3, store_id="", boot_id="a"))
-    # Its node's actor was restarted.
+    # The actor of its node was restarted, but the daemon was not.
     assert cluster.directory.register(record(3, store_id="", boot_id="a")) == name
     assert cluster.directory.register(record(3, store_id="", boot_id="b")) == "daemon-3.1"
     assert "without its rows" in cluster.directory.loss(name)
@@ -148,7 +148,7 @@ def test_a_dead_node_loses_its_daemon(cluster: Cluster) -> None:
 def test_a_drained_daemon_takes_nothing(cluster: Cluster) -> None:
     cluster.directory.set_state("daemon-0", "draining")
     assert "daemon-0" not in cluster.directory.choose(2, "", "c")
-    # It restarts meanwhile.
+    # The daemon restarts while it drains.
     assert cluster.directory.register(record(0)) == "daemon-0"
     assert cluster.directory.daemon("daemon-0").state == "draining"
     cluster.directory.set_state("daemon-0", "drained")
@@ -158,7 +158,7 @@ def test_a_drained_daemon_takes_nothing(cluster: Cluster) -> None:
 def test_moves_are_followed_to_their_end(cluster: Cluster) -> None:
     directory = cluster.directory
     directory.begin_move("sequences/a", "daemon-0", Moved("daemon-1", 3, 0))
-    # It is not gone yet.
+    # The source still has the sequence.
     assert directory.moved("sequences/a", "daemon-0", gone=False) is None
     directory.end_move("sequences/a", done=True)
     directory.end_move("sequences/a", done=True)
@@ -283,7 +283,7 @@ def test_names_that_have_expired_are_given_up(cluster: Cluster) -> None:
     first_parts = {name: f"{name}.0of2" for name in ("sequences/a", "sequences/b")}
     assert cluster.directory.first_parts("daemon-0", 600) == first_parts
     assert cluster.directory.first_parts("daemon-1", 600) == {}
-    # One that has gone elsewhere since its daemon looked is not given up.
+    # A sequence that has moved since its daemon looked does not expire.
     cluster.directory.begin_move("sequences/b.0of2", "daemon-0", Moved("daemon-2", 1, 1))
     cluster.directory.expire(list(first_parts), "daemon-0", 600)
     assert set(cluster.directory.sequences()) == {"sequences/b", "sequences/new"}
@@ -296,14 +296,15 @@ def test_names_that_have_expired_are_given_up(cluster: Cluster) -> None:
 def test_parts_of_a_sequence_stay_on_different_daemons_where_that_goes(cluster: Cluster) -> None:
     cluster.directory.put("sequences/a", ["daemon-0", "daemon-1"], "c")
     cluster.directory.report("daemon-2", memory_used_bytes=60 * GIB)
-    # The fuller one, for the other has part 1; and what is of no named sequence goes by room.
+    # daemon-2 although it is fuller, because daemon-1 has part 1. A part of an unnamed sequence
+    # goes to the daemon with the most free memory.
     assert cluster.directory.choose_target("daemon-0", "sequences/a.0of2", GIB) == "daemon-2"
     assert cluster.directory.choose_target("daemon-0", "sequences/x.0of2", GIB) == "daemon-1"
-    # Also once that has moved.
+    # The same after part 1 has moved.
     cluster.directory.begin_move("sequences/a.1of2", "daemon-1", Moved("daemon-2", 1, 1))
     cluster.directory.end_move("sequences/a.1of2", done=True)
     assert cluster.directory.choose_target("daemon-0", "sequences/a.0of2", GIB) == "daemon-1"
-    # Where there is no other room they lie together.
+    # If no other daemon has enough memory, both parts go to one daemon.
     assert cluster.directory.choose_target("daemon-0", "sequences/a.0of2", 50 * GIB) == "daemon-1"
     cluster.directory.report("daemon-1", memory_used_bytes=90 * GIB)
     assert cluster.directory.choose_target("daemon-0", "sequences/a.0of2", 30 * GIB) == "daemon-2"
@@ -312,7 +313,7 @@ def test_parts_of_a_sequence_stay_on_different_daemons_where_that_goes(cluster: 
 def test_a_deleted_sequence_leaves_no_copy_of_a_move_that_broke_off(cluster: Cluster) -> None:
     cluster.directory.put("sequences/a", ["daemon-0"], "c")
     cluster.directory.begin_move("sequences/a", "daemon-0", Moved("daemon-1", 1, 1))
-    # Of another daemon's part nothing is known.
+    # The directory knows nothing of a part on this daemon.
     assert cluster.directory.deleted("", [("sequences/a", "daemon-2")]) == []
     parts = [("sequences/a", "daemon-0")]
     assert cluster.directory.deleted("sequences/a", parts) == [("sequences/a", "daemon-1")]

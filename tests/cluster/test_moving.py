@@ -169,7 +169,7 @@ def test_what_is_truncated_meanwhile_is_copied_anew(
 
 
 class Broken(Exception):
-    """What happens to a mover."""
+    """The process that moves a sequence dies."""
 
 
 @pytest.mark.parametrize("failure", [Broken, spillway.Unavailable("no directory")])
@@ -187,7 +187,7 @@ def test_a_move_that_fails_leaves_the_sequence_as_it_was(
         moved(clients, old.name, directory)
     with pytest.raises(spillway.NotFound):
         clients[1].get_sequence(old.name)
-    # It is open.
+    # The sequence is not sealed.
     old.append(0, 500, K[:, :, 500:501], V[:, :, 500:501])
     assert directory.moved(old.name, "a", gone=False) is None
 
@@ -206,7 +206,7 @@ def test_a_mover_that_dies_before_the_delete_is_followed_by_another(
         patch.setattr(spillway.Sequence, "delete", die)
         with pytest.raises(spillway.Unavailable):
             moved(clients, old.name, directory)
-    # Noted and sealed, but not gone: clients wait.
+    # The move is noted and the sequence is sealed, but not deleted. So clients must wait.
     assert old.refresh().sealed
     assert directory.moved(old.name, "a", gone=False) is None
     assert moved(clients, old.name, directory) is not None
@@ -227,7 +227,7 @@ def test_a_mover_that_dies_after_the_delete_has_moved_it(
     old.append(0, 0, K[:, :, :500], V[:, :, :500])
     with pytest.raises(Broken):
         moved(clients, old.name, Ledger(store))
-    # What another process of the directory reads.
+    # As a new process of the directory reads it.
     directory = Directory(store)
     assert directory.moved(old.name, "a", gone=False) is None
     there = directory.moved(old.name, "a", gone=True)
@@ -239,7 +239,7 @@ def test_a_mover_that_dies_after_the_delete_has_moved_it(
 def test_a_daemon_that_opened_it_again_keeps_it(
     clients: list[spillway.Client], model: spillway.Model
 ) -> None:
-    """As after its restart: what a client appends there then is not lost."""
+    """As after the daemon's restart. What a client then appends there must not be lost."""
     old = clients[0].create_sequence(model)
     old.append(0, 0, K[:, :, :500], V[:, :, :500])
 

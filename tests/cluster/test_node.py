@@ -1,4 +1,4 @@
-"""What a node does for its daemon, without one."""
+"""Tests of a node: what it does for its daemon. No daemon runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from spillway_cluster.records import DaemonRecord, MemoryStore
 
 
 class EndsOnce(Served):
-    """A daemon that ends once it is told to."""
+    """A daemon that ends once, when told to."""
 
     def __init__(self) -> None:
         self.ended = threading.Event()
@@ -31,7 +31,7 @@ class EndsOnce(Served):
 
 
 class Unreachable(Directory):
-    """A directory that does not answer who registers a daemon again, at first."""
+    """A directory that at first does not answer when a daemon registers again."""
 
     failures = 2
 
@@ -71,7 +71,7 @@ def test_a_daemon_does_not_wait_for_the_directory_to_be_restarted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Out(Directory):
-        """One that answers nothing while it is out."""
+        """A directory that does not answer while it is out."""
 
         def ended(self, name: str, boot_id: str) -> None:
             back.wait(30)

@@ -1,4 +1,4 @@
-"""The folders of a daemon of a cluster."""
+"""Tests of the folders of a cluster's daemon."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_its_folders_are_its_users_alone(tmp_path: Path) -> None:
         os.umask(before)
     for name in ("state", "state/spillway", "state/spillway/0"):
         assert (tmp_path / name).stat().st_mode & 0o777 == 0o700
-    # It may be there, and below one that all may write to as to /tmp.
+    # The folder may exist already, and may be in a folder that all may write to, such as /tmp.
     (tmp_path / "state").chmod(0o1777)
     process(tmp_path / "state" / "spillway" / "0")
 
@@ -42,7 +42,7 @@ def test_a_folder_that_another_user_has_made_is_refused(tmp_path: Path) -> None:
     os.chown(base, 12345, 12345)
     with pytest.raises(PermissionError, match="has owner 12345"):
         process(base / "spillway" / "0")
-    # Nor is a link of his followed.
+    # A link of another user is not followed either.
     link = tmp_path / "link"
     link.symlink_to(tmp_path)
     os.lchown(link, 12345, 12345)

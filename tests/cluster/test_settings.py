@@ -1,4 +1,4 @@
-"""Where a cluster's daemons keep their files."""
+"""Tests of where a cluster's daemons keep their files."""
 
 from __future__ import annotations
 

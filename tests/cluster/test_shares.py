@@ -1,4 +1,4 @@
-"""How layers and KV heads are dealt."""
+"""Tests of how layers and KV heads are distributed."""
 
 from __future__ import annotations
 

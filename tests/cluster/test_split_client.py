@@ -1,4 +1,4 @@
-"""Split sequences answer as a whole one on one daemon does, bit for bit."""
+"""A split sequence gives the same bits as a whole sequence on one daemon."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def split(targets: list[str], layer_groups: int = 1) -> Iterator[SplitClient]:
 
 
 def rows(seed: int, *shape: int) -> np.ndarray:
-    """Keys that few of are near a query."""
+    """Keys of different lengths, of which few are near a query."""
     random = np.random.default_rng(seed)
     return (random.standard_normal(shape) * random.exponential(1, (*shape[:-1], 1))).astype("f4")
 
@@ -47,7 +47,7 @@ Q = rows(3, 2, KV_HEADS * GROUP, DIM)
 
 
 class Pair:
-    """The same sequence, on one daemon and split."""
+    """The same sequence, whole on one daemon and split."""
 
     def __init__(self, one: spillway.Client, many: SplitClient) -> None:
         self.clients: list[Any] = [one, many]
@@ -68,14 +68,14 @@ class Pair:
 
 @pytest.fixture(scope="module")
 def targets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
-    """Of three daemons: what is split lies on two or three of them, its whole on one."""
+    """Targets of three daemons. Split sequences use two or three of them, whole ones use one."""
     with ExitStack() as stack:
         folders = [tmp_path_factory.mktemp(f"daemon{number}") for number in range(3)]
         flags = ("--memory-limit", "512MiB")
         yield [stack.enter_context(running_daemon(folder, *flags)) for folder in folders]
 
 
-# Two daemons share the heads as 2 + 1; or two groups of layers, each of one daemon.
+# Two daemons share the heads as 2 + 1, three have one each, or two daemons share the layers.
 @pytest.fixture(scope="module", params=["heads of 2", "heads of 3", "layers"])
 def pair(request: pytest.FixtureRequest, targets: list[str]) -> Iterator[Pair]:
     count = 3 if request.param == "heads of 3" else 2
@@ -108,7 +108,7 @@ def expect_same(whole: Any, parts: Any) -> None:
 def test_attend(pair: Pair, layer: int) -> None:
     whole, parts = pair.one.attend(layer, Q), pair.many.attend(layer, Q)
     expect_same(whole, parts)
-    # The last layer is dense, and the others are not.
+    # Only the last layer is dense.
     assert (whole.certificate.promises == "exact").all() == (layer == 2)
     assert whole.certificate.sampled_token_counts.any() == (layer != 2)
 
@@ -250,7 +250,7 @@ def test_what_is_saved_loads_again(pair: Pair) -> None:
 def test_a_step_that_failed_on_one_daemon_may_be_repeated(pair: Pair) -> None:
     fork = pair.many.fork()
     k, v = rows(7, 1, KV_HEADS, 1, DIM), rows(8, 1, KV_HEADS, 1, DIM)
-    # The first daemon already has this step, as if the others' answers had been lost.
+    # The first daemon already has this step, as if the answers of the others had been lost.
     part = fork.parts[0]
     heads = slice(part.share.kv_heads.start, part.share.kv_heads.stop)
     part.sequence.append(0, TOKENS, k[0, heads], v[0, heads])
@@ -279,7 +279,7 @@ def test_what_cannot_be_split_is_refused(targets: list[str]) -> None:
     with split(targets[:2]) as client:
         with pytest.raises(ValueError, match="2 daemons cannot share 1 KV heads"):
             client.create_model(**few)
-        # A daemon refuses: the one before has nothing of it.
+        # The second daemon refuses. The first must not keep its part.
         before = client.clients[1].create_model("taken.1of2", **SHAPES)
         with pytest.raises(spillway.AlreadyExists):
             client.create_model("taken", **SHAPES)
@@ -320,7 +320,7 @@ def test_transformers_decode_as_with_one_daemon(targets: list[str]) -> None:
 def test_a_step_by_whatever_leads_to_the_daemons(
     targets: list[str], by: str, count: int, tokens: int
 ) -> None:
-    """Answers in place, where one call asks all the daemons, and put together, where it cannot."""
+    """Outputs are written in place if one call reaches all daemons, and else put together."""
     clients = [spillway.connect(target, native=by != "grpcio") for target in targets]
     for client in clients:
         if by == "messages":

@@ -1,4 +1,4 @@
-"""The vLLM plugin's worker over the daemons of a cluster, as over one engine."""
+"""Tests of the vLLM plugin's worker with a cluster. Results must be those of one engine."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
 def connected_to(
     cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch, part_count: int = 1
 ) -> Settings:
-    """Settings of the plugin by which workers connect to the cluster."""
+    """Settings with which the plugin's workers connect to the cluster."""
 
     def connect(target: str, **_: Any) -> spillway_cluster.ClusterClient:
         assert target == "ray:kv"
@@ -50,7 +50,7 @@ def connected_to(
     return settings_from({"VLLM_SPILLWAY_TARGET": "ray:kv", "VLLM_SPILLWAY_RECONNECT_SECONDS": "5"})
 
 
-# Whole sequences on either daemon, or a KV head on each.
+# Sequences are whole on either daemon, or have one KV head on each.
 @pytest.fixture(params=[1, 2])
 def model(
     request: pytest.FixtureRequest, cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
@@ -64,7 +64,7 @@ def model(
 
 
 def daemons_of(model: Model, key: int) -> list[str]:
-    """Where a request's sequence is."""
+    """The daemons that have a request's sequence."""
     sequence: Any = model.worker._sequences._sequences[key]
     names: list[str] = sequence.daemons
     return names

@@ -39,7 +39,7 @@ Q = normal(3, 1, KV_HEADS * GROUP, DIM)
 
 
 def weights(seed: int = 7) -> dict[str, np.ndarray]:
-    """One MLP a KV head for keys, and one a query head for queries."""
+    """One MLP per KV head for keys, and one per query head for queries."""
     made: dict[str, np.ndarray] = {}
     for layer in range(LAYERS):
         for prefix, heads in (("", KV_HEADS), ("query_", KV_HEADS * GROUP)):
@@ -75,7 +75,7 @@ def expect_same(a: list[Any], b: list[Any]) -> None:
     for one, other in zip(a, b, strict=True):
         np.testing.assert_array_equal(one.out, other.out)
         np.testing.assert_array_equal(one.touched_row_counts, other.touched_row_counts)
-    # They choose by the codes.
+    # The attends really use the codes.
     assert (a[0].certificate.heavy_token_counts == 64).all()
 
 
@@ -89,7 +89,7 @@ def model_of(client: ClusterClient, **options: Any) -> Iterator[spillway.Model]:
 
 @pytest.fixture(scope="module")
 def expected(cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """What one daemon answers."""
+    """The answers of one daemon."""
     file = tmp_path_factory.mktemp("weights") / "weights.safetensors"
     save_file(weights(), file)
     with spillway.connect(cluster.directory.daemon("daemon-0").target) as client:
@@ -109,9 +109,9 @@ def test_each_daemon_gets_what_its_part_needs(
             client.create_sequence(model)
         assert client.upload_hash_weights(model, path).ready
         assert client.get_model(model.name).ready
-        for _ in range(3):  # on whichever daemons
+        for _ in range(3):  # on any of the daemons
             expect_same(answers(client, model), expected)
-        # Of another client, on a daemon that has none of it yet.
+        # The model of another client, on a daemon that does not have it yet.
         with cluster.connect() as other:
             expect_same(answers(other, "models/m"), expected)
 
@@ -172,7 +172,7 @@ def test_what_is_refused(cluster: LocalCluster, path: Path, tmp_path: Path) -> N
         with pytest.raises(spillway.InvalidArgument, match=r"layers\.0\.b1"):
             client.upload_hash_weights(model, bad)
         assert not client.get_model(model.name).ready
-        # A part that had taken them takes others all the same.
+        # A part that already had weights must accept others.
         save_file(weights(99), bad)
         client.upload_hash_weights(model, bad)
         client.upload_hash_weights(model, bad)
@@ -216,7 +216,7 @@ def test_a_daemon_that_comes_later_gets_them_from_the_file(
         sequence.append(0, 0, K, V)
         (source,) = sequence.daemons
         (other,) = {"daemon-0", "daemon-1"} - {source}
-        # As if it had not been there at the upload.
+        # As if this daemon had not been in the cluster at the upload.
         client.placement.client(other).delete_model("models/m")
         moved = path.with_name("elsewhere")
         path.rename(moved)

@@ -19,15 +19,15 @@ from spillway_lab import serving
 
 
 class RayNodes:
-    """A head without cores and some nodes of one core each; this process is in the cluster.
+    """A head without cores, and nodes of one core each. This process joins the cluster.
 
     Attributes:
-        address: Of the cluster.
+        address: The address of the cluster.
     """
 
     def __init__(self, count: int) -> None:
         serving.prefer_library(binary())
-        # Nodes have it from here.
+        # Node actors take the path of the daemon from this variable.
         os.environ["SPILLWAYD"] = str(binary())
         self._cluster = Cluster(
             initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False}
@@ -37,24 +37,24 @@ class RayNodes:
         ray.init(address=self.address, log_to_driver=False, logging_level=logging.WARNING)
 
     def add(self, gpu_count: int = 0) -> None:
-        """Adds one, with GPUs of this machine."""
+        """Adds a node, with GPUs of this machine."""
         self._nodes.append(self._cluster.add_node(num_cpus=1, num_gpus=gpu_count))
 
     def remove(self, node_id: str) -> None:
-        """Ends one as a machine that is switched off does: at once."""
+        """Kills a node at once, as if its machine were switched off."""
         node = next(each for each in self._nodes if each.node_id == node_id)
         self._nodes.remove(node)
         self._cluster.remove_node(node, allow_graceful=False)
 
     def close(self) -> None:
-        """Ends all."""
+        """Ends all nodes."""
         ray.shutdown()
         self._cluster.shutdown()
 
 
 @contextmanager
 def daemons(count: int, **options: Any) -> Iterator[list[str]]:
-    """Daemons on as many nodes, by their names; ends them."""
+    """Runs daemons on as many nodes; yields their names, and ends them afterwards."""
     settings = Settings(
         daemon_count=count,
         strategy="STRICT_SPREAD",
@@ -68,7 +68,7 @@ def daemons(count: int, **options: Any) -> Iterator[list[str]]:
 
 
 def program(nodes: RayNodes, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs spillway-cluster."""
+    """Runs spillway-cluster with these arguments."""
     return subprocess.run(
         [sys.executable, "-m", "spillway_cluster.cli", *arguments, "--address", nodes.address],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""A daemon that Ray gives a GPU. Runs where SPILLWAY_TEST_DEVICE names one."""
+"""A daemon with a GPU from Ray. Runs only if SPILLWAY_TEST_DEVICE names a GPU."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Q = rows(3, STEPS, 1, 1, KV_HEADS * GROUP, DIM)
 
 
 def decoded(client: Any) -> list[Any]:
-    """Outputs and certificates of some tokens, layer by layer."""
+    """Outputs and certificates of several tokens and all layers."""
     client.create_model("m", **SHAPES)
     sequence = client.create_sequence("models/m")
     sequence.append(0, 0, K[:, :, :TOKENS], V[:, :, :TOKENS])
@@ -70,7 +70,7 @@ def test_it_answers_as_one_without_ray(nodes: RayNodes, tmp_path: Path) -> None:
     assert up.returncode == 0, up.stderr
     try:
         with spillway.connect("ray:") as client:
-            # Ray shows it that GPU alone, which is its first then.
+            # Ray makes only this GPU visible to the daemon, so it is cuda:0 there.
             assert [each.name for each in client.server_info.devices] == ["cuda:0"]
             made = decoded(client)
         again = program(nodes, "up", "--gpus", "1", "--namespace", "other", "--timeout", "3")

@@ -1,4 +1,4 @@
-"""Daemons on the nodes of a Ray cluster, and what happens when something of it is killed."""
+"""Daemons on the nodes of a Ray cluster, and what happens when a part of it is killed."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def filled(client: Any) -> Any:
 
 
 def decoded(client: Any, sequence: Any, number: int) -> np.ndarray:
-    """The outputs of a step, of all layers."""
+    """The outputs of a step, for all layers."""
     at = slice(TOKENS + number, TOKENS + number + 1)
     outs = []
     with client.begin_step([sequence]) as step:
@@ -68,7 +68,7 @@ def nodes() -> Iterator[RayNodes]:
 
 @pytest.fixture(scope="module")
 def expected() -> list[np.ndarray]:
-    """What an embedded engine with the whole sequence answers, by step."""
+    """The answers of an embedded engine with the whole sequence, by step."""
     with spillway.connect("embedded:", settings={"device.name": "cpu"}) as client:
         client.create_model("m", **SHAPES)
         sequence = filled(client)
@@ -135,7 +135,7 @@ def test_the_snippets_of_the_page(nodes: RayNodes) -> None:
     with daemons(2):
         for line in snippet.splitlines():
             names: dict[str, Any] = {"spillway": spillway}
-            exec(line.replace("parts=4", "parts=2"), names)  # this cluster has two daemons
+            exec(line.replace("parts=4", "parts=2"), names)  # because this cluster has two daemons
             with names["client"] as client:
                 client.create_model("m", **SHAPES)
                 sequence = filled(client)
@@ -152,7 +152,7 @@ def test_daemons_listen_on_tcp_and_their_nodes(nodes: RayNodes) -> None:
         with spillway.connect("ray:") as client:
             client.create_model("m", **SHAPES)
             assert filled(client).token_count == TOKENS
-            # Clients on the node itself go by its socket.
+            # Clients on the node itself connect through its socket.
             every: Any = client
             assert [each.step_transport for each in every.clients] == ["doorbell"] * 3
         with spillway.connect(records[0].target) as far:
@@ -161,7 +161,7 @@ def test_daemons_listen_on_tcp_and_their_nodes(nodes: RayNodes) -> None:
 
 
 def test_a_task_of_a_ray_job_connects(nodes: RayNodes) -> None:
-    # It runs in another process, which has no tests.
+    # The task runs in another process, which cannot import the tests.
     def task(q: np.ndarray) -> Any:
         with spillway.connect("ray:") as client:
             return client.get_sequence("sequences/shared").attend(0, q).out
@@ -219,14 +219,14 @@ def test_what_is_killed_comes_back(
                 kill(sequence.daemons[-1])
             assert np.array_equal(decoded(client, sequence, number), expected[number])
         after = [ray.get(deploy.node_of(name).pids.remote()) for name in ("daemon-0", "daemon-1")]
-        # Only what was killed is another process; an actor that is finds its daemon running.
+        # Only the killed process is replaced. A new actor finds its daemon still running.
         changed = [a != b for a, b in zip(pids, after, strict=True)]
         daemons_changed = [a[1] != b[1] for a, b in zip(pids, after, strict=True)]
         assert sum(changed) == (0 if kill is kill_directory else 1)
         assert sum(daemons_changed) == (1 if kill is kill_daemon else 0)
-        # All of it works as before.
+        # Everything works as before.
         assert np.array_equal(decoded(client, filled(client), 0), expected[0])
-        # A daemon answers before its node has told the directory.
+        # A daemon answers before its node has reported this to the directory.
         end = time.monotonic() + 30
         while [each.state for each in deploy.status().daemons] != ["up", "up"]:
             assert time.monotonic() < end
@@ -236,7 +236,7 @@ def test_what_is_killed_comes_back(
 def test_a_node_that_goes_takes_its_sequences_and_no_others(
     nodes: RayNodes, expected: list[np.ndarray]
 ) -> None:
-    # All nodes are on this machine, where an arena would outlive any of them.
+    # No arena folder: all nodes are on this machine, so a folder would outlive the node.
     with daemons(2, arena_folder=""), spillway.connect("ray:") as client:
         client.create_model("m", **SHAPES)
         sequences: list[Any] = [filled(client) for _ in range(2)]
@@ -244,8 +244,8 @@ def test_a_node_that_goes_takes_its_sequences_and_no_others(
         record = next(each for each in deploy.status().daemons if each.name == lost)
         nodes.remove(record.node)
         try:
-            # The daemon ends in good order, and a little later Ray knows that its node is gone.
-            deadline = time.monotonic() + 50  # for as long as a restart may take
+            # The daemon ends normally, and a little later Ray knows that its node is gone.
+            deadline = time.monotonic() + 50  # as long as a restart may take
             reason = message = ""
             while reason != "DAEMON_LOST":
                 assert time.monotonic() < deadline
@@ -254,7 +254,8 @@ def test_a_node_that_goes_takes_its_sequences_and_no_others(
                 except (spillway.Unavailable, spillway.Cancelled) as error:
                     reason, message = error.reason, error.message
                 except spillway.DaemonRestarted:
-                    # The next one has its address by now, as both are on this machine.
+                    # The next daemon may already have this address, because both are on this
+                    # machine.
                     every: Any = client
                     loss = every.placement.loss(lost)
                     reason, message = loss.reason, loss.message
@@ -263,8 +264,8 @@ def test_a_node_that_goes_takes_its_sequences_and_no_others(
             for number in range(3):
                 out = decoded(client, sequences[1], number)
                 assert np.array_equal(out, expected[number])
-            # Ray puts a daemon on a node that is left: it is a new one, as soon as the old one,
-            # which is on this machine too, has given way.
+            # Ray starts a daemon on one of the remaining nodes. It is a new daemon. It can start
+            # when the old one, which is on this machine too, has ended.
             deadline = time.monotonic() + 60
             fresh: Any = None
             while fresh is None or fresh.daemons == sequences[1].daemons:
@@ -279,7 +280,7 @@ def test_a_node_that_goes_takes_its_sequences_and_no_others(
 
 
 def threads_of(pid: int) -> list[Path]:
-    """The kernel's word on each thread of a process."""
+    """Status files of the threads of a process."""
     return list(Path(f"/proc/{pid}/task").glob("*/status"))
 
 
@@ -292,7 +293,7 @@ def test_a_daemon_that_stalls_is_waited_for_until_the_deadline(
         _, pid = ray.get(deploy.node_of(sequences[0].daemons[0]).pids.remote())
         os.kill(pid, signal.SIGSTOP)
         try:
-            # Its threads go on for a moment.
+            # Its threads continue for a moment.
             while any("(stopped)" not in each.read_text() for each in threads_of(pid)):
                 time.sleep(0.01)
             started = time.monotonic()

@@ -24,7 +24,7 @@ class Adversarial : public ::testing::TestWithParam<DeviceFactory> {
         q_(reference::TraceQueries(context_, 1, 62, 1.5)) {}
 
   std::vector<std::pair<std::string, Policy>> Policies() const { return PoliciesOf(spec_); }
-  // Those that a model serves.
+  // The policies that a model of this spec can serve.
   static std::vector<std::pair<std::string, Policy>> PoliciesOf(const ModelSpec& spec) {
     std::vector<std::pair<std::string, Policy>> policies;
     for (const auto& [selector, name] :
@@ -63,9 +63,9 @@ class Adversarial : public ::testing::TestWithParam<DeviceFactory> {
     for (float x : item.result.lse) ASSERT_TRUE(std::isfinite(x)) << what;
   }
 
-  // Expects that outputs are as certificates say, in one attend: an error that is
-  // told to be none is none, one beyond epsilon is not promised. Ranks that know
-  // no values' norms miss values that are rare, and are let off the latter.
+  // Expects that the certificates of one attend are true: EXACT, or an error of 0, means no error,
+  // and an error above epsilon is not promised. Ranks that do not use the values' norms miss rare
+  // large values, so the second check does not apply to them.
   void ExpectTrue(const Context& context, const JobItem& item, const Policy& policy,
                   const std::string& what) {
     for (int h = 0; h < context.spec.query_head_count; ++h) {
@@ -95,9 +95,9 @@ class Adversarial : public ::testing::TestWithParam<DeviceFactory> {
   std::vector<float> q_;
 };
 
-// The sign of its logit differs between the two query heads.
+// The sign of the key's logit differs between the two query heads.
 TEST_P(Adversarial, OneKeyDominatesBy1e30) {
-  // The larger query's logits times log2(e) are beyond fp32.
+  // With size 2e9, the logit times log2(e) is beyond the range of fp32.
   for (const auto& [at, size] : {std::pair(10, 1.0f), std::pair(700, 1.0f), std::pair(2000, 1.0f),
                                  std::pair(4090, 1.0f), std::pair(2001, 2e9f)}) {
     for (int i = 0; i < 64; ++i) Key(at)[i] = 0;
@@ -112,8 +112,8 @@ TEST_P(Adversarial, OneKeyDominatesBy1e30) {
       const JobItem select = sequence.Select(policy, q_);
       const std::vector<uint32_t>& rows = select.result.selections[0].indices;
       const bool found = std::find(rows.begin(), rows.end(), at) != rows.end();
-      // Hamming sees no lengths, double sparsity not all channels; the others
-      // cannot miss it.
+      // Hamming ignores the lengths of keys, double sparsity some channels. The others must find
+      // the key.
       if (policy.selector != Selector::kHamming && policy.selector != Selector::kDoubleSparsity) {
         EXPECT_TRUE(found) << name << " at " << at;
       }
@@ -135,7 +135,7 @@ TEST_P(Adversarial, AllKeysEqual) {
     ExpectFinite(item, name);
     const reference::Attention wanted = reference::DenseAttention(
         context_.Head(0), reference::Query(spec_, q_, 0, 0), spec_.softmax_scale, context_.n);
-    // Every token weighs the same; ties go to the most recent.
+    // All tokens have the same weight; ties go to the most recent tokens.
     EXPECT_NEAR(item.result.lse[0], wanted.lse, 1e-3) << name;
     const double error =
         reference::RelativeDistance(OutputOf(spec_, item.result, 0, 0), wanted.out);
@@ -166,8 +166,8 @@ TEST_P(Adversarial, ZeroKeysAndQueries) {
   }
 }
 
-// Sums over values are in a unit of theirs, a power of two: their size changes no
-// digit.
+// The unit of sums over values is a power of two that follows their size, so a factor 2^n on all
+// values changes no digit.
 TEST_P(Adversarial, ValuesOfAnySizeGiveTheSameDigits) {
   ASSERT_TRUE(sequence_.Append(context_, 0, context_.n).ok());
   for (const auto& [name, policy] : Policies()) {
@@ -196,9 +196,9 @@ TEST_P(Adversarial, ValuesOfAnySizeGiveTheSameDigits) {
   }
 }
 
-// Values of which some are 2^100 times others, or 2^200, wherever these stand:
-// what is promised of an output is true of it. Where sums pass fp32's range in
-// the unit of the first rows, as the latter do, the attend is refused.
+// Some values are 2^100 (or 2^200) times as large as the others, in various places: all promises
+// must hold. With 2^200, the sums may leave fp32's range in the unit, which follows the first rows;
+// then the attend is refused.
 TEST_P(Adversarial, ValuesOfUnlikeSizesBreakNoPromise) {
   const std::pair<const char*, bool (*)(int64_t)> kLarge[] = {
       {"the first", [](int64_t t) { return t < 1024; }},
@@ -230,9 +230,9 @@ TEST_P(Adversarial, ValuesOfUnlikeSizesBreakNoPromise) {
   }
 }
 
-// Without codes values have no unit. No variance can be told from those whose
-// squares are beyond fp32: then every row is read. An output of values whose
-// squares are 0 is not told from nothing.
+// Without codes, values have no unit. If their squares are beyond fp32, the variance is unknown,
+// and every row is read. If their squares are 0, the output cannot be distinguished from 0, and
+// nothing is promised.
 TEST_P(Adversarial, ValuesWhoseSquaresLeaveTheRange) {
   const IndexedModel model(1, 2, 64, DType::kF32, EveryIndex(16), {.kind = HashKind::kNone});
   DeviceBench bench(GetParam(), model.spec, 0, model.file);
@@ -252,7 +252,7 @@ TEST_P(Adversarial, ValuesWhoseSquaresLeaveTheRange) {
   }
 }
 
-// Their mean is a number, but not their sum.
+// The mean of the values is finite, but their sum is not.
 TEST_P(Adversarial, AnOutputThatOverflowsIsRefusedByItsHead) {
   std::fill(context_.v.begin(), context_.v.end(), 3e38f);
   for (float& x : QueryOf(0)) x = 0;
@@ -276,7 +276,7 @@ TEST_P(Adversarial, HugeSpreadOfLengths) {
 }
 
 TEST_P(Adversarial, ALogitThatOverflowsIsRefusedByItsToken) {
-  // In the sink, so that every policy reads it.
+  // In the sink, so that every policy reads this row.
   for (int i = 0; i < 64; ++i) Key(33)[i] = 1e38f;
   for (float& x : q_) x = 1e3f;
   ASSERT_TRUE(sequence_.Append(context_, 0, context_.n).ok());
@@ -288,7 +288,7 @@ TEST_P(Adversarial, ALogitThatOverflowsIsRefusedByItsToken) {
   }
 }
 
-// A token that a query does not see is nothing to it.
+// A token beyond a query's visible length does not affect the query.
 TEST_P(Adversarial, AnOverflowBeyondTheVisibleLengthIsNotSeen) {
   for (int i = 0; i < 64; ++i) Key(4095)[i] = 1e38f;
   for (float& x : q_) x = 1e3f;
@@ -336,12 +336,12 @@ TEST_P(Adversarial, CancelledAndExpired) {
                 cancelled ? absl::StatusCode::kCancelled : absl::StatusCode::kDeadlineExceeded)
           << name;
     }
-    // Nothing of it stays.
+    // The failed attend leaves nothing behind.
     EXPECT_TRUE(sequence_.Attend(policy, q_).status.ok()) << name;
   }
 }
 
-// What LSH sampling does not take is not looked at; what it takes is finite.
+// Rows that LSH sampling does not take are not read. The result from the others is finite.
 TEST_P(Adversarial, LshSamplingStaysFinite) {
   Policy policy = DefaultPolicy(spec_);
   policy.tail = Tail::kLshSampling;

@@ -1,5 +1,5 @@
-// Scores, and so heavy sets, are integers and fp32 in one fixed order: every
-// device names the same rows as the first.
+// Scores are integers or fp32 values, computed in one fixed order. So every device selects the same
+// rows as the first.
 #include <gtest/gtest.h>
 
 #include <string>
@@ -13,7 +13,7 @@ namespace {
 using reference::Context;
 
 class Agreement : public ::testing::TestWithParam<DeviceFactory> {};
-// Where there is one device, there is nothing to agree with.
+// With only one device, there is nothing to compare.
 GTEST_ALLOW_UNINSTANTIATED_PARAMETERIZED_TEST(Agreement);
 
 std::vector<DeviceFactory> OtherDevices() {
@@ -55,7 +55,7 @@ TEST_P(Agreement, OnTheHeavySet) {
     DeviceBench first(DeviceFactories().front(), spec);
     DeviceBench other(GetParam(), spec);
     Context context = reference::TraceContext(spec, 9001, d);
-    // Keys and values far out, over a page's border and not.
+    // Outlier keys and values, some of them next to a page border.
     for (const int64_t t : {130, 2000, 5119, 5120, 8900}) {
       for (int i = 0; i < d; ++i) {
         context.k[t * d + i] *= 64;
@@ -79,7 +79,7 @@ TEST_P(Agreement, OnTheHeavySet) {
   }
 }
 
-// Estimates from int4 keys, labels and bounds, and LSH buckets.
+// Estimates from int4 keys, from label channels and from bounds, and LSH buckets.
 TEST_P(Agreement, OnOtherIndices) {
   for (const auto& [d, group, page] : {std::tuple(64, 1, 16), std::tuple(80, 3, 32),
                                        std::tuple(128, 4, 64), std::tuple(256, 16, 128)}) {

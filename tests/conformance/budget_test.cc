@@ -1,6 +1,6 @@
-// Which rows a sparse attend draws of its tail: those whose place in the
-// step's order lies below what the pilot shows the bound to need, and where the
-// error still comes out too large, what all rows so far show; recomputed in fp64.
+// Which rows a sparse attend samples from its tail, recomputed in fp64: those whose place in the
+// step's sample order is below a threshold. The threshold follows from what the pilot says the
+// bound needs, and, if the error is still too large, from all rows read so far.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -22,7 +22,7 @@ namespace {
 using reference::Context;
 using reference::SampledTokens;
 
-// A threshold of sampling per stratum.
+// Sampling thresholds, one per stratum.
 using Thresholds = std::vector<uint64_t>;
 constexpr uint64_t kAll = uint64_t{1} << 32;
 
@@ -31,7 +31,7 @@ class Budget : public ::testing::TestWithParam<DeviceFactory> {
   static constexpr int64_t kTokens = 8192;
   static constexpr int kLayers = 2;
   static constexpr int kPilot = 48;
-  // The first stratum is read whole by a pilot of 48, but not by one of 16.
+  // The first stratum has 64 tokens. A pilot of 48 reads all of them, a pilot of 16 does not.
   static constexpr int kHeavy = 64;
 
   Budget() : spec_(TwoLayers()), bench_(GetParam(), spec_), policy_(DefaultPolicy(spec_)) {
@@ -42,7 +42,7 @@ class Budget : public ::testing::TestWithParam<DeviceFactory> {
     q_ = reference::TraceQueries(context_, 1, 24, 1.5);
   }
 
-  // Both layers hold the context.
+  // Appends the context to both layers.
   void Prepare(Context context) {
     context_ = std::move(context);
     sequence_.emplace(bench_);
@@ -64,7 +64,7 @@ class Budget : public ::testing::TestWithParam<DeviceFactory> {
     return spec;
   }
 
-  // Of each KV head.
+  // The selection of each KV head.
   std::vector<SelectionParts> Select(const Policy& policy) {
     const JobItem item = sequence_->Select(policy, q_, {visible_}, layer_);
     EXPECT_TRUE(item.status.ok()) << item.status;
@@ -73,7 +73,7 @@ class Budget : public ::testing::TestWithParam<DeviceFactory> {
     return parts;
   }
 
-  // Every token of every stratum: by a pilot of them all.
+  // Every token of every stratum, by a pilot that takes them all.
   std::vector<SelectionParts> SelectAll(Policy policy) {
     policy.pilot_token_count = kTokens;
     policy.row_count_max = 0;
@@ -91,7 +91,7 @@ class Budget : public ::testing::TestWithParam<DeviceFactory> {
                            spec_.ResidentSample(policy_.seed));
   }
 
-  // Of a stratum's tokens those below a threshold.
+  // The tokens of a stratum whose place is below a threshold.
   static SampledTokens Below(const SampledTokens& all, const SampleOrder& order,
                              uint64_t threshold) {
     SampledTokens drawn;
@@ -102,9 +102,8 @@ class Budget : public ::testing::TestWithParam<DeviceFactory> {
     return drawn;
   }
 
-  // Pilots take half of what row_count_max leaves at the most. A stratum of up to
-  // two pilots is read whole; of fewer than 8 tokens that a threshold finds, it
-  // doubles.
+  // Pilots take at most half of the rows that row_count_max leaves. A stratum of at most two pilots
+  // is read whole. While a threshold finds fewer than 8 tokens, it is doubled.
   Thresholds PilotThresholds(const SelectionParts& all, const SampleOrder& order) {
     int64_t pilot = policy_.pilot_token_count;
     if (policy_.row_count_max > 0) {
@@ -123,14 +122,14 @@ class Budget : public ::testing::TestWithParam<DeviceFactory> {
     return thresholds;
   }
 
-  // What a draw asks for.
+  // The rows that a draw asks for.
   struct Asked {
-    std::vector<int64_t> rows;  // of each stratum, at the most of the query heads
-    bool any = false;           // of a head
-    bool open = false;          // fp32 may take a head's error to the other side
+    std::vector<int64_t> rows;  // per stratum, the largest number over the query heads
+    bool any = false;           // whether any head asks
+    bool open = false;          // fp32 may put a head's error on the other side of epsilon
   };
-  // By the rows so far: of the pilot all query heads ask, of a later draw those
-  // whose error is above epsilon, and known; for 1.25 times the deviations.
+  // What the next draw asks for, by the rows read so far. After the pilot, all query heads ask;
+  // later, only heads whose error is known and above epsilon, with 1.25 times the deviations.
   Asked Wanted(int kv_head, const std::vector<uint32_t>& exact,
                const std::vector<SampledTokens>& drawn, bool is_pilot) {
     const double inflation = policy_.inflation * (is_pilot ? 1 : 1.25);
@@ -150,7 +149,7 @@ class Budget : public ::testing::TestWithParam<DeviceFactory> {
                                ? HUGE_VAL
                                : z * std::sqrt(e.variance / e.norm_sq_unbiased);
       if (!is_pilot) {
-        // This bound promises nothing, however many rows.
+        // This bound never promises anything, whatever the number of rows.
         if (policy_.tail == Tail::kUniform && policy_.bound == Bound::kDenominator) continue;
         asked.open |= std::fabs(error / policy_.epsilon - 1) < 0.01 || error > 1e3;
         if (error <= policy_.epsilon || error == HUGE_VAL) continue;
@@ -171,7 +170,8 @@ class Budget : public ::testing::TestWithParam<DeviceFactory> {
     return asked;
   }
 
-  // fp32 sums move a budget by such a share at most, and its rounding.
+  // Compares the rows drawn with those expected. tolerance: the share by which fp32 sums may change
+  // a budget, besides rounding.
   void ExpectDrawn(const std::string& what, double tolerance = 1e-3) {
     ASSERT_TRUE(Validate(policy_, spec_).empty()) << what;
     const std::vector<SelectionParts> all = SelectAll(policy_), got = Select(policy_);
@@ -190,7 +190,7 @@ class Budget : public ::testing::TestWithParam<DeviceFactory> {
       }
       const Asked third = Wanted(h, all[h].exact, second, /*is_pilot=*/false);
       if (third.open) continue;
-      // A row more or less in the second draw moves what the third asks for.
+      // One row more or less in the second draw changes what the third draw asks for.
       const double share = third.any ? std::max(tolerance, 0.03) : tolerance;
       for (size_t s = 0; s < first.size() && third.any; ++s) {
         wanted[s] = std::max(wanted[s], third.rows[s]);
@@ -231,7 +231,7 @@ class Budget : public ::testing::TestWithParam<DeviceFactory> {
   int layer_ = 0;
   int64_t visible_ = kTokens;
   std::vector<reference::KeyValues> kv_;
-  // What was seen.
+  // Counts, to check that the cases of interest occurred.
   int64_t compared_ = 0;
   int64_t third_draws_ = 0;
   int64_t widened_ = 0;
@@ -271,7 +271,7 @@ TEST_P(Budget, DrawsWhatTheBoundAsksFor) {
       visible_ = kTokens - static_cast<int64_t>(policy_.seed % 4) * 7;
       ExpectDrawn(c.name);
     }
-    // A budget between pilot and everything, and different ones of query heads.
+    // Budgets lie between the pilot and all rows, and differ between query heads.
     EXPECT_GT(rows_after_pilot_, 20 * kPilot) << c.name;
     EXPECT_GT(rows_left_, 20 * kTokens / 10) << c.name;
     EXPECT_GT(heads_differ_, 10) << c.name;
@@ -287,19 +287,18 @@ TEST_P(Budget, APilotThatFindsFewIsWidened) {
   EXPECT_GT(widened_, 0);
 }
 
-// Where the output is not told from nothing, an error relative to it asks for
-// every row, those of a stratum that has shown no deviation too.
+// If the output cannot be distinguished from 0, a relative error asks for every row, also of a
+// stratum in which no deviation was seen.
 TEST_P(Budget, AnOutputOfNoKnownNormAsksForAll) {
-  // 13 tokens in a hundred have a logit, one of eleven, and a value of any
-  // direction. They fill the strata to rank 1,024; the last stratum's tokens have
-  // neither.
+  // 13 of 100 tokens have a logit other than 0 (one of eleven) and a value vector in any direction.
+  // They fill the strata up to rank 1,024. The tokens of the last stratum have neither.
   Context context = context_;
   for (int64_t t = 0; t < spec_.kv_head_count * kTokens; ++t) {
     const bool some = t * 13 % 100 < 13;
     for (int i = 0; i < spec_.head_dim; ++i) {
       const int64_t at = t * spec_.head_dim + i;
       context.k[at] = some && i == 0 ? 1 + static_cast<float>(t * 37 % 11) / 11 : 0;
-      // No key is a stray, by elements that no query sees.
+      // Elements that no query sees, so that no key is a stray.
       if (i > 0) context.k[at] = (t * 7 + i * t % 19) % 2 == 0 ? 1.0f : -1.0f;
       context.v[at] = some ? static_cast<float>((t * 31 + i * t % 17) % 13 - 6) : 0;
     }
@@ -325,8 +324,8 @@ TEST_P(Budget, AnOutputOfNoKnownNormAsksForAll) {
   EXPECT_GT(others, 0);
 }
 
-// With less than 16 rows for each of its strata a tail is drawn as one, and a
-// smaller pilot leaves half of the rows.
+// If the limit leaves fewer than 16 rows per stratum, the tail becomes one stratum. A smaller pilot
+// leaves half of the rows for later draws.
 TEST_P(Budget, StrataAndPilotsFitBelowTheLimit) {
   policy_.epsilon = 0.9;
   for (const int each : {16, 25, 40}) {
@@ -335,7 +334,7 @@ TEST_P(Budget, StrataAndPilotsFitBelowTheLimit) {
       const size_t strata = all[0].strata.size();
       ASSERT_EQ(all[1].strata.size(), strata) << "choose other data";
       ASSERT_GT(strata, 4u);
-      // KV heads differ by their strays.
+      // The KV heads differ in their number of strays.
       policy_.row_count_max =
           static_cast<int64_t>(std::max(all[0].exact.size(), all[1].exact.size()) + each * strata);
       if (each > 16) ExpectDrawn("room for " + std::to_string(each) + " of each stratum");
@@ -350,8 +349,7 @@ TEST_P(Budget, StrataAndPilotsFitBelowTheLimit) {
   }
 }
 
-// Strata hold the ranks (k, 2k], (2k, 4k], ... of the group's scores, k the
-// heavy tokens.
+// Strata hold the ranks (k, 2k], (2k, 4k], ... by the group's scores, with k heavy tokens.
 TEST_P(Budget, StrataAreCutByRank) {
   policy_.selector = Selector::kOracle;
   for (const int64_t heavy : {40, 256, 1000}) {
@@ -368,7 +366,7 @@ TEST_P(Budget, StrataAreCutByRank) {
         const int bin = reference::ScoreBin(s);
         bins.push_back(index.Weigh({bin, bin}, begin + static_cast<int64_t>(bins.size())).low);
       }
-      // Strays stand beside the count.
+      // Strays are heavy in addition to the count.
       const int64_t strays = std::count(bins.begin(), bins.end(), 4095);
       strays_ += strays;
       const std::vector<int64_t> chosen = reference::ExactTopK(bins, heavy + strays);
@@ -386,7 +384,7 @@ TEST_P(Budget, StrataAreCutByRank) {
         const std::vector<uint32_t>& tokens = all[h].strata[wanted[i]].tokens;
         differing += !std::binary_search(tokens.begin(), tokens.end(), tail[i]);
       }
-      // fp32 may put a token whose score lies at a bin's border on either side.
+      // fp32 may put a token whose score is close to a bin's border into either bin.
       EXPECT_LE(differing, 10) << "heavy " << heavy << " KV head " << h;
     }
   }

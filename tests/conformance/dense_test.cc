@@ -1,4 +1,4 @@
-// `all` is dense attention to rounding, at every length and shape.
+// The selector `all` is dense attention up to rounding, at every length and shape.
 #include <gtest/gtest.h>
 
 #include <string>
@@ -18,7 +18,7 @@ Policy All() {
   return policy;
 }
 
-// Every (query, head) of an attend against the reference.
+// Compares every (query, head) of an attend with the reference.
 void ExpectDense(const Context& context, const JobItem& item, const std::vector<float>& q,
                  const std::string& what) {
   ASSERT_TRUE(item.status.ok()) << what << ": " << item.status;
@@ -76,7 +76,7 @@ TEST_P(Dense, EveryGroupSize) {
   }
 }
 
-// Queries that are bf16 numbers take another path over bf16 keys.
+// With bf16 keys, queries whose elements are all bf16 numbers take another code path.
 TEST_P(Dense, LongContextsAndQueriesOfEitherPrecision) {
   const ModelSpec spec = MakeSpec(2, 2, 64, DType::kBF16);
   DeviceBench bench(GetParam(), spec);
@@ -102,7 +102,7 @@ TEST_P(Dense, SparsePoliciesAreDenseWhileNothingIsLeftForATail) {
   BenchSequence sequence(bench);
   const Policy policy = DefaultPolicy(spec);
   int64_t from = 0;
-  // 128 = sink + window; 2,048 = dense_token_count.
+  // 128 = sink + window. Up to 2,048 = dense_token_count, attends are dense.
   for (const int64_t n : {1, 127, 128, 129, 384, 1024, 2048}) {
     ASSERT_TRUE(sequence.Append(context, from, n).ok());
     from = n;

@@ -23,7 +23,7 @@ const std::vector<DeviceFactory>& DeviceFactories() {
            return CreateCpuDevice({thread_count}, arena, budget);
          }}};
 #ifdef SPILLWAY_HAS_CUDA
-    // A few GiB do for every test, and leave room for tests side by side.
+    // A few GiB are enough for every test, and leave memory for tests side by side.
     if (!ListCudaDevices().empty()) {
       all->push_back({"cuda", [](int thread_count, Arena*, MemoryBudget* budget) {
                         return CreateCudaDevice({.memory_limit_bytes = int64_t{4} << 30,
@@ -31,7 +31,7 @@ const std::vector<DeviceFactory>& DeviceFactories() {
                                                 budget)
                             .value();
                       }});
-      // The same where all rows of all sequences are in GPU memory.
+      // The same device with all rows of all sequences in GPU memory.
       all->push_back({"cuda_resident", [](int thread_count, Arena*, MemoryBudget* budget) {
                         return CreateCudaDevice({.memory_limit_bytes = int64_t{4} << 30,
                                                  .resident_limit_bytes = int64_t{2} << 30,
@@ -94,8 +94,8 @@ DeviceBench::DeviceBench(const DeviceFactory& factory, const ModelSpec& spec, in
 DeviceBench::~DeviceBench() {
   row_pool_.reset();
   model_.reset();
-  // Chunks are unregistered while the device still lives; the CPU device's
-  // codes live in the arena, which outlives them.
+  // The arena unregisters its extents with the device, which must still exist. The CPU device's
+  // codes, which are in the arena, are gone with the model.
   arena_.reset();
 }
 
@@ -126,7 +126,7 @@ JobItem BenchSequence::RunOne(JobItem item, int layer) {
 
 namespace {
 
-// K or V of tokens [start, start + count), [H][count][d] in the spec's dtype.
+// K or V of tokens [start, start + count), as [H][count][d] in the spec's dtype.
 std::vector<std::byte> Slice(const reference::Context& context, const std::vector<float>& all,
                              int64_t start, int64_t count) {
   const ModelSpec& spec = context.spec;

@@ -13,19 +13,18 @@
 
 namespace spillway {
 
-// A device under test. Add one here and every suite runs over it.
+// A device under test. Every suite runs on each device of DeviceFactories().
 struct DeviceFactory {
   std::string name;
   std::function<std::unique_ptr<Device>(int thread_count, Arena*, MemoryBudget*)> create;
 };
 inline void PrintTo(const DeviceFactory& factory, std::ostream* out) { *out << factory.name; }
 const std::vector<DeviceFactory>& DeviceFactories();
-// The device that suites run over which try one: the first, or the one that
-// the environment variable SPILLWAY_TEST_DEVICE names. Ends the process if
-// there is none of that name.
+// The device for suites that run on one device only: the first, or the one that the environment
+// variable SPILLWAY_TEST_DEVICE names. Ends the process if no device has that name.
 const DeviceFactory& ChosenDevice();
 
-// A valid spec; G query heads a KV head.
+// A valid spec with `group` query heads per KV head.
 ModelSpec MakeSpec(int kv_head_count, int group, int head_dim, DType dtype, HashSpec hash = {});
 
 // Whether this build has every method that a policy names.
@@ -42,10 +41,10 @@ class DeviceBench {
   DeviceModel& model() { return *model_; }
   PagePool* row_pool() { return row_pool_.get(); }
   const ModelSpec& spec() const { return spec_; }
-  // Of everything in host memory.
+  // Counts all host memory of the bench.
   MemoryBudget& budget() { return budget_; }
 
-  // Submits and waits.
+  // Submits a job and waits for it.
   std::unique_ptr<Job> Run(std::unique_ptr<Job> job);
 
  private:
@@ -65,18 +64,18 @@ class BenchSequence {
   // Appends tokens [from, to) of a context, `chunk` at a time (0: at once).
   absl::Status Append(const reference::Context& context, int64_t from, int64_t to,
                       int64_t chunk = 0, int layer = 0);
-  // A decode step: appends as many tokens of a context as there are queries and
-  // attends, in one job. As the daemon does, an error takes the append back.
+  // A decode step: one job that appends as many tokens of a context as there are queries, and
+  // attends. If it fails, the append is undone, as in the daemon.
   JobItem Step(const reference::Context& context, const Policy& policy,
                const std::vector<float>& q);
-  // What such a step submits; q outlives the job.
+  // The item that such a step submits. q must outlive the job.
   JobItem StepItem(const reference::Context& context, const Policy& policy,
                    const std::vector<float>& q);
   BenchSequence Fork(int64_t token_count);
   void Truncate(int64_t token_count);
 
-  // An item that attends with fp32 queries q [T][H_q][d]; empty visible: all
-  // causal over the last T tokens. q outlives the job.
+  // An item that attends with fp32 queries q [T][H_q][d]. If `visible` is empty, the queries are
+  // causal over the last T tokens. q must outlive the job.
   JobItem AttendItem(const Policy& policy, const std::vector<float>& q, bool select_only,
                      std::vector<int64_t> visible = {}, int layer = 0);
   JobItem Attend(const Policy& policy, const std::vector<float>& q,
@@ -84,7 +83,7 @@ class BenchSequence {
   JobItem Select(const Policy& policy, const std::vector<float>& q,
                  std::vector<int64_t> visible = {}, int layer = 0);
 
-  // Submits a job of the item alone and waits.
+  // Submits a job with only this item and waits for it.
   JobItem RunOne(JobItem item, int layer = 0);
 
   int64_t token_count(int layer = 0) const { return rows_[layer]->token_count(); }
@@ -97,10 +96,10 @@ class BenchSequence {
   DeviceBench* bench_;
   std::unique_ptr<DeviceSequence> device_sequence_;
   std::vector<std::unique_ptr<LayerRows>> rows_;
-  std::vector<std::byte> step_k_, step_v_;  // of the step that is next
+  std::vector<std::byte> step_k_, step_v_;  // K and V of the current step
 };
 
-// out of query t, head h.
+// The output of query t, head h.
 std::span<const float> OutputOf(const ModelSpec& spec, const AttendResult& result, int64_t t,
                                 int h);
 

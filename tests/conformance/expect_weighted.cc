@@ -14,7 +14,8 @@
 namespace spillway {
 namespace {
 
-// What errors are relative to is told from nothing by the values' unit.
+// The unit of the values. An output whose norm is below 1/16 of it promises nothing
+// (kOutputNormMin).
 double ValueUnit(const reference::KeyValues& kv, const ModelSpec& spec) {
   return spec.hash.kind == HashKind::kRotation ? reference::PageIndex::Of(kv).value_unit : 1;
 }
@@ -56,7 +57,7 @@ void ExpectWeighted(const reference::Context& context, const std::vector<float>&
   const ModelSpec& spec = context.spec;
   const AttendQuery& queries = *attend.attend;
   const AttendResult& result = attend.result;
-  // vAttention's lemmas rest on no ranks, and their error has one direction.
+  // vAttention's lemmas do not rest on ranks, and treat the error as one-dimensional.
   const bool rests_on_ranks = policy.tail == Tail::kStratified || policy.bound == Bound::kRatio;
   const std::vector<double> signs = ProjectionSignsOf(policy, spec.head_dim);
   for (int h = 0; h < spec.query_head_count; ++h) {
@@ -102,7 +103,7 @@ void ExpectWeighted(const reference::Context& context, const std::vector<float>&
       ASSERT_GT(reference::Norm(e.numerator) / e.denominator, unit / 16) << what;
       EXPECT_NEAR(c.relative_error, error, 2e-3 * error) << what << " degrees " << e.degrees;
       EXPECT_NEAR(c.tail_mass, 1 - e.exact_denominator / e.denominator, 1e-4) << what;
-      // Where fp32 may take the error to the other side of epsilon, either is right.
+      // If the error is so close to epsilon that fp32 may decide otherwise, both answers are right.
       if (std::fabs(error - policy.epsilon) > 0.01 * error) {
         EXPECT_EQ(c.promise,
                   promises && error <= policy.epsilon ? Promise::kStatistical : Promise::kNone)

@@ -1,5 +1,4 @@
-// Contexts that ranks from codes, or a sample, could take amiss: what is promised
-// of them is kept.
+// Contexts that could mislead the ranks from codes, or a sample: promises must hold for them too.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -30,8 +29,7 @@ struct Family {
   std::vector<float> q;
 };
 
-// What a family does to one KV head's data and to its queries: k and v [n][d], q
-// [T * G][d].
+// Changes the data of one KV head and its queries: k and v [n][d], q [T * G][d].
 using Change = std::function<void(std::mt19937_64&, std::vector<double>& k, std::vector<double>& v,
                                   std::vector<double>& q)>;
 
@@ -42,8 +40,8 @@ std::vector<double> NormalVector(std::mt19937_64& random, size_t size) {
   return x;
 }
 
-// Keys of 24 directions of falling size and noise, values about a mean, queries
-// that lie towards a key.
+// Keys are mixtures of 24 directions of decreasing size, plus noise. Values scatter about a mean.
+// Queries point towards a key.
 Family MakeFamily(const ModelSpec& spec, uint64_t seed, const Change& change) {
   constexpr int kRank = 24;
   Family family{{spec, kTokens, {}, {}}, std::vector<float>(kQueries * kKvHeads * kGroup * kD)};
@@ -81,7 +79,7 @@ Family MakeFamily(const ModelSpec& spec, uint64_t seed, const Change& change) {
   return family;
 }
 
-// Takes out of every query what it has of an axis, and adds `left` of it.
+// Replaces each query's component along an axis by `left` times the axis.
 void PutAcross(const std::vector<double>& axis, double left, std::vector<double>& q) {
   double length_sq = 0;
   for (const double e : axis) length_sq += e * e;
@@ -99,8 +97,8 @@ class Families : public ::testing::TestWithParam<DeviceFactory> {
   struct Counts {
     int64_t outputs = 0;
     int64_t statistical = 0;
-    int64_t broken = 0;  // of those, errors beyond epsilon
-    int64_t off = 0;     // EXACT, or an error of 0, of an output that is off
+    int64_t broken = 0;  // of these, errors beyond epsilon
+    int64_t off = 0;     // EXACT or an error of 0, but the output is not exact
     double rows = 0;     // mean rows touched
   };
   Counts Count(const Family& family, int seeds) {
@@ -138,8 +136,8 @@ class Families : public ::testing::TestWithParam<DeviceFactory> {
     return counts;
   }
 
-  // Most outputs are promised, by less than half of the rows, and the promise is
-  // kept.
+  // Expects that most outputs have a promise, from less than half of the rows, and that the
+  // promises hold.
   void ExpectKept(const std::string& name, const Change& change) {
     const Counts counts = Count(MakeFamily(spec_, 7, change), 6);
     RecordProperty(name, std::to_string(counts.broken) + " of " +
@@ -156,8 +154,7 @@ class Families : public ::testing::TestWithParam<DeviceFactory> {
   DeviceBench bench_;
 };
 
-// Attention is flat, and half a hundredth of the values are forty times as large
-// as the rest.
+// Attention is flat. One value in 200 is forty times as large as the mean length.
 TEST_P(Families, RareValues) {
   ExpectKept("rare values", [](std::mt19937_64& random, std::vector<double>&,
                                std::vector<double>& v, std::vector<double>& q) {
@@ -177,7 +174,7 @@ TEST_P(Families, RareValues) {
   });
 }
 
-// Keys after the first 1,024 lie elsewhere, in a direction that no query sees.
+// Keys from token 1,024 on are shifted in a direction that no query sees.
 TEST_P(Families, KeysThatMove) {
   ExpectKept("keys that move", [](std::mt19937_64& random, std::vector<double>& k,
                                   std::vector<double>&, std::vector<double>& q) {
@@ -187,7 +184,7 @@ TEST_P(Families, KeysThatMove) {
   });
 }
 
-// One of the first keys is far out where no query looks.
+// One of the first keys is an outlier, in a direction where its logit is very low.
 TEST_P(Families, AnOutlier) {
   ExpectKept("an outlier", [](std::mt19937_64& random, std::vector<double>& k, std::vector<double>&,
                               std::vector<double>& q) {
@@ -202,9 +199,9 @@ TEST_P(Families, AnOutlier) {
   });
 }
 
-// Nearly every value is 0: a sample says nothing of those that are not.
+// Nearly all values are 0: a sample says nothing about the others.
 TEST_P(Families, ValuesThatAreNearlyAllZero) {
-  for (const int64_t first : {0, 1024}) {  // nor if all of the first ones are
+  for (const int64_t first : {0, 1024}) {  // 1024: all of the first values are 0 too
     const Counts counts = Count(MakeFamily(spec_, 8,
                                            [&](std::mt19937_64& random, std::vector<double>&,
                                                std::vector<double>& v, std::vector<double>&) {

@@ -1,5 +1,4 @@
-// Heavy sets by matching bits are the ones that the definition gives, recomputed
-// in fp64.
+// The heavy sets of the hamming selector equal those of its definition, recomputed in fp64.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -37,7 +36,7 @@ TEST_P(Hamming, ByRotation) {
   }
 }
 
-// The hash MLPs of one layer, in fp64.
+// The hash MLPs of one layer, computed in fp64.
 class Mlps {
  public:
   Mlps(int count, int d, int hidden, int bits, uint32_t seed)
@@ -61,7 +60,7 @@ class Mlps {
     writer.Add("layers.0.w2", {count_, hidden_, bits_}, w2_);
     return writer.File();
   }
-  // y of one of them.
+  // The output y of MLP number `mlp`.
   std::vector<double> Output(int mlp, const std::vector<double>& x) const {
     std::vector<double> y(bits_, 0.0);
     for (int h = mlp * hidden_; h < (mlp + 1) * hidden_; ++h) {

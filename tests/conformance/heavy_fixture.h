@@ -1,4 +1,4 @@
-// A sequence whose heavy set is compared with one recomputed in fp64.
+// Compares the heavy set of a sequence with one that is recomputed in fp64.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -19,8 +19,8 @@
 
 namespace spillway {
 
-// Ranges of matching bits from outputs whose signs are the bits; one closer to
-// zero than the tolerance may be either.
+// Ranges of the number of matching bits, which are the signs of the outputs. An output closer to
+// zero than the tolerance may have either sign.
 inline std::vector<reference::BinRange> HammingRanges(
     const std::vector<std::vector<double>>& keys, const std::vector<std::vector<double>>& queries,
     double tolerance) {
@@ -43,14 +43,14 @@ inline std::vector<reference::BinRange> HammingRanges(
 class HeavyTest : public ::testing::TestWithParam<DeviceFactory> {
  protected:
   static constexpr int64_t kTokens = 6000;
-  // fp32 against fp64: where scores come closer to a bin's border than this, or
-  // a coordinate to a quantiser's, either side is right.
+  // Tolerances of fp32 against fp64. If a score is closer than this to a bin's border, or a
+  // coordinate to a quantiser's, either side is right.
   static constexpr double kScoreTolerance = 1e-4;
   static constexpr double kCoordinateTolerance = 1e-5;
-  // Any bin but the strays'.
+  // Any bin except that of the strays.
   static constexpr reference::BinRange kAnyBin = {0, 4094};
 
-  // change: to the context, before it is appended.
+  // change: applied to the context before it is appended.
   void Prepare(const ModelSpec& spec, std::span<const std::byte> safetensors = {},
                const std::function<void(reference::Context&)>& change = {}) {
     sequence_.reset();
@@ -74,14 +74,14 @@ class HeavyTest : public ::testing::TestWithParam<DeviceFactory> {
 
   int64_t begin() const { return policy_.sink_token_count; }
   int64_t end() const { return ScoredEnd(spec_, policy_, kTokens); }
-  // Of KV head kv_head_, of a model with a rotation.
+  // The page index of KV head kv_head_. Only for models with a rotation.
   const reference::PageIndex& index() const { return indices_[kv_head_]; }
-  // Whether a selector's bins are of scores times values' distances.
+  // Whether the bins of a selector come from scores times the distances of the values.
   bool Weighs(Selector selector) const {
     return spec_.hash.kind == HashKind::kRotation &&
            (selector == Selector::kAsymmetric || selector == Selector::kOracle);
   }
-  // Strays among the scored tokens, which are heavy whatever the count.
+  // The strays among the scored tokens. They are heavy whatever the count.
   std::vector<int64_t> Strays() const {
     std::vector<int64_t> strays;
     for (int64_t t = begin(); Weighs(policy_.selector) && t < end(); ++t) {
@@ -89,11 +89,11 @@ class HeavyTest : public ::testing::TestWithParam<DeviceFactory> {
     }
     return strays;
   }
-  // Tokens that estimates are not relative to.
+  // Tokens that do not count for the reference of the estimates.
   std::vector<bool> LeftOut(Selector selector) const {
     return selector == Selector::kAsymmetric ? index().strays : std::vector<bool>();
   }
-  // Logits of the centres of all pages, [G][pages], of a selector that has them.
+  // Logits of the centres of all pages, [G][pages]. Empty if the selector does not use centres.
   std::vector<std::vector<double>> CentreLogits(Selector selector) const {
     std::vector<std::vector<double>> logits;
     for (int g = 0; g < spec_.group() && selector == Selector::kAsymmetric; ++g) {
@@ -119,7 +119,7 @@ class HeavyTest : public ::testing::TestWithParam<DeviceFactory> {
     return set;
   }
 
-  // bins: of tokens, begin() first.
+  // bins: one per scored token, from begin() on.
   void ExpectTopK(const std::vector<reference::BinRange>& bins, const std::string& what) {
     for (const int64_t k : {1, 37, 256, 1000}) {
       policy_.heavy_kind = HeavyKind::kCount;
@@ -133,7 +133,7 @@ class HeavyTest : public ::testing::TestWithParam<DeviceFactory> {
     }
   }
 
-  // Strays, of which all are in bin 4095, stand beside the count.
+  // Strays, which are all in bin 4095, are heavy in addition to the count.
   void ExpectSet(const std::vector<reference::BinRange>& bins, int64_t count,
                  const std::string& what) {
     const auto strays = [&](int reference::BinRange::*end) {
@@ -154,14 +154,13 @@ class HeavyTest : public ::testing::TestWithParam<DeviceFactory> {
         ASSERT_EQ(in, wanted[i] == reference::Membership::kIn) << what << " token " << begin() + i;
       }
     }
-    // About one token in a hundred is undecided.
+    // About one token in a hundred may be undecided.
     EXPECT_LT(open, static_cast<int64_t>(bins.size() / 50 + open_max_) + k / 10) << what;
   }
 
-  // Each head's set by mass; the union is heavy. Tokens that fp32 may place
-  // otherwise (uncertain) can move a head's threshold, so those runs count the
-  // difference instead. candidates: of a first selection, begin() first; empty:
-  // all.
+  // Each head's set by mass; their union is heavy. Tokens that fp32 may place in another bin can
+  // move a head's threshold, so the size of the difference is limited. candidates: the tokens that
+  // a first selection found, from begin() on; empty: all.
   void ExpectTopP(const std::vector<std::vector<double>>& logits, const std::string& what,
                   const std::vector<bool>& candidates = {}) {
     policy_.heavy_kind = HeavyKind::kMass;
@@ -180,7 +179,7 @@ class HeavyTest : public ::testing::TestWithParam<DeviceFactory> {
                  centres.empty() ? std::span<const double>() : std::span(centres[g]))) {
           bins.push_back(reference::ScoreBin(s));
         }
-        // Strays, and what was not found, count as nothing.
+        // Strays, and tokens that were not found first, have no mass.
         for (const int64_t t : Strays()) bins[t - begin()] = 0;
         for (size_t i = 0; i < candidates.size(); ++i) {
           if (!candidates[i]) bins[i] = 0;
@@ -201,7 +200,7 @@ class HeavyTest : public ::testing::TestWithParam<DeviceFactory> {
     }
   }
 
-  // A selector's bins of the group from logits [G][tokens].
+  // The bins of a selector for the group, from logits [G][tokens].
   std::vector<reference::BinRange> GroupBins(Selector selector,
                                              const std::vector<std::vector<double>>& logits) const {
     std::vector<reference::BinRange> bins;
@@ -214,8 +213,8 @@ class HeavyTest : public ::testing::TestWithParam<DeviceFactory> {
     return bins;
   }
 
-  int kv_head_ = 0;      // whose set is compared
-  size_t open_max_ = 0;  // undecided tokens beyond the few that are expected
+  int kv_head_ = 0;      // the KV head whose set is compared
+  size_t open_max_ = 0;  // number of undecided tokens allowed in addition to the expected few
   ModelSpec spec_;
   std::unique_ptr<DeviceBench> bench_;
   reference::Context context_;

@@ -1,4 +1,4 @@
-// The heavy set is the one that the definitions give, recomputed in fp64.
+// The heavy set equals that of the definitions, recomputed in fp64.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -19,7 +19,7 @@ constexpr int kGroup = 3;
 
 class Heavy : public HeavyTest {
  protected:
-  // A unit vector that no query of the group sees.
+  // A unit vector orthogonal to all queries of the group.
   std::vector<double> AcrossQueries(const reference::Context& context, uint64_t seed) const {
     std::mt19937_64 random(seed);
     std::normal_distribution<double> normal;
@@ -88,7 +88,7 @@ TEST_P(Heavy, Oracle) {
   }
 }
 
-// Without codes no value has a norm, and the newest are scored to the window.
+// Without codes, values have no norms, and all tokens up to the window are scored.
 TEST_P(Heavy, OracleWithoutCodes) {
   Prepare(MakeSpec(1, kGroup, 64, DType::kF32, {.kind = HashKind::kNone}));
   ASSERT_EQ(end(), kTokens - 64);
@@ -104,8 +104,8 @@ TEST_P(Heavy, Asymmetric) {
   }
 }
 
-// Keys far out where no query looks, of which codes say anything, and values far
-// out: all of them are heavy, and the others are ranked as if they were not there.
+// Outlier keys, in a direction that no query sees and that codes cannot represent, and outlier
+// values: all are heavy, and the other tokens are ranked as if these did not exist.
 TEST_P(Heavy, StraysStandBeside) {
   for (const int bits : {1, 3}) {
     Prepare(MakeSpec(1, kGroup, 64, DType::kF32,
@@ -121,7 +121,7 @@ TEST_P(Heavy, StraysStandBeside) {
                 for (int i = 0; i < 64; ++i) context.v[t * 64 + i] *= 1e6f;
               }
             });
-    // The context has a few of its own.
+    // The context has a few strays already.
     const std::vector<int64_t> strays = Strays();
     for (const int64_t t : {100, 700, 900, 2000, 3333, 4000, 4001, 5800}) {
       ASSERT_TRUE(std::binary_search(strays.begin(), strays.end(), t)) << t;

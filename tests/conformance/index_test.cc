@@ -1,5 +1,5 @@
-// What a device keeps of keys does not depend on how they came: seen through
-// Select, which shows codes by the sets that they give.
+// The index of a device does not depend on how the keys were appended. This is tested through
+// Select, whose sets depend on the codes.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -24,14 +24,14 @@ class Index : public ::testing::TestWithParam<std::tuple<DeviceFactory, int>> {
         other_(reference::TraceContext(spec_, 3000, 52)),
         q_(reference::TraceQueries(context_, 1, 53, 1.5)) {}
 
-  // A wide one, for devices that keep its rows close.
+  // The largest resident sample, for devices that keep its rows in their memory.
   static ModelSpec WithBand(ModelSpec spec) {
     spec.resident_sample_fraction = kResidentSampleFractionMax;
     return spec;
   }
 
-  // Selection by most of the codes' information: a large heavy set. What is
-  // attended to then shows that rows which a device keeps are the rows.
+  // Large heavy sets depend on most of the information in the codes. Equal outputs then show that
+  // the rows which a device keeps are the right rows.
   void ExpectSameCodes(BenchSequence& a, BenchSequence& b, const std::string& what) {
     ASSERT_EQ(a.token_count(), b.token_count()) << what;
     for (const int64_t heavy : {64, 500, 1100}) {
@@ -50,7 +50,7 @@ class Index : public ::testing::TestWithParam<std::tuple<DeviceFactory, int>> {
         EXPECT_EQ(s.log_weights, t.log_weights) << what << " heavy " << heavy;
       }
       EXPECT_EQ(a.Attend(policy, q_).result.out, b.Attend(policy, q_).result.out) << what;
-      // Seen from before the newest tokens; drawn outside the resident sample.
+      // A query that does not see the newest tokens; then a sample outside the resident sample.
       const std::vector<int64_t> visible = {a.token_count() - 150};
       EXPECT_EQ(a.Attend(policy, q_, visible).result.out, b.Attend(policy, q_, visible).result.out)
           << what;
@@ -75,7 +75,7 @@ TEST_P(Index, AppendInPiecesOfAnySize) {
       ASSERT_TRUE(pieces.Append(context_, 0, n, chunk).ok());
       ExpectSameCodes(whole, pieces, "chunk " + std::to_string(chunk));
     }
-    // Around the length from which codes exist, then token by token.
+    // Up to the length from which codes exist, then token by token.
     BenchSequence steps(bench_);
     ASSERT_TRUE(steps.Append(context_, 0, 1023).ok());
     ASSERT_TRUE(steps.Append(context_, 1023, 1030, 1).ok());
@@ -89,7 +89,7 @@ TEST_P(Index, TruncateAndAppendAgain) {
   ASSERT_TRUE(whole.Append(context_, 0, 2600).ok());
   for (const int64_t cut : {0, 1, 500, 1023, 1024, 1025, 1151, 1152, 2000, 2599, 2600}) {
     BenchSequence sequence(bench_);
-    // Other tokens after the cut, so that stale codes or a stale centre show.
+    // Other tokens are appended after the cut, so that stale codes or a stale centre would show.
     ASSERT_TRUE(sequence.Append(context_, 0, cut).ok());
     ASSERT_TRUE(sequence.Append(other_, cut, 3000).ok());
     sequence.Truncate(cut);
@@ -126,8 +126,8 @@ TEST_P(Index, BytesPerTokenAreWithinTheBound) {
   for (const int d : {64, 96, 128, 256}) {
     const ModelSpec spec =
         MakeSpec(4, 2, d, DType::kBF16, {.kind = HashKind::kRotation, .bits_per_dim = bits});
-    // Planes, a factor of 2 bytes, a norm and a share of the page's centre, rounded
-    // up, and the resident sample's rows.
+    // Bit planes, a factor of 2 bytes, a norm, the token's shares of its page's centre (rounded up)
+    // and of the resident sample's rows.
     const int64_t codes = bits * d / 8 + 2 + 1 + 2 * d / 128;
     const auto resident = static_cast<int64_t>(
         std::ceil(spec.resident_sample_fraction * static_cast<double>(spec.row_bytes())));
@@ -138,8 +138,7 @@ TEST_P(Index, BytesPerTokenAreWithinTheBound) {
   ASSERT_TRUE(sequence.Append(context_, 0, 2944).ok());  // 23 whole pages
   const int64_t codes = 2944 * spec_.kv_head_count * bits * spec_.head_dim / 8;
   EXPECT_GE(sequence.index_bytes(), codes);
-  // Rows that a device keeps whatever the length: a sink, the newest, pages
-  // that are not full.
+  // Rows that a device keeps at any length: the sink, the newest rows, and pages that are not full.
   const int64_t kept = spec_.kv_head_count * 320 * spec_.row_bytes();
   EXPECT_LE(sequence.index_bytes(), 2944 * bench_.device().IndexBytesPerToken(spec_) + kept);
 }

@@ -1,4 +1,4 @@
-// A job says how long each of its stages took.
+// A job reports how long each of its stages took.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -29,7 +29,7 @@ class JobStages : public ::testing::TestWithParam<DeviceFactory> {
     EXPECT_TRUE(sequence_.Append(context_, 0, kTokens).ok());
   }
 
-  // Names of the stages of a job of such items, each of which took some time.
+  // Runs a job with these items; each of its stages must have taken time. Returns their names.
   std::vector<std::string> Run(std::vector<JobItem> items) {
     auto job = std::make_unique<Job>();
     job->items = std::move(items);
@@ -43,7 +43,7 @@ class JobStages : public ::testing::TestWithParam<DeviceFactory> {
       names.push_back(stage.name);
       sum += stage.us;
     }
-    // A GPU's clocks for the two differ by their resolution.
+    // On a GPU, the two times differ by the resolution of its clocks.
     EXPECT_LT(sum, done->device_time_us + 10);
     return names;
   }
@@ -62,7 +62,7 @@ class JobStages : public ::testing::TestWithParam<DeviceFactory> {
 };
 
 TEST_P(JobStages, OfASparseAttend) {
-  // A GPU replays a graph from the third on.
+  // A GPU replays a graph from the third attend on.
   for (int i = 0; i < 4; ++i) {
     EXPECT_THAT(Run({sequence_.AttendItem(Default(), q_, false)}),
                 ElementsAre("score", "cut", "sample", "fold"));
@@ -72,7 +72,7 @@ TEST_P(JobStages, OfASparseAttend) {
 TEST_P(JobStages, OfEveryWayToAttend) {
   Policy policy = Default();
   policy.tail = Tail::kNone;
-  // A GPU lists the heavy rows by the kernels that sample.
+  // A GPU lists the heavy rows with the kernels of the stage "sample".
   EXPECT_THAT(Run({sequence_.AttendItem(policy, q_, false)}),
               IsSupersetOf({"score", "cut", "fold"}));
   policy = Default(Selector::kOracle);

@@ -1,4 +1,4 @@
-// The tail of LSH sampling is MagicPIG's sample, and what it weighs.
+// The tail of LSH sampling is the sample of MagicPIG, with its weights.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -19,10 +19,10 @@ namespace {
 using reference::BinRange;
 using reference::Context;
 
-// Where fp32 may take a projection's sign otherwise, by the vector's length.
+// A projection closer to zero than this, relative to the vector's length, may have either sign.
 constexpr double kProjectionTolerance = 2e-6;
 
-// What the reference takes of one KV head's tail, of query after query.
+// The tokens that the reference samples from one KV head's tail, for any query.
 class LshReference {
  public:
   LshReference(const Context& context, int kv_head)
@@ -37,8 +37,7 @@ class LshReference {
   }
 
   const reference::KeyValues& kv() const { return kv_; }
-  // Tokens of `candidates` that share two buckets with q; of none may fp32
-  // decide otherwise.
+  // Tokens of `candidates` that share two buckets with q. fp32 must not decide otherwise for any.
   std::vector<uint32_t> Sample(const std::vector<double>& q,
                                const std::vector<uint32_t>& candidates) const {
     const std::vector<double> projected = reference::Projected(q, projections_);
@@ -76,8 +75,8 @@ class LshReference {
   const reference::KeyValues kv_;
   const std::vector<double> centre_;
   const std::vector<float> projections_;
-  std::vector<std::vector<double>> keys_;       // less the centre
-  std::vector<std::vector<double>> projected_;  // of those
+  std::vector<std::vector<double>> keys_;       // minus the centre
+  std::vector<std::vector<double>> projected_;  // projections of these
 };
 
 struct Case {
@@ -112,8 +111,8 @@ class LshSampling : public ::testing::TestWithParam<DeviceFactory> {
     policy_.heavy_kind = HeavyKind::kCount;
   }
 
-  // An attend of both queries, from before the newest tokens if `hidden`.
-  // Returns how many rows it sampled.
+  // Checks an attend of both queries, which do not see the newest `hidden` tokens. Returns the
+  // number of sampled rows.
   int64_t ExpectSampled(const std::string& what, int64_t hidden = 0) {
     EXPECT_TRUE(Validate(policy_, spec_).empty()) << what;
     const std::vector<int64_t> visible = {context_.n - 1 - hidden, context_.n - hidden};
@@ -134,7 +133,7 @@ class LshSampling : public ::testing::TestWithParam<DeviceFactory> {
     return sampled;
   }
 
-  // One query of one KV head; exact: its rows of weight 1.
+  // Checks one query of one KV head. exact: its rows of weight 1.
   int64_t ExpectGroup(const AttendResult& result, int64_t query, int kv_head, int64_t visible,
                       const std::vector<uint32_t>& exact, const std::string& what) {
     const LshReference& reference = references_[kv_head];
@@ -167,7 +166,7 @@ class LshSampling : public ::testing::TestWithParam<DeviceFactory> {
                                          (visible - ScoredEnd(spec_, policy_, visible)));
       taken_by_any.insert(taken_by_any.end(), sampled.begin(), sampled.end());
     }
-    // Rows are read once for all heads of the group.
+    // A row is read once for all heads of the group.
     std::sort(taken_by_any.begin(), taken_by_any.end());
     taken_by_any.erase(std::unique(taken_by_any.begin(), taken_by_any.end()), taken_by_any.end());
     const auto count = static_cast<int64_t>(taken_by_any.size());
@@ -203,7 +202,7 @@ TEST_P(LshSampling, WeighsWhatSharesTwoBuckets) {
       const int64_t sampled = ExpectSampled(name + std::to_string(heavy));
       const int64_t all = 4 * (c.tokens - 68 - heavy);
       EXPECT_LT(sampled, all + 1) << name;
-      // By one bit a table all share some, by sixteen few do.
+      // With one bit per table, all tokens share buckets; with sixteen, few do.
       if (c.bits > 1) {
         EXPECT_LT(sampled, all * 9 / 10) << name;
       }
@@ -231,7 +230,7 @@ TEST_P(LshSampling, AfterAnySelectionAndFromBeforeTheNewestTokens) {
   ExpectSampled("oracle");
 }
 
-// Nobody shares two of one.
+// With one table, no token shares two buckets.
 TEST_P(LshSampling, OneTableSamplesNothing) {
   Prepare({2, 64, DType::kF32, 1, 2, 1500});
   EXPECT_EQ(ExpectSampled("one table"), 0);
@@ -246,8 +245,7 @@ TEST_P(LshSampling, IsExactWhereAttendsAreDense) {
   for (const Certificate& c : item.result.certificates) EXPECT_EQ(c.promise, Promise::kExact);
 }
 
-// Keys at the centre and queries of no length have no angle; what is taken of
-// them is still a number.
+// Keys at the centre, and queries of length 0, have no angle. The results must still be finite.
 TEST_P(LshSampling, VectorsOfNoLengthAreFinite) {
   Prepare({1, 64, DType::kF32, 40, 6, 1500});
   Context same = context_;

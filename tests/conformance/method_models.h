@@ -1,4 +1,4 @@
-// Models with indices of the keys beside the codes.
+// Models with indices of the keys in addition to the codes.
 #pragma once
 
 #include <algorithm>
@@ -12,13 +12,13 @@
 
 namespace spillway {
 
-// A model and the file with the label channels that it asks for.
+// A model, and the weights file with the label channels that its spec asks for.
 struct IndexedModel {
   ModelSpec spec;
   std::vector<std::vector<int>> channels;  // [H_kv][label_channel_count]
   std::vector<std::byte> file;
 
-  // A valid one; random channels, in random order.
+  // Makes a valid model. Its label channels are chosen and ordered at random.
   IndexedModel(int kv_head_count, int group, int head_dim, DType dtype, const KeyIndexSpec& indices,
                HashSpec hash = {})
       : spec(MakeSpec(kv_head_count, group, head_dim, dtype, hash)) {
@@ -40,7 +40,7 @@ struct IndexedModel {
   }
 };
 
-// All that this build's methods read.
+// All indices that the methods of this build read.
 inline KeyIndexSpec EveryIndex(int quest_page_token_count = 32) {
   KeyIndexSpec indices;
   indices.int4_keys = HasMethodOf("key_indices.int4_keys");

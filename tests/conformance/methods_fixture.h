@@ -13,12 +13,12 @@
 
 namespace spillway {
 
-// Tokens as a selector sees them, in fp64.
+// Ranks the tokens as each selector does, in fp64.
 class MethodsTest : public HeavyTest {
  protected:
   struct Ranked {
-    std::vector<std::vector<double>> logits;  // [G][kTokens]; none of hamming
-    std::vector<reference::BinRange> bins;    // from begin() on
+    std::vector<std::vector<double>> logits;  // [G][kTokens]; empty for hamming
+    std::vector<reference::BinRange> bins;    // one per token, from begin() on
   };
 
   void Prepare(const IndexedModel& model) {
@@ -26,7 +26,7 @@ class MethodsTest : public HeavyTest {
     HeavyTest::Prepare(model.spec, model.file);
   }
 
-  // Of KV head kv_head_.
+  // The ranking for KV head kv_head_.
   Ranked RankedBy(Selector selector) const {
     switch (selector) {
       case Selector::kAsymmetric:
@@ -104,7 +104,7 @@ class MethodsTest : public HeavyTest {
     return {{}, HammingRanges(keys, queries, 2e-5)};
   }
 
-  // From 4 bits of every element, or of the label channels'.
+  // From 4-bit elements of the whole keys, or of their label channels only.
   Ranked ByInt4Keys(bool labels) const {
     const reference::KeyValues kv = context_.Head(kv_head_);
     const auto chosen = [&](std::span<const double> x) {

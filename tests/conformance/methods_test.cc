@@ -1,5 +1,5 @@
-// Selectors of other methods choose the heavy sets that their published
-// formulas give, recomputed in fp64.
+// The selectors of the optional methods choose the heavy sets that their published formulas give,
+// recomputed in fp64.
 #include <gtest/gtest.h>
 
 #include <random>
@@ -15,7 +15,7 @@ using reference::BinRange;
 
 class Methods : public MethodsTest {
  protected:
-  // Sets by count, fraction and mass of every KV head.
+  // Checks the sets by count, fraction and mass of every KV head.
   void ExpectSets(Selector selector, const std::string& what) {
     policy_.selector = selector;
     ASSERT_TRUE(Validate(policy_, spec_).empty()) << what;
@@ -51,7 +51,7 @@ TEST_P(Methods, Int4Keys) {
   }
 }
 
-// A model without codes chooses by what it has.
+// A model without codes uses the index that it has.
 TEST_P(Methods, Int4KeysWithoutCodes) {
   Prepare(IndexedModel(1, 2, 64, DType::kBF16, {.int4_keys = true}, {.kind = HashKind::kNone}));
   EXPECT_EQ(policy_.selector, Selector::kInt4Keys);
@@ -63,7 +63,7 @@ TEST_P(Methods, Quest) {
     for (const int page : {16, 32, 64, 128}) {
       if (page != 16 && s.d != 128) continue;
       Prepare(IndexedModel(s.kv_heads, s.group, s.d, s.dtype, {.quest_page_token_count = page}));
-      open_max_ = 2 * page;  // a page is undecided as a whole
+      open_max_ = 2 * page;  // a whole page may be undecided
       ExpectSets(Selector::kQuest, "quest " + std::to_string(page) + " " + Name(s));
     }
   }
@@ -79,7 +79,7 @@ TEST_P(Methods, DoubleSparsity) {
   }
 }
 
-// Each selector finds its own among all of them.
+// With all indices in one model, each selector finds its own.
 TEST_P(Methods, EveryIndexAtOnce) {
   Prepare(IndexedModel(2, 2, 96, DType::kBF16, EveryIndex()));
   open_max_ = 2 * 32;
@@ -98,7 +98,7 @@ TEST_P(Methods, RotationOfRawKeys) {
   }
 }
 
-// The MLPs of a layer's keys or queries.
+// The MLPs for the keys, or for the queries, of one layer.
 class Mlps {
  public:
   Mlps(int count, const ModelSpec& spec, uint32_t seed) : spec_(spec) {
@@ -143,7 +143,7 @@ class Mlps {
   std::vector<reference::HashMlp> mlps_;
 };
 
-// HashAttention's are the first: of every query head, of raw keys, 32 bits.
+// The first case is HashAttention's: MLPs per query head, raw keys, 32 bits.
 TEST_P(Methods, DeepMlpsAndThoseOfQueries) {
   struct Case {
     int group, bits, hidden_layers;

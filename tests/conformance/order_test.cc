@@ -1,5 +1,5 @@
-// The order in which a device serves what many submit at once: nobody starves, and what
-// is served together is what each would get alone.
+// The order in which a device serves jobs that are submitted at the same time: no job starves, and
+// a job that is served with others gives the same results as alone.
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -26,14 +26,14 @@ class Order : public ::testing::TestWithParam<DeviceFactory> {
         q_(reference::TraceQueries(context_, 1, 8, 1.5)),
         long_q_(reference::TraceQueries(context_, kLongQueries, 9, 1.5)) {}
 
-  // A sequence with the context's first kTokens.
+  // A sequence with the first kTokens tokens of the context.
   BenchSequence Filled() {
     BenchSequence sequence(bench_);
     EXPECT_TRUE(sequence.Append(context_, 0, kTokens).ok());
     return sequence;
   }
 
-  // Exact attends of so many queries: thousands of times the work of a step.
+  // Starts an exact attend of kLongQueries queries, thousands of times the work of a step.
   std::future<JobItem> StartLong(BenchSequence& sequence) {
     auto job = std::make_unique<Job>();
     job->model = &bench_.model();
@@ -92,7 +92,7 @@ TEST_P(Order, ALongJobEndsAlthoughStepsNeverStop) {
 TEST_P(Order, StepsOfManyAtOnceHaveTheBitsOfEachAlone) {
   const Policy policy = DefaultPolicy(spec_);
   constexpr int kRunners = 8;
-  // Runner r decodes with queries of its own.
+  // Each runner decodes with its own queries.
   std::vector<std::vector<float>> queries;
   for (uint64_t r = 0; r < kRunners; ++r) {
     queries.push_back(reference::TraceQueries(context_, 1, 100 + r, 1.5));
@@ -125,7 +125,7 @@ TEST_P(Order, AnErrorOfOneLeavesTheOthersAlone) {
     runners.emplace_back([&, r] {
       BenchSequence sequence = Filled();
       std::vector<float> q = q_;
-      // Its logits are not finite.
+      // The logits of this runner are not finite.
       if (r == 0) std::fill(q.begin(), q.end(), 3e38f);
       for (int i = 0; i < kSteps; ++i) {
         const JobItem step = sequence.Step(context_, DefaultPolicy(spec_), q);

@@ -1,5 +1,5 @@
-// What the page index does to selections and certificates: strays are read, and a
-// heavy count follows from the ranks' error.
+// How the page index affects selections and certificates: strays are read, and the adaptive heavy
+// count follows from the error of the ranks.
 #include "tests/reference/page_index.h"
 
 #include <gtest/gtest.h>
@@ -34,7 +34,7 @@ class Pages : public ::testing::TestWithParam<DeviceFactory> {
         context_(reference::TraceContext(spec_, kTokens, 91)),
         q_(reference::TraceQueries(context_, 2, 92, 1.5)) {}
 
-  // A vector of that length which no query sees.
+  // A vector of this length that is orthogonal to all queries.
   std::vector<double> Across(double length, uint64_t seed) const {
     std::mt19937_64 random(seed);
     std::normal_distribution<double> normal;
@@ -57,7 +57,7 @@ class Pages : public ::testing::TestWithParam<DeviceFactory> {
   void SetKey(int64_t token, const std::vector<double>& key) {
     for (int i = 0; i < kD; ++i) context_.k[token * kD + i] = static_cast<float>(key[i]);
   }
-  // Tokens of the selection of query t that are heavy.
+  // The heavy tokens in the selection of query t.
   static std::set<int64_t> HeavyOf(const JobItem& select, int t) {
     std::set<int64_t> heavy;
     const Selection& s = select.result.selections[t];
@@ -70,11 +70,11 @@ class Pages : public ::testing::TestWithParam<DeviceFactory> {
   const ModelSpec spec_;
   DeviceBench bench_;
   Context context_;
-  const std::vector<float> q_;  // of two queries
+  const std::vector<float> q_;  // two queries
 };
 
-// However far out, and whatever else is chosen by: a key of which a code says
-// nothing, and a value that is 2^17 times as large as is usual.
+// Whatever the policy, strays are heavy: here two keys about which a code says nothing, and a value
+// 2^17 times as large as usual.
 TEST_P(Pages, StraysAreInEverySelection) {
   SetKey(5000, Across(1e5, 1));
   SetKey(7100, Across(1e5, 2));
@@ -117,9 +117,10 @@ TEST_P(Pages, StraysAreInEverySelection) {
   }
 }
 
-// As many as 1,024 are read beside what is heavy by rank; more take the promise.
+// Up to 1,024 strays are read besides the tokens that are heavy by rank. With more, nothing is
+// promised.
 TEST_P(Pages, MoreThan1024StraysTakeThePromise) {
-  // Of TraceContext's own there are a few.
+  // The trace has a few strays already.
   int64_t own = 0;
   {
     const reference::PageIndex index = reference::PageIndex::Of(context_.Head(0));
@@ -128,7 +129,7 @@ TEST_P(Pages, MoreThan1024StraysTakeThePromise) {
   ASSERT_LT(own, 100);
   for (const int64_t count : {1024, 1025, 1100}) {
     const Context plain = context_;
-    // One key in six, so that the others are what is usual in their pages.
+    // Only one key in six, so that the other keys determine what is usual in a page.
     int64_t planted = 0;
     for (int64_t t = 1024; planted < count - own; t += 6) {
       ASSERT_LT(t, kScoredEnd);
@@ -138,7 +139,7 @@ TEST_P(Pages, MoreThan1024StraysTakeThePromise) {
     const reference::PageIndex index = reference::PageIndex::Of(context_.Head(0));
     int64_t strays = 0;
     for (int64_t t = 64; t < kScoredEnd; ++t) strays += index.strays[t];
-    // Some of its own may have been replaced.
+    // Some of the trace's own strays may have been replaced.
     for (int64_t t = 6000; strays < count; ++t) {
       if (index.strays[t]) continue;
       SetKey(t, Across(1e4, t));
@@ -165,7 +166,7 @@ TEST_P(Pages, MoreThan1024StraysTakeThePromise) {
     if (count == 1024) {
       EXPECT_GT(statistical, 6);
     }
-    // vAttention's lemmas rest on no ranks.
+    // vAttention's lemmas do not rest on ranks.
     policy.tail = Tail::kUniform;
     policy.bound = Bound::kPaper;
     policy.epsilon = 0.5;
@@ -178,8 +179,7 @@ TEST_P(Pages, MoreThan1024StraysTakeThePromise) {
   }
 }
 
-// A limit is for strays first, and an adaptive count leaves half of the rest to
-// the tail.
+// The rows of a limit go to strays first. An adaptive count leaves half of the rest to the tail.
 TEST_P(Pages, ALimitIsKeptWithStraysAndAnAdaptiveCount) {
   constexpr int kStrays = 300;
   for (int i = 0; i < kStrays; ++i) SetKey(1100 + 20 * i, Across(1e4, i));
@@ -219,8 +219,8 @@ TEST_P(Pages, ALimitIsKeptWithStraysAndAnAdaptiveCount) {
   }
 }
 
-// Keys as models with biases have them: constants that the rotary embedding turns
-// with the position. Within a page they are spread the more, the larger they are.
+// Keys as in models with biases: constants that the rotary embedding rotates with the position. The
+// larger these are, the more they vary within a page.
 TEST_P(Pages, AHeavyCountFollowsFromTheRanksError) {
   const std::vector<float> rotation = MakeRotation(kD, spec_.hash.seed, 0);
   const int bits = spec_.hash.bits_per_dim;

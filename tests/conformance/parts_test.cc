@@ -1,4 +1,4 @@
-// Parts of a model, by KV heads and by layers, answer as the whole does, bit for bit.
+// Parts of a model, by KV heads and by layers, give the results of the whole model, bit for bit.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -34,7 +34,7 @@ class Parts : public ::testing::TestWithParam<DeviceFactory> {
     q_ = reference::TraceQueries(context_, kQueries, 9, 1.5);
   }
 
-  // What a model of these layers and heads answers in a layer of the whole; select: its sets.
+  // The result of a model with only the part's layers and heads. layer: of the whole model.
   AttendResult Ask(const Part& part, int layer, bool select) {
     ModelSpec spec = spec_;
     spec.layer_count = kLayers - part.first_layer;
@@ -69,7 +69,7 @@ class Parts : public ::testing::TestWithParam<DeviceFactory> {
   std::vector<float> q_;
 };
 
-// [T][whole] without what is not the part's.
+// Columns [begin, end) of rows of `width` elements.
 template <typename T>
 std::vector<T> Slice(const std::vector<T>& whole, int64_t width, int64_t begin, int64_t end) {
   std::vector<T> slice;
@@ -91,7 +91,7 @@ void ExpectSame(const Certificate& a, const Certificate& b) {
 TEST_P(Parts, AnswerAsTheWhole) {
   for (const int layer : {0, 2}) {
     const AttendResult whole = Ask({0, 0, kKvHeads}, layer, false);
-    // Something is sampled, or what follows says little.
+    // Something must be sampled, otherwise the comparison below says little.
     EXPECT_TRUE(std::any_of(whole.certificates.begin(), whole.certificates.end(),
                             [](const Certificate& c) { return c.sampled_token_count > 0; }));
     for (const Part part : {Part{0, 0, 1}, Part{0, 1, 2}, Part{layer, 2, 1}}) {
@@ -122,7 +122,7 @@ TEST_P(Parts, SelectTheSetsOfTheWhole) {
   }
 }
 
-// Without their place, other rows would be drawn: the test above can fail.
+// Without their place in the model, parts draw other rows. So the test above is able to fail.
 TEST_P(Parts, AnswerDifferentlyWhereTheirPlaceIsNotSaid) {
   const AttendResult whole = Ask({0, 0, kKvHeads}, 1, false);
   ModelSpec lost = spec_;

@@ -1,4 +1,4 @@
-// Which certificates promise, written out.
+// Which certificates carry a promise: a table of cases.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -15,16 +15,16 @@ namespace {
 
 using reference::Context;
 
-// Keys that are alike but for a small part along the queries' axis, which
-// alone makes logits: one token in 120 has it, and these have most of every
-// output between them. Bits that match do not tell them from the others.
+// Keys that differ only at random, except in dimension 0, along which all queries lie: one key in
+// 120 is 1 there. These tokens hold most of the mass of every output, but matching bits cannot
+// distinguish them from the others.
 class UnrankedKeys : public ::testing::TestWithParam<DeviceFactory> {
  protected:
   static constexpr int64_t kTokens = 6000;
   static constexpr int kD = 64;
   static constexpr int kHeavyEvery = 120;
   static constexpr float kHeavyLogit = 6;
-  static constexpr float kLength = 4;  // of a key's other elements
+  static constexpr float kLength = 4;  // scale of a key's other elements
   static constexpr int kAttends = 100;
 
   UnrankedKeys()
@@ -57,9 +57,9 @@ class UnrankedKeys : public ::testing::TestWithParam<DeviceFactory> {
     int64_t certificates = 0;
     int64_t beyond = 0;    // errors beyond epsilon
     int64_t promised = 0;  // certificates that say STATISTICAL
-    int64_t broken = 0;    // of those, beyond
+    int64_t broken = 0;    // of those, errors beyond epsilon
   };
-  // Over kAttends seeds, a certificate for each of four query heads.
+  // Counts over kAttends seeds and four query heads.
   Counts Count(Policy policy, bool audited = false) {
     EXPECT_TRUE(Validate(policy, spec_).empty());
     Counts counts;
@@ -90,9 +90,8 @@ class UnrankedKeys : public ::testing::TestWithParam<DeviceFactory> {
   BenchSequence sequence_;
 };
 
-// What a first selection misses has no rank, however good the ranks of what it
-// finds. vAttention's lemmas rest on none: their sample is drawn from all of
-// the tail, found or not.
+// Tokens that a first selection misses have no rank, however good the ranks of the others are.
+// vAttention's lemmas do not need ranks: their sample is drawn from the whole tail, found or not.
 TEST_P(UnrankedKeys, AFirstSelectionBearsNoPromise) {
   struct Case {
     const char* name;
@@ -132,7 +131,7 @@ TEST_P(UnrankedKeys, AFirstSelectionBearsNoPromise) {
     ASSERT_EQ(counts.certificates, 4 * kAttends);
     if (!c.promises) {
       EXPECT_EQ(counts.promised, 0) << c.name << ": " << counts.broken << " of them broken";
-      // The estimates are within epsilon where an audit looks after them.
+      // An audited attend may promise whatever the ranks: most estimates are within epsilon.
       EXPECT_GT(Count(policy, /*audited=*/true).promised, counts.certificates / 2) << c.name;
     } else {
       EXPECT_GT(counts.promised, counts.certificates / 2) << c.name;
@@ -140,7 +139,7 @@ TEST_P(UnrankedKeys, AFirstSelectionBearsNoPromise) {
     if (!c.first.has_value()) {
       EXPECT_EQ(counts.broken, 0) << c.name;
     }
-    // Or there was nothing to promise amiss.
+    // There must be errors beyond epsilon, otherwise no promise could be wrong.
     if (c.first == kHamming) {
       EXPECT_GT(WilsonInterval(counts.beyond, counts.certificates).low, policy.delta) << c.name;
     }
@@ -149,9 +148,8 @@ TEST_P(UnrankedKeys, AFirstSelectionBearsNoPromise) {
 
 class Promises : public ::testing::TestWithParam<DeviceFactory> {};
 
-// A limit that takes rows takes the promise with them, also where those that
-// are left would do: budgets are inflated, so that less than half of them bring
-// the estimate within epsilon.
+// A limit that takes rows away also takes the promise away, even if the rows that are left would
+// suffice: budgets are inflated, so less than half of the rows bring the estimate within epsilon.
 TEST_P(Promises, ALimitThatBindsTakesThemAway) {
   const ModelSpec spec = MakeSpec(2, 2, 64, DType::kF32);
   DeviceBench bench(GetParam(), spec);
@@ -170,7 +168,7 @@ TEST_P(Promises, ALimitThatBindsTakesThemAway) {
       ASSERT_TRUE(free.status.ok()) << free.status;
       const std::vector<int64_t>& wanted = free.result.touched_row_counts;
       const int64_t most = *std::max_element(wanted.begin(), wanted.end());
-      // Closely where draws come out a few rows above their budgets.
+      // In small steps near `wanted`, where the draw has a few rows more than its budget.
       std::vector<int64_t> limits;
       for (int64_t limit = 1200; limit < most; limit += limit / 10) limits.push_back(limit);
       for (const int64_t rows : wanted) {
@@ -186,7 +184,7 @@ TEST_P(Promises, ALimitThatBindsTakesThemAway) {
           const Certificate& c = item.result.certificates[h];
           ASSERT_EQ(free.result.certificates[h].promise, Promise::kStatistical);
           ASSERT_LE(item.result.touched_row_counts[kv_head], limit);
-          // A budget may be above what its draw came to: then a limit between them binds.
+          // A budget may be larger than its draw. A limit between the two binds.
           if (limit >= wanted[kv_head] &&
               item.result.touched_row_counts[kv_head] == wanted[kv_head]) {
             continue;
@@ -199,14 +197,14 @@ TEST_P(Promises, ALimitThatBindsTakesThemAway) {
         }
       }
     }
-    // Else nothing told them from errors beyond epsilon.
+    // Otherwise the test could not tell these limits from errors beyond epsilon.
     EXPECT_GT(within, bound / 2);
     EXPECT_GT(just_bound, 0);
   }
 }
 
-// Codes of 2 bits a dimension carry a guarantee over 65,536 tokens that a query
-// sees, whatever another query of the attend sees.
+// Codes of 2 bits per dimension carry a promise for up to 65,536 visible tokens per query, whatever
+// the other queries of the attend see.
 TEST_P(Promises, EndWhereRanksWereNotFoundToBearThem) {
   const ModelSpec spec =
       MakeSpec(1, 1, 64, DType::kBF16, {.kind = HashKind::kRotation, .bits_per_dim = 2});

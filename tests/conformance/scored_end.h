@@ -5,9 +5,8 @@
 
 namespace spillway {
 
-// Where the scored tokens of n visible ones end; the window follows. It reaches
-// back over the open page where scores come from the codes of a rotation, or are
-// an oracle's on such a model.
+// The end of the scored tokens if n tokens are visible; the window follows. If scores come from the
+// codes of a rotation, or from an oracle on such a model, the window also covers the open page.
 inline int64_t ScoredEnd(const ModelSpec& spec, const Policy& policy, int64_t n) {
   const auto by_pages = [](Selector selector) {
     return selector == Selector::kAsymmetric || selector == Selector::kHamming ||

@@ -1,5 +1,5 @@
-// What a device keeps of keys beside codes does not depend on how they came:
-// seen by every selector of a model with all indices, and by LSH sampling.
+// The indices beside the codes do not depend on how the keys were appended. This is tested with
+// every selector of a model with all indices, and with LSH sampling.
 #include <gtest/gtest.h>
 
 #include <string>
@@ -15,7 +15,7 @@ using reference::Context;
 constexpr Selector kSelectors[] = {Selector::kInt4Keys, Selector::kQuest, Selector::kDoubleSparsity,
                                    Selector::kAsymmetric, Selector::kHamming};
 
-// By the tokens of a page of bounds.
+// The parameter is the number of tokens per page of bounds.
 class Sections : public ::testing::TestWithParam<std::tuple<DeviceFactory, int>> {
  protected:
   Sections()
@@ -41,7 +41,7 @@ class Sections : public ::testing::TestWithParam<std::tuple<DeviceFactory, int>>
     EXPECT_EQ(x.result.touched_row_counts, y.result.touched_row_counts) << what;
   }
 
-  // Heavy sets large and small, and every token's stratum by its bin.
+  // Compares large and small heavy sets, and the strata of all tokens.
   void ExpectSameBy(Selector selector, BenchSequence& a, BenchSequence& b,
                     const std::string& what) {
     Policy policy = DefaultPolicy(spec_);
@@ -93,7 +93,7 @@ TEST_P(Sections, AppendInPiecesOfAnySize) {
     ASSERT_TRUE(pieces.Append(context_, 0, kTokens, chunk).ok());
     ExpectSame(whole, pieces, "chunk " + std::to_string(chunk));
   }
-  // Around the length from which indices exist, then token by token.
+  // Up to the length from which indices exist, then token by token.
   BenchSequence steps(bench_);
   ASSERT_TRUE(steps.Append(context_, 0, 1020).ok());
   ASSERT_TRUE(steps.Append(context_, 1020, kTokens, 1).ok());
@@ -104,7 +104,7 @@ TEST_P(Sections, TruncateAndAppendAgain) {
   BenchSequence whole = Whole(context_, 2200);
   for (const int64_t cut : {0, 500, 1023, 1024, 1025, 1151, 1152, 1160, 1700, 2199, 2200}) {
     const std::string what = "cut " + std::to_string(cut);
-    // Other tokens after the cut, so that what is stale shows.
+    // Other tokens are appended after the cut, so that stale data would show.
     BenchSequence sequence(bench_);
     ASSERT_TRUE(sequence.Append(context_, 0, cut).ok());
     ASSERT_TRUE(sequence.Append(other_, cut, 2600).ok());
@@ -117,8 +117,8 @@ TEST_P(Sections, TruncateAndAppendAgain) {
   }
 }
 
-// Bounds of the page that was cut may still be those of what is gone; all else
-// is as if it had never been, and so are they after the next append.
+// After a cut within a page, its bounds may still include the removed tokens. Everything else is as
+// if these had never been appended, and after the next append the bounds are too.
 TEST_P(Sections, TruncateAlone) {
   const int64_t page = spec_.indices.quest_page_token_count;
   for (const int64_t cut : {1500 / page * page, 1500 / page * page + page / 2 + 1}) {
@@ -164,8 +164,7 @@ TEST_P(Sections, ForksAreIndependent) {
   }
 }
 
-// Words of 4 bits an element and a range, bounds of two vectors a page, a
-// bucket of 2 bytes a table.
+// Int4: 4 bits per element and a range. Quest: two vectors per page. LSH: 2 bytes per table.
 TEST_P(Sections, BytesPerTokenAreWhatTheIndicesTake) {
   const ModelSpec bare = MakeSpec(2, 2, 64, DType::kBF16);
   const auto bytes = [&](const KeyIndexSpec& indices) {

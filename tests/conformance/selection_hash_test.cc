@@ -1,9 +1,8 @@
-// What an attend selects and promises, over a fixed matrix of shapes, policies
-// and seeds, as hashes. A change that means to keep behaviour keeps them; one
-// that means to change it changes selection_hashes.inc, where a review sees
-// which cases moved. SPILLWAY_SELECTION_HASHES=FILE writes the table's new text
-// there, SPILLWAY_OUTPUT_HASHES=FILE the bits of outputs and certificates, to
-// compare two builds on one machine.
+// Hashes of what attends select and promise, over a fixed matrix of shapes, policies and seeds. A
+// change that should keep the behaviour must keep the hashes. A change of behaviour also changes
+// selection_hashes.inc, where a review sees which cases moved. SPILLWAY_SELECTION_HASHES=FILE
+// writes the new text of the table to FILE. SPILLWAY_OUTPUT_HASHES=FILE writes hashes of the bits
+// of outputs and certificates, to compare two builds on one machine.
 #include <gtest/gtest.h>
 
 #include <bit>
@@ -27,7 +26,7 @@ using reference::Context;
 
 struct Hashes {
   uint64_t rows;      // tokens and strata of every (query, KV head)
-  uint64_t promises;  // of every (query, query head)
+  uint64_t promises;  // promises of every (query, query head)
 };
 
 struct NamedHashes {
@@ -38,7 +37,7 @@ constexpr NamedHashes kExpected[] = {
 #include "tests/conformance/selection_hashes.inc"
 };
 
-// FNV-1a of 64 bits.
+// FNV-1a with 64 bits.
 class Hasher {
  public:
   template <typename T>
@@ -62,7 +61,7 @@ struct Case {
   Policy policy;
   std::vector<TailPolicy> tails = {};
   bool audited = false;
-  float even_heads = 1;  // what queries of query heads 0, 2, ... are multiplied by
+  float even_heads = 1;  // factor on the queries of query heads 0, 2, ...
 };
 
 void Count(Policy& policy, int64_t heavy_count) {
@@ -70,7 +69,7 @@ void Count(Policy& policy, int64_t heavy_count) {
   policy.heavy_count = heavy_count;
 }
 
-// Changes that a case makes to the model's default policy.
+// The cases of a model. `add` changes the model's default policy.
 std::vector<Case> Cases(const ModelSpec& spec, const std::vector<Selector>& selectors) {
   std::vector<Case> cases;
   const auto add = [&](const std::string& name, Selector selector,
@@ -81,8 +80,8 @@ std::vector<Case> Cases(const ModelSpec& spec, const std::vector<Selector>& sele
     EXPECT_TRUE(Validate(policy, spec).empty()) << name;
     return cases.emplace_back(Case{name, policy, {}, false});
   };
-  // Not an oracle's: its logits are rounded as the device's vectors have it, and
-  // a token at a bin's edge falls to either side.
+  // Without the oracle: the rounding of its logits depends on the device's vector width, so a token
+  // at a bin's edge may fall on either side.
   static const std::map<Selector, std::string> kNames = {{Selector::kAsymmetric, "asymmetric"},
                                                          {Selector::kHamming, "hamming"},
                                                          {Selector::kInt4Keys, "int4 keys"},
@@ -136,14 +135,14 @@ std::vector<Case> Cases(const ModelSpec& spec, const std::vector<Selector>& sele
     p.epsilon = 0.02, p.delta = 0.05, p.inflation = 1;
     Count(p, 64);
   });
-  // Heads of sharp attention, whose peaks no sample of the pages finds.
+  // Heads with sharp attention, whose peaks no sample of the pages finds.
   add("sharp heads", first, [](Policy&) {}).even_heads = 12;
   if (first != Selector::kHamming) {
     add("sharp heads, mass", first, [](Policy& p) { p.heavy_kind = HeavyKind::kMass; }).even_heads =
         12;
   }
-  // Rows that row_count_max leaves: none beyond the least, too few for strata,
-  // enough for a pilot but not for the budget.
+  // Rows that row_count_max leaves for the tail: none, too few for strata, or enough for a pilot
+  // but not for the budget.
   const int64_t least = 64 + 127 + (first == Selector::kAsymmetric ? 64 : 256) + 16;
   for (const int64_t more : {0, 10, 40, 100, 500, 1600}) {
     add("at most " + std::to_string(more) + " rows beyond the least", first, [&](Policy& p) {
@@ -225,7 +224,7 @@ class SelectionHash : public ::testing::TestWithParam<DeviceFactory> {
       Hasher rows, promises;
       std::vector<Selection> selections;
       if (c.policy.tail == Tail::kLshSampling) {
-        // Every query head has rows of its own, which no selection can say.
+        // Each query head has its own rows, which a selection cannot express.
         rows.AddAll(attended.result.touched_row_counts);
       } else {
         JobItem selected = run(true);

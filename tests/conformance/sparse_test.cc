@@ -1,5 +1,5 @@
-// A sparse attend is weighted attention over the rows that Select names, and
-// its certificate is what those rows say.
+// A sparse attend is weighted attention over the rows that Select returns, and its certificates
+// follow from these rows.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -19,12 +19,12 @@ using reference::Context;
 struct Case {
   std::string name;
   Policy policy;
-  bool promises;  // whether estimates within epsilon are promises
+  bool promises;  // whether estimates within epsilon carry a promise
 };
 
-// For a model of 3 bits a dimension. Ranks by them and an oracle's bear a
-// promise, ranks by matching bits do not; vAttention's lemmas rest on none, and
-// its bound of the denominator says nothing of the output.
+// For a model with 3 bits per dimension. Ranks from these codes or from the oracle carry a promise;
+// ranks by matching bits do not. vAttention's lemmas do not rest on ranks, but the bound of the
+// denominator says nothing about the output.
 std::vector<Case> Cases(const ModelSpec& spec) {
   std::vector<Case> cases;
   for (const auto& [selector, name, ranks_bear] :
@@ -108,13 +108,13 @@ TEST_P(Sparse, ExplicitVisibleLengthsHideWhatFollows) {
   const std::vector<float> q = reference::TraceQueries(context, 3, 22, 1.5);
   BenchSequence whole(bench);
   ASSERT_TRUE(whole.Append(context, 0, context.n).ok());
-  // One dense query among sparse ones.
+  // One dense query among sparse queries.
   const std::vector<int64_t> visible = {3001, 1500, 4990};
   for (const auto& [name, policy, promises] : Cases(spec)) {
     const JobItem attend = whole.Attend(policy, q, visible);
     const JobItem select = whole.Select(policy, q, visible);
     ASSERT_TRUE(attend.status.ok()) << name;
-    // The same as a sequence that ends there.
+    // Each query's result is that of a sequence that ends where its visible tokens end.
     for (int t = 0; t < 3; ++t) {
       BenchSequence prefix(bench);
       ASSERT_TRUE(prefix.Append(context, 0, visible[t]).ok());
@@ -158,7 +158,7 @@ TEST_P(Sparse, SameBitsTwiceAndWithAnyNumberOfThreads) {
         EXPECT_EQ(a.lse, b.lse) << name << " threads " << threads;
         EXPECT_EQ(a.touched_row_counts, b.touched_row_counts) << name << " threads " << threads;
         for (size_t i = 0; i < a.certificates.size(); ++i) {
-          // Bitwise: tail_mass may be NaN.
+          // Compares the bits: tail_mass may be NaN.
           EXPECT_EQ(std::bit_cast<uint32_t>(a.certificates[i].relative_error),
                     std::bit_cast<uint32_t>(b.certificates[i].relative_error))
               << name;
@@ -168,7 +168,7 @@ TEST_P(Sparse, SameBitsTwiceAndWithAnyNumberOfThreads) {
   }
 }
 
-// As the audit asks for it: each KV head as if its policy were everyone's.
+// As the audit requests it: each KV head's result is as if all heads had its policy.
 TEST_P(Sparse, KvHeadsMayHaveTailsOfTheirOwn) {
   const ModelSpec spec = MakeSpec(3, 2, 64, DType::kBF16);
   const Context context = reference::TraceContext(spec, 5000, 31);
@@ -251,7 +251,7 @@ TEST_P(Sparse, RowCountMaxIsNeverExceededAndTakesThePromise) {
     ASSERT_TRUE(free.status.ok());
     const int64_t wanted = *std::min_element(free.result.touched_row_counts.begin(),
                                              free.result.touched_row_counts.end());
-    // A draw's size varies with the seed: well below, the limit always binds.
+    // The size of a draw varies with the seed. Well below `wanted`, the limit always binds.
     for (int64_t limit = 400; limit < wanted * 4 / 5; limit += 1 + limit / 7) {
       policy.row_count_max = limit;
       for (policy.seed = 0; policy.seed < 5; ++policy.seed) {

@@ -1,4 +1,4 @@
-// Selections of two stages, and what policies say about strata.
+// Selections in two stages, and how rows and weights cover the strata.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -31,12 +31,12 @@ class Stages : public MethodsTest {
     policy_.candidate_selector = first;
     policy_.selector = second;
   }
-  // What the first selection finds: candidate_count tokens, or a quarter.
+  // What the first selection finds: candidate_count tokens, or a quarter of all tokens.
   std::vector<Membership> Candidates(Selector first) const {
     const int64_t count = policy_.candidate_count > 0 ? policy_.candidate_count : kTokens / 4;
     return reference::TopK(RankedBy(first).bins, count);
   }
-  // Bins of the second selection: of what the first did not find the lowest.
+  // Bins of the second selection: tokens that the first did not find are in the lowest bin.
   static std::vector<BinRange> SecondBins(const std::vector<Membership>& found,
                                           std::vector<BinRange> bins) {
     for (size_t i = 0; i < bins.size(); ++i) {
@@ -54,7 +54,7 @@ TEST_P(Stages, TheSecondLooksAtWhatTheFirstFound) {
     for (const Selector second : {Selector::kInt4Keys, Selector::kOracle, Selector::kAsymmetric}) {
       if (first == second) continue;
       SetStages(first, second);
-      for (const int64_t count : {0, 600}) {  // 0: a quarter
+      for (const int64_t count : {0, 600}) {  // 0: a quarter of the tokens
         policy_.candidate_count = count;
         kv_head_ = count > 0 ? 1 : 0;
         const std::string what = Name(first) + ", then " + Name(second);
@@ -72,7 +72,7 @@ TEST_P(Stages, TheSecondLooksAtWhatTheFirstFound) {
   }
 }
 
-// With all tokens as candidates there is but one stage.
+// If all tokens are candidates, two stages give the same as one.
 TEST_P(Stages, AFirstThatFindsAllChangesNothing) {
   PrepareAll();
   policy_.tail = Tail::kStratified;
@@ -92,7 +92,7 @@ TEST_P(Stages, AFirstThatFindsAllChangesNothing) {
   }
 }
 
-// Rows and weights of a selection's tail, by stratum: each row stands for
+// For each stratum of the tail, the number of tokens that its rows stand for. Each row stands for
 // n_h / r_h tokens.
 std::map<int, double> TokensByStratum(const Selection& s) {
   std::map<int, double> tokens;
@@ -102,8 +102,8 @@ std::map<int, double> TokensByStratum(const Selection& s) {
   return tokens;
 }
 
-// Expects that the rows of every stratum stand for a whole number of tokens, and
-// all rows for all tokens.
+// Expects that the rows of every stratum stand for a whole number of tokens, and all rows together
+// for all tokens of the tail.
 void ExpectCovers(const Selection& s, int64_t tail, const std::string& what) {
   double sum = 0;
   for (const auto& [stratum, tokens] : TokensByStratum(s)) {
@@ -140,7 +140,7 @@ TEST_P(Stages, TheTailCoversWhatTheFirstDidNotFind) {
   }
 }
 
-// Then strays alone are heavy, where there are any.
+// With a heavy count of 0, only strays are heavy.
 TEST_P(Stages, NoHeavySet) {
   PrepareAll();
   policy_.heavy_kind = HeavyKind::kCount;

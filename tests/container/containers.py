@@ -1,4 +1,4 @@
-"""Podman with images of its own, on machines that give a test less than podman would take."""
+"""Runs podman with its own images, also on machines that lack much of what podman expects."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 HERE = ROOT / "build/container"
 PACKAGE = os.environ.get("SPILLWAY_IMAGE_PACKAGE", "made")
-# Neither systemd nor a journal need be there; runc takes every arrangement of control groups.
+# Works without systemd and without a journal. runc works with any setup of control groups.
 PODMAN = [
     *(
         shutil.which("podman") or "podman",
@@ -23,9 +23,9 @@ PODMAN = [
     ),
     *("--cgroup-manager", "cgroupfs", "--events-backend", "none", "--runtime", "runc"),
 ]
-# Podman would raise the limit, which takes a capability.
+# Podman would otherwise raise this limit, which needs a capability.
 RUN = ["--ulimit", "nproc=1024:1024", "--log-driver", "k8s-file"]
-# No registry is asked.
+# Does not use a registry.
 BUILD = [
     "--isolation",
     "chroot",
@@ -36,20 +36,20 @@ BUILD = [
 
 
 def descriptors() -> str:
-    """For --ulimit: 65,536 descriptors, or as many as this machine lets a process have."""
+    """The value for --ulimit: 65,536 descriptors, or the limit of this process if it is lower."""
     count = min(65536, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
     return f"nofile={count}:{count}"
 
 
 def podman(*arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    """Runs it, and tells what it said where it fails."""
+    """Runs podman. If it fails, the assertion has its error output."""
     done = subprocess.run([*PODMAN, *arguments], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 or not check, f"podman {shlex.join(arguments)}: {done.stderr}"
     return done
 
 
 def write_program(folder: Path) -> None:
-    """`podman` for commands as a page has them, with the images and limits of here."""
+    """Makes a program `podman` for the commands of a page, with these images and limits."""
     program = folder / "podman"
     program.write_text(
         "#!/usr/bin/env bash\n"
@@ -66,7 +66,7 @@ def write_program(folder: Path) -> None:
 
 
 def import_base() -> None:
-    """Gives the empty Debian the names that the file has."""
+    """Gives the image of the empty Debian the names that the Containerfile uses."""
     for tag in ("12", "12-slim"):
         name = f"docker.io/library/debian:{tag}"
         if podman("image", "exists", name, check=False).returncode:
@@ -74,10 +74,10 @@ def import_base() -> None:
 
 
 def state(container: str, field: str) -> str:
-    """Such as Pid, of its first process as this machine numbers it, or ExitCode."""
+    """A field of the container's state, such as ExitCode, or Pid as this machine numbers it."""
     return podman("inspect", "--format", "{{.State." + field + "}}", container).stdout.strip()
 
 
 def remove(container: str) -> None:
-    """Ends it where it runs, and takes it away."""
+    """Ends the container if it runs, and removes it."""
     podman("rm", "--force", "--ignore", container)

@@ -1,5 +1,5 @@
-"""The image of cmake/packaging/Containerfile: built, run as docs/operations.md and the Kubernetes
-manifest say, used from outside, and ended."""
+"""The image of cmake/packaging/Containerfile: is built, is run as in docs/operations.md and in the
+Kubernetes manifest, is used from outside, and ends."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TOKENS = 1500
 
 
 def commands() -> tuple[str, str, str]:
-    """Of the page's section: those that build, that run and that end it."""
+    """The commands of the page's section that build, run and end the image."""
     page = (ROOT / "docs/operations.md").read_text()
     section = page.split("\n## Containers\n", 1)[1].split("\n## ", 1)[0]
     build, run, end = re.findall(r"```sh\n(.*?)```", section, re.DOTALL)
@@ -43,7 +43,7 @@ def commands() -> tuple[str, str, str]:
 
 
 class Page:
-    """A shell for the page's commands, in a folder in place of /srv/spillway."""
+    """A shell for the page's commands. It uses a folder instead of /srv/spillway."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -53,7 +53,7 @@ class Page:
         self._path = f"{programs}:{CLI}:{os.environ['PATH']}"
 
     def run(self, script: str) -> str:
-        """What the commands print; they all succeed."""
+        """Runs commands that must all succeed; returns their output."""
         here = {
             "/srv/spillway": str(self.folder),
             "PACKAGE=made": f"PACKAGE={PACKAGE}",
@@ -75,25 +75,25 @@ class Page:
 
 @pytest.fixture(scope="module")
 def page() -> Iterator[Page]:
-    """With the image built. Its folder's path is short, for sockets lie there."""
+    """Builds the image. The folder's path is short, because sockets are in it."""
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="image-") as folder:
         Path(folder).chmod(0o755)
         import_base()
         page = Page(Path(folder))
         page.run(commands()[0])
         yield page
-        # Images of the times before.
+        # Remove images of earlier builds.
         podman("image", "prune", "--force")
 
 
 def rows(start: int, count: int) -> np.ndarray:
-    """Of both layers, [2, H_kv, count, d]."""
+    """Rows of both layers, [2, H_kv, count, d]."""
     generator = np.random.default_rng(start)
     return generator.standard_normal((2, 2, count, 64), dtype=np.float32)
 
 
 def exact(k: np.ndarray, v: np.ndarray, q: np.ndarray) -> np.ndarray:
-    """Attention of q [4, d] to all rows of a layer [2, T, d], in float64."""
+    """Attention of q [4, d] over all rows of a layer [2, T, d], in float64."""
     heads = []
     for head in range(4):
         keys, values = (x[head // 2].astype(np.float64) for x in (k, v))
@@ -104,7 +104,7 @@ def exact(k: np.ndarray, v: np.ndarray, q: np.ndarray) -> np.ndarray:
 
 
 def use(client: spillway.Client) -> spillway.Sequence:
-    """A sequence, after an exact attend was compared with float64."""
+    """Makes a sequence, and compares an exact attend with float64."""
     model = client.create_model(
         "m", layer_count=2, query_head_count=4, kv_head_count=2, head_dim=64, dtype="float32"
     )
@@ -126,10 +126,10 @@ def test_the_commands_of_the_page(page: Page) -> None:
         )
         target = f"unix:{page.folder}/run/spillwayd.sock"
         with spillway.connect(target) as client:
-            # Three quarters of what the container may have.
+            # The limit is three quarters of the container's memory.
             assert client.server_info.limits.memory_bytes_max == 768 << 20
             sequence = use(client)
-            # Shared memory passes from one namespace to another.
+            # Shared memory works across namespaces.
             region = client.attach_region(1 << 20)
             region.detach()
             sequence.save("kept")
@@ -147,7 +147,7 @@ def test_the_commands_of_the_page(page: Page) -> None:
 
 @pytest.fixture
 def volumes() -> Iterator[dict[str, Path]]:
-    """As Kubernetes makes them: root's, and writable for the pod's group."""
+    """Volumes like those that Kubernetes makes: owned by root, and writable for the pod's group."""
     with (
         tempfile.TemporaryDirectory(dir="/tmp", prefix="pod-") as disk,
         tempfile.TemporaryDirectory(dir="/dev/shm", prefix="pod-") as memory,
@@ -163,7 +163,7 @@ def volumes() -> Iterator[dict[str, Path]]:
 
 
 def probe(container: str, path: str) -> int:
-    """What the daemon answers to the node, in the pod's network."""
+    """The daemon's HTTP status for a probe of the node, in the pod's network."""
     script = (
         "import sys, urllib.error, urllib.request\n"
         "try: print(urllib.request.urlopen(sys.argv[1]).status)\n"
@@ -218,7 +218,7 @@ def test_the_daemon_of_the_manifest(page: Page, volumes: dict[str, Path]) -> Non
             grace = str(pod["terminationGracePeriodSeconds"])
             podman("restart", "--time", grace, "pod")
             wait_until_ready("pod", ready)
-        # The process is new, the volume's rows are not.
+        # The process is new, but the volume still has the rows.
         with spillway.connect(target) as client:
             assert client.get_sequence("sequences/s").layer_token_counts == (TOKENS, TOKENS)
         podman("stop", "--time", grace, "pod")

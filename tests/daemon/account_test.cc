@@ -1,4 +1,4 @@
-// Quotas of a namespace, and what of another's can be found.
+// Quotas of a namespace, and what a caller can find of other namespaces.
 #include "daemon/engine/account.h"
 
 #include <gmock/gmock.h>
@@ -31,7 +31,7 @@ TEST(Account, ChargesToTheQuotaAndNoFurther) {
                                            "are in use, and 41 more are needed"));
   EXPECT_EQ(account.used_bytes(), 60);
   EXPECT_TRUE(account.Charge(40).ok());
-  // A quota that becomes less takes nothing away, and lets nothing grow.
+  // Lowering the quota takes nothing away, but lets nothing grow.
   account.SetQuota({.bytes_max = 50});
   EXPECT_TRUE(account.Charge(-10).ok());
   EXPECT_FALSE(account.Charge(1).ok());

@@ -39,13 +39,13 @@ TEST(AuditTable, RaisesAHeadWhoseChecksFailAndNoOther) {
   EXPECT_TRUE(table.Heads().empty());
   int level = 0;
   for (int i = 0; i < 200; ++i) {
-    table.Record(1, 0, level, 5, kDelta, 2, i % 2);  // a quarter
+    table.Record(1, 0, level, 5, kDelta, 2, i % 2);  // a quarter fails
     table.Record(1, 1, 0, 5, kDelta, 2, i % 20 == 0 ? 1 : 0);
     table.Record(2, 0, 0, 5, kDelta, 2, 0);
     const std::vector<int> levels = table.Levels(1);
     level = levels.empty() ? 0 : levels[0];
   }
-  EXPECT_EQ(table.Levels(1), (std::vector<int>{5, 0}));  // the highest there is
+  EXPECT_EQ(table.Levels(1), (std::vector<int>{5, 0}));  // the highest level
   EXPECT_TRUE(table.Levels(0).empty());
   EXPECT_TRUE(table.Levels(2).empty());
   EXPECT_EQ(HeadOf(table, 1, 0).check_count, 400);
@@ -53,7 +53,7 @@ TEST(AuditTable, RaisesAHeadWhoseChecksFailAndNoOther) {
   EXPECT_EQ(table.Heads().front().violation_count, 100);
 }
 
-// The share at which checks fail falls with the level.
+// The share of failing checks falls with the level.
 TEST(AuditTable, SettlesWhereTheShareIsDelta) {
   AuditTable table(Spec());
   std::mt19937 random(5);
@@ -68,7 +68,7 @@ TEST(AuditTable, SettlesWhereTheShareIsDelta) {
     violations += fails;
   }
   EXPECT_LT(static_cast<double>(violations), kDelta * static_cast<double>(checks));
-  // And not by far more than it takes: 0.4 * 0.7^6 is 0.047.
+  // The level is not much higher than needed: 0.4 * 0.7^6 is 0.047.
   EXPECT_LE(table.Levels(0)[0], 6);
 }
 
@@ -90,7 +90,7 @@ TEST(AuditTable, ChecksOfAnotherLevelCountAndChangeNothing) {
   EXPECT_EQ(HeadOf(table, 0, 0).recent_check_count, 0);
 }
 
-// A sequence's rows, and attends to them with answers of the test's making.
+// A sequence with rows, and attends to it whose answers the test makes.
 class AuditorTest : public EngineTest {
  protected:
   AuditorTest() : sequence_(NewSequence("s")) {
@@ -101,7 +101,7 @@ class AuditorTest : public EngineTest {
     EXPECT_TRUE(Fill(sequence_, rows, 0, kTokens).ok());
   }
 
-  // An attend that was served, and served right.
+  // An attend with exact outputs.
   JobItem Attended(int64_t queries = 1) {
     JobItem item;
     AttendQuery& attend = item.attend.emplace(Item(sequence_).attend);
@@ -135,13 +135,13 @@ class AuditorTest : public EngineTest {
 TEST_F(AuditorTest, CountsOutputsFartherThanEpsilon) {
   Auditor auditor({.share = 1, .cpu_share = 1});
   JobItem item = Attended(3);
-  // Query 1 is off by half of epsilon, query 2 by twice.
+  // The error of query 1 is half of epsilon, that of query 2 twice epsilon.
   for (int i = 0; i < 16; ++i) item.result.out[16 + i] *= 1 + 0.5f * static_cast<float>(0.1);
   for (int i = 0; i < 16; ++i) item.result.out[32 + i] *= 1 + 2 * static_cast<float>(0.1);
   Offer(auditor, item);
   Await([&] { return HeadOf(model->audits, 0, 0).check_count == 3; });
   EXPECT_EQ(HeadOf(model->audits, 0, 0).violation_count, 1);
-  // What promised nothing is not checked, nor what is not a number trusted.
+  // Outputs without a promise are not checked. An output that is not finite is a violation.
   item.result.certificates.assign(3, {.promise = Promise::kNone});
   item.result.certificates[1].promise = Promise::kStatistical;
   item.result.out[16] = NAN;
@@ -206,7 +206,7 @@ TEST_F(AuditorTest, WhatWaitsIsForgottenAtTheEnd) {
   const int64_t dropped = auditor.dropped_count();
   Offer(auditor, item);
   EXPECT_EQ(auditor.dropped_count(), dropped + 1);
-  // Only the sequence holds its rows now.
+  // The auditor has released the rows.
   std::optional<absl::Status> deleted;
   sequence_ = nullptr;
   engine->Delete("s", [&](absl::Status status) { deleted = std::move(status); });

@@ -112,7 +112,7 @@ TEST(Config, AnEmbeddedEngineHasItsProcessesCuda) {
               HasSubstr("device.mps: an embedded engine uses CUDA as its process"));
 }
 
-// Sets an environment variable, or removes it, for as long as it lives.
+// Sets an environment variable for its lifetime, or removes it if `value` is null.
 class Environment {
  public:
   Environment(const char* name, const char* value) : name_(name) {
@@ -153,7 +153,7 @@ TEST(Config, SnapshotFoldersAreAbsoluteOrNone) {
   const absl::Status status = Parse(machine, {"--snapshot-folder", "chats"}).status();
   EXPECT_THAT(std::string(status.message()),
               HasSubstr("--snapshot-folder: \"chats\" is not an absolute path or empty"));
-  // Of an engine in a program, wherever the program says.
+  // With an embedded engine, the program may choose any folder by default.
   EXPECT_EQ(EmbeddedConfig({}, machine)->snapshot_folder, "/");
   EXPECT_EQ(EmbeddedConfig({{"snapshots.folder", "/mine"}}, machine)->snapshot_folder, "/mine");
 }

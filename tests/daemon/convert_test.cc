@@ -13,7 +13,7 @@ namespace {
 using ::testing::ElementsAre;
 using ::testing::IsEmpty;
 
-// Every field has a value of its own.
+// Every field has a different value.
 TEST(FillCertificate, CarriesEachFieldWhereItBelongs) {
   JobItem item;
   Policy& policy = item.attend.emplace().policy;
@@ -40,7 +40,7 @@ TEST(FillCertificate, CarriesEachFieldWhereItBelongs) {
   EXPECT_THAT(certificate.head_inflations(), IsEmpty());
 }
 
-// Heads that the audit has raised; the rest stays what was asked for.
+// Only the inflation of heads that the audit has raised differs from the request.
 TEST(FillCertificate, NamesWhatHeadsWereGiven) {
   JobItem item;
   AttendQuery& attend = item.attend.emplace();
@@ -54,7 +54,7 @@ TEST(FillCertificate, NamesWhatHeadsWereGiven) {
   EXPECT_THAT(certificate.head_inflations(), ElementsAre(1.5, 2.25));
 }
 
-// Rows stand under the API's names.
+// Methods have the API's names.
 TEST(Methods, HaveTheApisNames) {
   for (const SelectorMethod* method : SelectorMethods()) {
     const auto value = static_cast<v1::Selector>(static_cast<int>(method->selector) + 1);

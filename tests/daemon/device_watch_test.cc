@@ -33,7 +33,7 @@ TEST_F(DeviceWatchTest, ADeviceThatOnlyFailsIsLostUntilSomethingSucceeds) {
 TEST_F(DeviceWatchTest, AnUnusableDeviceIsToldOnceAndStaysLost) {
   std::vector<DeviceWatch::Loss> losses;
   DeviceWatch watch(device, [&](const DeviceWatch::Loss& loss) { losses.push_back(loss); });
-  // An error that the device survives.
+  // The device survives this error.
   watch.Note(device, absl::InternalError("a kernel failed"));
   watch.Check();
   EXPECT_TRUE(losses.empty());

@@ -11,7 +11,7 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 
-// CUDA may leave ordinals out: a GPU that it cannot ask is not listed.
+// The ordinals may have gaps: a GPU that CUDA cannot query is not listed.
 const std::vector<GpuName> kGpus = {{0, "GPU-aa"}, {1, "GPU-bb"}, {3, "GPU-dd"}};
 
 TEST(ChooseGpus, AutoTakesAll) {

@@ -1,4 +1,4 @@
-// Decoders by a doorbell, over a device whose memory the host can see.
+// Decoders through a doorbell, on a toy device whose memory the host can read.
 #include <array>
 #include <chrono>
 #include <cstring>
@@ -27,8 +27,8 @@ using ::testing::HasSubstr;
 constexpr int kDim = 16;
 constexpr uint32_t kF32 = v1::DTYPE_F32;
 
-// A step that answers a layer with q + 10 k + 100 v, and fails where q is negative. It
-// spoils the memory that is shared first, as a client could.
+// A step that answers each layer with q + 10 k + 100 v, and fails if q is negative. It first
+// overwrites the inputs in the shared memory, as a client could.
 class AddingStep final : public StreamStep {
  public:
   AddingStep(StreamStepOptions options, const std::byte** shared)
@@ -155,7 +155,7 @@ class DoorbellDecoderTest : public EngineTest {
     call.offset = 100;
     return Ring(call);
   }
-  // Where the layout has the tensors of one token, one head of 16.
+  // Writes the tensors of one token and one head of 16 to their places.
   void Put(float q, float k, float v) {
     const StepShape shape = {1, 1, 1, 1, kDim, kF32};
     const StepLayout layout(shape, DType::kF32, DType::kF32, DType::kF32);
@@ -183,7 +183,7 @@ class DoorbellDecoderTest : public EngineTest {
 
   SharedToy gpu{"cuda:0", "GPU-a"};
   RegionTable regions{RegionTable::Kind::kSessions, &budget, &gpu};
-  std::vector<std::string> traces;  // of what was refused, in that order
+  std::vector<std::string> traces;  // traces of the refused calls, in order
   const StatusConverter status{"boot", "", [](const absl::Status& error) { return error; },
                                [this](const absl::Status&, const std::string&,
                                       std::string_view trace) { traces.emplace_back(trace); }};
@@ -194,7 +194,7 @@ class DoorbellDecoderTest : public EngineTest {
   std::optional<DoorbellServer> server;
   std::shared_ptr<Region> region;
   DoorbellMemory* memory = nullptr;
-  // Of the last attend: what the client would have mapped.
+  // The shared memory of the last attend, which a client would have mapped.
   const std::byte* shared = nullptr;
   uint32_t rung = 0;
 };
@@ -220,7 +220,7 @@ TEST_F(DoorbellDecoderTest, AttendsLayerByLayerAndLetsTheSequenceGo) {
     ASSERT_EQ(next.code, 0);
     EXPECT_EQ(next.version, 5u);
     for (int layer = 0; layer < 2; ++layer) {
-      // The first attend tells where the memory is.
+      // A first attend tells the test where the memory is.
       if (shared == nullptr) {
         ASSERT_EQ(Ring(DoorbellCallKind::kDecoderAttend).code, 0);
       }
@@ -255,7 +255,7 @@ TEST_F(DoorbellDecoderTest, WhatIsRefusedNamesTheTraceThatItWasOpenedIn) {
   ASSERT_EQ(Open("job-7/3").code, 0);
   EXPECT_EQ(Ring(DoorbellCallKind::kDecoderAttend).code, 9);
   EXPECT_EQ(Ring(DoorbellCallKind::kDecoderSums, 2).code, 3);
-  // A decoder of another trace, of none, and one that is refused for its own.
+  // Decoders with another trace and with none, and one that is refused because of its trace.
   ASSERT_EQ(Open("another").code, 0);
   EXPECT_EQ(Ring(DoorbellCallKind::kDecoderSums, 2).code, 3);
   ASSERT_EQ(Open().code, 0);
@@ -303,7 +303,7 @@ TEST_F(DoorbellDecoderTest, ASequenceIsHeldByOneAtATime) {
 
 TEST_F(DoorbellDecoderTest, AClientThatGoesLetsTheSequenceGo) {
   ASSERT_EQ(Open().code, 0);
-  // A whole step, and one that is cut between its layers.
+  // One whole step, and one that ends after its first layer.
   ASSERT_EQ(Ring(DoorbellCallKind::kDecoderNext).code, 0);
   for (int layer = 0; layer < 2; ++layer) {
     ASSERT_EQ(Ring(DoorbellCallKind::kDecoderAttend, layer).code, 0);

@@ -11,8 +11,8 @@
 
 namespace spillway {
 
-// An engine over a toy device: a model of 2 layers, 1 KV head, 16 dimensions,
-// f32, without codes. Row t of a chunk made by Rows(tag) has K = tag + t.
+// An engine on a toy device: a model of 2 layers, 1 KV head, 16 dimensions, f32, without codes. In
+// a chunk made by Rows(tag), all elements of row t are tag + t.
 class EngineTest : public ::testing::Test {
  protected:
   explicit EngineTest(bool delayed = false, int64_t limit_bytes = int64_t{64} << 20)
@@ -42,7 +42,7 @@ class EngineTest : public ::testing::Test {
     return *engine->CreateSequence(id, model, model->policy, ttl);
   }
 
-  // K (or V) of `layers` layers of `count` tokens.
+  // K (or V) of `count` tokens in `layers` layers.
   static std::vector<float> Rows(float tag, int64_t count, int layers = 1) {
     std::vector<float> rows;
     for (int l = 0; l < layers; ++l) {
@@ -63,7 +63,7 @@ class EngineTest : public ::testing::Test {
     item.attend.query_count = 1;
     return item;
   }
-  // Starts an append of layers [0, 2); the result appears in the pointer.
+  // A completion that stores the result in *result.
   template <typename T>
   static Engine::Done<T> Into(std::optional<absl::StatusOr<T>>* result) {
     return [result](absl::StatusOr<T> value) { result->emplace(std::move(value)); };

@@ -52,7 +52,7 @@ TEST_F(EngineTest, TwoLayersOfAChunkAreOnTheDeviceTogether) {
   EXPECT_FALSE(result.has_value());
   device.Release();
   ASSERT_TRUE(result->ok());
-  // One that fails takes the other back, in either order.
+  // If one layer's append fails, the other's is undone, in either order.
   for (const size_t first : {0u, 1u}) {
     engine->Append({sequence, ChunkOf(rows, 5, 5, 0, 2), nullptr}, Into(&result));
     device.FailAppend(absl::OutOfRangeError("no"));
@@ -250,7 +250,7 @@ TEST_F(EngineTest, AppendThatFailsAtALaterLayerLeavesNoTrace) {
   EXPECT_EQ(sequence->snapshot().row_bytes, row_bytes);
   EXPECT_EQ(model->row_pool.used_page_count(), pages);
   EXPECT_EQ(sequence->work.appended_row_count, 8);
-  // Other rows may take the place.
+  // Other rows can be appended at the same positions.
   ASSERT_TRUE(Fill(sequence, other, 4, 200).ok());
   EXPECT_THAT(sequence->snapshot().layer_token_counts, ElementsAre(204, 204));
   for (int layer = 0; layer < 2; ++layer) {
@@ -385,7 +385,7 @@ TEST_F(EngineTest, NonFiniteRowsAreNamed) {
 
 class FullEngineTest : public EngineTest {
  protected:
-  // Room for a slab of rows and some tables.
+  // Memory for one slab of rows and some tables.
   FullEngineTest() : EngineTest(false, kSlabBytes + (512 << 10)) {}
 };
 
@@ -406,7 +406,7 @@ TEST_F(FullEngineTest, AdmissionRefusesBeforeTheLimit) {
   EXPECT_EQ(sequence->snapshot().row_bytes, before.row_bytes);
 }
 
-// An engine over two devices with memory of their own.
+// An engine on two devices, each with its own memory.
 class TwoDeviceEngineTest : public EngineTest {
  protected:
   TwoDeviceEngineTest() {
@@ -431,12 +431,12 @@ class TwoDeviceEngineTest : public EngineTest {
     EXPECT_TRUE(Normalize(spec).empty());
     model = *engine->CreateModel("m", spec, DefaultPolicy(spec));
   }
-  // Sequences and models go before the device.
+  // Sequences and models must be destroyed before the device.
   ~TwoDeviceEngineTest() override {
     model.reset();
     engine.reset();
   }
-  // 10 bytes of codes a token and layer.
+  // Sets the used bytes of the devices. Codes take 10 bytes per token and layer.
   void SetUsed(int64_t first_bytes, int64_t second_bytes) {
     toys[0]->SetMemory({10000, first_bytes}, 10);
     toys[1]->SetMemory({10000, second_bytes}, 10);
@@ -482,8 +482,8 @@ class LateEngineTest : public EngineTest {
   LateEngineTest() : EngineTest(true) {}
 };
 
-// Many sequences, answers at random times: each sequence sees its own appends
-// in order, and sequences run side by side.
+// Many sequences with answers at random times: each sees its own appends in order, and they are
+// served in parallel.
 TEST_F(LateEngineTest, SequencesProgressInParallelEachInOrder) {
   constexpr int kSequences = 8, kSteps = 25;
   const std::vector<float> rows = Rows(1, 1);
@@ -512,8 +512,8 @@ TEST_F(LateEngineTest, SequencesProgressInParallelEachInOrder) {
   EXPECT_GT(device.running_count_max(), 1);
 }
 
-// A client that has its answer may close an engine in its process at once, while the device's
-// thread still lets go of what the operation held.
+// A client that has its answer may close the engine in its process at once, while the device's
+// thread is still releasing what the operation held.
 TEST_F(EngineTest, GoesAfterWhatItHasAnswered) {
   struct Slow {
     explicit Slow(std::atomic<bool>* gone) : gone(gone) {}

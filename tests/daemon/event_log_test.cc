@@ -16,7 +16,7 @@ using ::testing::ElementsAre;
 using ::testing::EndsWith;
 using ::testing::IsEmpty;
 
-// Lines "level message" that an EventLog writes.
+// Collects the lines "level message" that an EventLog writes.
 class EventLogTest : public ::testing::Test {
  protected:
   EventLogTest() : before_(spdlog::default_logger()) {
@@ -27,7 +27,7 @@ class EventLogTest : public ::testing::Test {
   }
   ~EventLogTest() override { spdlog::set_default_logger(before_); }
 
-  // What was written since the last call.
+  // The lines written since the last call.
   std::vector<std::string> Lines() {
     std::istringstream in(out_.str());
     out_.str("");

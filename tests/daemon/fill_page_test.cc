@@ -47,7 +47,7 @@ TEST(FillPage, EndsWhereAMessageIsFull) {
       PageToken("b"));
   EXPECT_EQ(response.models_size(), 2);
   response.Clear();
-  // The last one that there is.
+  // The message is full, but no item follows.
   EXPECT_EQ(FillPage(PageOf({kMiB, kMiB}, false), *response.mutable_models(), ToProto), "");
   EXPECT_EQ(response.models_size(), 2);
 }

@@ -1,4 +1,4 @@
-// Regions of a device's memory, over a device whose memory the host can see.
+// Regions in a device's memory, on a toy device whose memory the host can read.
 #include <cstring>
 #include <memory>
 #include <optional>
@@ -36,7 +36,7 @@ TEST_F(GpuRegionsTest, AreOfTheDeviceThatIsNamed) {
     EXPECT_TRUE((*region)->on_gpu);
     EXPECT_EQ(*regions.Find(caller, (*region)->id), *region);
   }
-  // Charged to the device alone.
+  // The regions are charged to the device only.
   EXPECT_EQ(budget.used_bytes(), before);
   EXPECT_EQ(gpu.shared_count(), 2);
   EXPECT_THAT(*regions.List(caller, session), SizeIs(2));
@@ -78,7 +78,7 @@ TEST_F(GpuRegionsTest, GoWithWhatUsesThemLast) {
   const std::string id = second->id;
   ASSERT_TRUE(regions.Detach(caller, session, id).ok());
   EXPECT_TRUE(absl::IsNotFound(regions.Find(caller, id).status()));
-  EXPECT_EQ(gpu.shared_count(), 2);  // a request has it
+  EXPECT_EQ(gpu.shared_count(), 2);  // a request still uses it
   second.reset();
   EXPECT_EQ(gpu.shared_count(), 1);
   regions.CloseSession(session);
@@ -101,7 +101,7 @@ TEST_F(GpuRegionsTest, OfAnotherDeviceAppendNothing) {
               HasSubstr("chunk.k: is in the memory of cuda:0, but sequences/s is on toy:0"));
   EXPECT_EQ(device.waiting_count(), 0);
   EXPECT_EQ(sequence->token_count(), 0);
-  // That of the sequence's own goes to it.
+  // A chunk in the memory of the sequence's own device is appended.
   chunk.gpu = &device;
   result.reset();
   engine->Append({sequence, chunk, nullptr}, Into(&result));

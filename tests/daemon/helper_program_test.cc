@@ -109,7 +109,7 @@ TEST(RunHelper, LetsGoOnWhatMay) {
   EXPECT_EQ(kill(-pid, SIGKILL), 0);
 }
 
-// What a program leaves running keeps nobody waiting.
+// RunHelper does not wait for processes that the program leaves running.
 TEST(RunHelper, DoesNotWaitForWhatWasLeftRunning) {
   const auto result = RunHelper(Program({"sh", "-c", "sleep 600 & echo $!"}));
   ASSERT_TRUE(result.ok());

@@ -20,9 +20,9 @@
 namespace spillway {
 namespace {
 
-constexpr size_t kPipeBytes = 4096;  // the system's least
+constexpr size_t kPipeBytes = 4096;  // the smallest pipe that the system makes
 
-// A queue before a pipe of one page.
+// A queue that writes to a pipe of one page.
 class LogQueueTest : public ::testing::Test {
  protected:
   LogQueueTest() {
@@ -37,7 +37,7 @@ class LogQueueTest : public ::testing::Test {
     queue->logger()->set_pattern("%l %v");
   }
 
-  // So that no line fits any more.
+  // Fills the pipe, so that no further line fits.
   void Fill() {
     const std::string page(kPipeBytes, '.');
     ASSERT_EQ(write(writer.get(), page.data(), page.size()), static_cast<ssize_t>(page.size()));
@@ -73,12 +73,12 @@ TEST_F(LogQueueTest, LinesAreWrittenInOrder) {
 TEST_F(LogQueueTest, WhoLogsDoesNotWaitForWhoReads) {
   Fill();
   for (int i = 0; i < 100; ++i) queue->logger()->info(std::to_string(i));
-  // All but the four that the queue holds, and one that is being written if the
-  // thread came so far.
+  // All lines are dropped except the four that the queue holds, and possibly one that the thread
+  // has taken to write.
   const int64_t dropped = queue->dropped_line_count();
   EXPECT_GE(dropped, 95);
   EXPECT_LE(dropped, 96);
-  // Its mark takes a line's place.
+  // The mark of WaitUntilWritten takes the place of a line.
   EXPECT_FALSE(queue->WaitUntilWritten(absl::Milliseconds(10)));
   EXPECT_EQ(Read(kPipeBytes), std::string(kPipeBytes, '.'));
   EXPECT_TRUE(queue->WaitUntilWritten(absl::Minutes(1)));
@@ -92,7 +92,7 @@ TEST_F(LogQueueTest, TheNextLineThatGetsThroughComesAfterTheNumberOfThoseDropped
   const std::vector<std::string> lines = LinesOf(Read(kPipeBytes));
   ASSERT_FALSE(lines.empty());
   EXPECT_EQ(lines.back(), "info 99");
-  // The thread may have come at any of the lines before the pipe held it up.
+  // The thread may have taken any of the lines before the pipe blocked it.
   int64_t dropped = 0, written = 0;
   for (const std::string& line : lines) {
     int64_t count = 0;

@@ -1,6 +1,5 @@
-// What models and sequences hold is charged to the memory budget, and what is
-// free of it is what can be appended. Over the CPU device, whose codes lie in
-// the same memory as the rows.
+// All memory of models and sequences is charged to the memory budget, and what is free in it can be
+// appended. The tests use the CPU device, whose codes are in the same memory as the rows.
 #include <memory>
 #include <optional>
 #include <string>
@@ -49,9 +48,9 @@ class Memory {
                                         const std::shared_ptr<Model>& model) {
     return *engine->CreateSequence(id, model, model->policy, absl::InfiniteDuration());
   }
-  // Appends of some MiB are served before the call returns.
+  // An append of this size (some MiB) is served before the call returns.
   absl::Status Append(const std::shared_ptr<Sequence>& sequence, int64_t count) {
-    // Keys of different directions, each a number.
+    // Keys in different directions; all elements are finite.
     std::vector<uint16_t> rows(kLayers * kKvHeads * count * kD);
     for (size_t i = 0; i < rows.size(); ++i) {
       rows[i] = static_cast<uint16_t>(0x3000 + i * 2654435761u % 4096);
@@ -74,7 +73,7 @@ class Memory {
   void Delete(const std::string& id) {
     engine->Delete(id, [](const absl::Status& status) { EXPECT_TRUE(status.ok()) << status; });
   }
-  // Charged for anything but pages of rows and codes.
+  // Bytes charged for anything except the pages of rows and codes.
   int64_t other_bytes() const { return budget.used_bytes() - arena->statistics().committed_bytes; }
 
   MemoryBudget budget;
@@ -86,10 +85,10 @@ class Memory {
 class TablesMemory : public ::testing::Test {
  protected:
   static constexpr int64_t kTokens = 128 * 150;
-  // Of rows and of codes; a table has a reference of 8 bytes to each.
+  // Pages of rows and of codes. A table has a reference of 8 bytes to each page.
   static constexpr int64_t kPages = 2 * kLayers * kKvHeads * kTokens / kPageTokenCount;
   static constexpr int64_t kReferenceBytes = 8;
-  // Two page tables and a centre a KV head.
+  // Two page tables and one centre per KV head.
   static constexpr int64_t kEmptyBytes =
       sizeof(Sequence) + kLayers * kKvHeads * (2 * sizeof(PageTable) + kD * kFloatBytes);
 
@@ -110,7 +109,7 @@ TEST_F(TablesMemory, OfPagesIsCharged) {
   EXPECT_EQ(memory_.other_bytes(), before);
 }
 
-// A fork shares the pages and has tables of its own.
+// A fork shares the pages, but has its own tables.
 TEST_F(TablesMemory, OfForksIsCharged) {
   const auto sequence = memory_.NewSequence("s", model_);
   ASSERT_TRUE(memory_.Append(sequence, kTokens).ok());
@@ -139,7 +138,7 @@ TEST_F(TablesMemory, IsRefusedWhereItDoesNotFit) {
   EXPECT_EQ(memory_.budget.free_bytes(), 100);
 }
 
-// Weights and their bytes in fp32, with a file where they are uploaded.
+// A kind of weights: its bytes in fp32, and the file if the client uploads it.
 struct Weights {
   std::string name;
   ModelSpec spec;
@@ -152,7 +151,7 @@ std::vector<Weights> AllWeights() {
   std::vector<Weights> all;
   all.push_back(
       {"rotation", Spec({.kind = HashKind::kRotation}), kLayers * kD * kD * kFloatBytes, {}});
-  if (!HasMethodOf("hash_weights.mlp")) return all;  // what follows is methods'
+  if (!HasMethodOf("hash_weights.mlp")) return all;  // the others are of optional methods
   all.push_back(
       {"projections",
        Spec({.kind = HashKind::kRotation}, {.lsh_table_count = kTables, .lsh_bits = kTableBits}),
@@ -198,7 +197,8 @@ TEST(WeightsMemory, IsCharged) {
     {
       const std::shared_ptr<Model> model = memory.NewModel(weights.spec);
       if (weights.spec.has_weights()) {
-        // Its tables: many models that await weights are no small thing.
+        // The tables of a model that waits for its weights are charged, since there may be many
+        // such models.
         EXPECT_GE(memory.other_bytes() - before, 4096) << weights.name << " before the upload";
         EXPECT_LE(memory.other_bytes() - before, 16384) << weights.name << " before the upload";
         ASSERT_TRUE(memory.engine->UploadWeights(*model, weights.file).ok()) << weights.name;
@@ -238,7 +238,7 @@ TEST(WeightsMemory, IsRefusedWhereItDoesNotFit) {
   }
 }
 
-// Codes count, too, that with other indices take about as much as the rows.
+// The codes count too. With the other indices they take about as much memory as the rows.
 TEST(FreeTokens, AreThoseThatCanBeAppended) {
   Memory memory(int64_t{48} << 20);
   KeyIndexSpec indices;  // the largest that this build has
@@ -248,7 +248,7 @@ TEST(FreeTokens, AreThoseThatCanBeAppended) {
   const std::shared_ptr<Model> model =
       memory.NewModel(Spec({.kind = HashKind::kRotation, .bits_per_dim = 4}, indices));
   const auto sequence = memory.NewSequence("s", model);
-  std::vector<int64_t> told = {memory.engine->FreeTokenCount(*model)};  // a chunk at a time
+  std::vector<int64_t> told = {memory.engine->FreeTokenCount(*model)};  // also after each chunk
   constexpr int64_t kChunk = 512;
   while (memory.Append(sequence, kChunk).ok()) {
     told.push_back(memory.engine->FreeTokenCount(*model));
@@ -256,7 +256,7 @@ TEST(FreeTokens, AreThoseThatCanBeAppended) {
   const SequenceSnapshot full = sequence->snapshot();
   ASSERT_GT(full.token_count, 10 * kChunk);
   ASSERT_GT(full.index_bytes, full.row_bytes / (indices.any() ? 2 : 8));
-  // Slabs go whole to rows or to codes, and tables grow in steps of 64 KiB.
+  // A slab belongs to either rows or codes, and tables grow in steps of 64 KiB.
   const int64_t each = (full.row_bytes + full.index_bytes) / full.token_count;
   const int64_t slack = kChunk + (2 * kSlabBytes + (64 << 10)) / each;
   for (size_t i = 0; i < told.size(); ++i) {

@@ -1,4 +1,4 @@
-// With every method built.
+// For builds with every method.
 #include "gtest/gtest.h"
 #include "host/policy/methods.h"
 #include "spillway/v1/policy.pb.h"

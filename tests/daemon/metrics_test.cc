@@ -32,7 +32,7 @@ class MetricsTest : public EngineTest {
     ADD_FAILURE() << "there is no " << name;
     return {};
   }
-  // Of the series without labels.
+  // The value of the series without labels.
   double Value(const std::string& name) const {
     const MetricFamily family = Family(name);
     EXPECT_EQ(family.metric.size(), 1);
@@ -121,7 +121,7 @@ TEST_F(MetricsTest, WhatIsCountedIsTold) {
 TEST_F(MetricsTest, StagesAndWaitsForTheDeviceAreTold) {
   const auto sequence = NewSequence("a");
   ASSERT_TRUE(Fill(sequence, Rows(0, 40, 2), 0, 40).ok());
-  // What a GPU tells benchmarks of its kernels does not count.
+  // Stages with other names, which a GPU reports for benchmarks only, are not exported.
   device.stages = {{"score", 3000}, {"pilot", 7000}, {"fold", 250}};
   device.queue_time_us = 500;
   Attend(sequence);
@@ -160,7 +160,7 @@ TEST_F(MetricsTest, CallsAreToldByMethodAndStatus) {
     counts[absl::StrCat(metric.label.at(0).value, " ", metric.label.at(1).value)] =
         metric.counter.value;
   }
-  // A method that nobody called has no series.
+  // A method that was never called has no series.
   EXPECT_THAT(counts, testing::ElementsAre(testing::Pair("AttentionService/Attend NOT_FOUND", 1),
                                            testing::Pair("AttentionService/Attend OK", 2)));
   const auto durations = Family("spillway_request_duration_seconds").metric;
@@ -177,7 +177,7 @@ TEST_F(MetricsTest, ModelsHaveSeriesUpToABound) {
   EXPECT_EQ(Value("spillway_models"), 41);
   const auto series = Family("spillway_model_tokens").metric;
   ASSERT_EQ(series.size(), Metrics::kModelCountMax);
-  // The oldest, whatever the others are called.
+  // The oldest models have series, whatever their names.
   EXPECT_EQ(series.front().label.at(0).value, "m");
   EXPECT_EQ(series.back().label.at(0).value, "a14");
 }

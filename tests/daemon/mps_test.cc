@@ -12,7 +12,7 @@ using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using ::testing::Not;
 
-// Answers as it is told, and writes down what it is asked to do.
+// Answers as the test sets it, and records what it is asked to do.
 class ScriptedSystem final : public MpsSystem {
  public:
   std::string Directory() const override { return "/run/mps"; }
@@ -159,7 +159,7 @@ TEST(MpsTest, AutoWarnsWhereCudaDidNotAttach) {
   EXPECT_EQ((*report)->reason, "cuda:1: a control daemon answers at /run/mps");
 }
 
-// CUDA would wait for it without end.
+// CUDA would wait for such a control daemon forever.
 TEST(MpsTest, ASilentControlDaemonIsAvoidedOrRefused) {
   ScriptedSystem system;
   system.control.answer = MpsAnswer::kSilent;
@@ -203,7 +203,7 @@ TEST(MpsTest, OnStartsOneWhereNoneRunsAndEndsIt) {
   {
     absl::StatusOr<Mps> mps = Mps::Prepare(With(MpsMode::kOn, {"cuda:0"}), &system);
     ASSERT_TRUE(mps.ok());
-    // Ended once, however often it is moved.
+    // The control daemon is ended once, however often the object is moved.
     const Mps moved = *std::move(mps);
     EXPECT_TRUE(moved.started());
     const auto report = moved.Check({Gpu("cuda:0", true)});

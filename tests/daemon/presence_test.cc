@@ -37,7 +37,7 @@ TEST(PresenceTableTest, WhoComesAgainIsTheSameClientWhileThatMatters) {
   table.Go(*client, At(1));
   EXPECT_EQ(table.Of("a", At(2)), client);
   EXPECT_NE(table.Of("b", At(2)), client);
-  client.reset();  // no sequence is its
+  client.reset();  // no sequence refers to it: it is forgotten
   EXPECT_EQ(table.Of("a", At(9))->gone_time(), At(9));
 }
 
@@ -97,7 +97,7 @@ class AbandonedTest : public EngineTest {
                                  bool named = false) {
     return *engine->CreateSequence(id, model, model->policy, absl::Hours(1), {named, client});
   }
-  // What has expired after so many seconds more.
+  // What has expired `seconds` later.
   std::vector<std::string> After(int64_t seconds) {
     now += absl::Seconds(seconds);
     std::vector<std::string> names;

@@ -25,7 +25,7 @@ TEST(Relaunch, ADaemonThatSomebodyElseStartedKnowsOfNoLoss) {
 
 TEST(Relaunch, WhatItKnowsPassesThroughText) {
   Relaunch relaunch;
-  const std::string reason = "cuda:0: \"illegal\" \xff address";  // no UTF-8
+  const std::string reason = "cuda:0: \"illegal\" \xff address";  // not UTF-8
   ASSERT_TRUE(relaunch.NoteLoss(reason, {"cuda:0", "cuda:1"}, absl::FromUnixSeconds(100)).ok());
   relaunch.NoteAttempt();
   relaunch.NoteAttempt();
@@ -39,7 +39,7 @@ TEST(Relaunch, WhatItKnowsPassesThroughText) {
 TEST(Relaunch, LossesThatFollowOneAnotherQuicklyAreNotTriedForEver) {
   Relaunch relaunch;
   const auto lose = [&](int64_t second) {
-    // Each in a process of its own.
+    // Each loss is in a new process.
     relaunch = Relaunch::FromText(relaunch.ToText());
     return relaunch.NoteLoss("cuda:0: gone", {"cuda:0"}, absl::FromUnixSeconds(second));
   };
@@ -48,7 +48,7 @@ TEST(Relaunch, LossesThatFollowOneAnotherQuicklyAreNotTriedForEver) {
   EXPECT_EQ(refused.code(), absl::StatusCode::kResourceExhausted);
   EXPECT_THAT(std::string(refused.message()), HasSubstr("6 times within 10m"));
   EXPECT_EQ(relaunch.loss_count(), 5);
-  // The first is long ago now.
+  // The first loss is 10 minutes ago and no longer counts.
   EXPECT_TRUE(lose(1600).ok());
   EXPECT_EQ(relaunch.loss_count(), 6);
   EXPECT_FALSE(lose(1600).ok());

@@ -1,4 +1,4 @@
-// An engine that goes on with what another one left in a folder.
+// An engine that continues with what another engine left in a folder.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -17,11 +17,12 @@ using ::testing::HasSubstr;
 
 constexpr int64_t kLimit = int64_t{64} << 20;
 
-// One process after the other, each an engine over a device that answers when it is told to.
+// One process after the other, each with an engine on a device that answers when the test tells it
+// to.
 class RestoreTest : public ::testing::Test {
  protected:
   struct Process {
-    // An engine waits for what it rebuilds.
+    // The engine's destructor waits for its rebuild.
     ~Process() { device.ReleaseAll(); }
 
     MemoryBudget budget{kLimit};
@@ -29,7 +30,7 @@ class RestoreTest : public ::testing::Test {
     std::unique_ptr<Store> store;
     std::unique_ptr<Arena> arena;
     std::optional<Engine> engine;
-    // Names of what was rebuilt, and what was not, with why.
+    // Ids of the sequences that were rebuilt, and of the others with the reason.
     std::vector<std::string> rebuilt;
     std::vector<std::string> failed;
   };
@@ -67,7 +68,7 @@ class RestoreTest : public ::testing::Test {
     return process;
   }
 
-  // While the device goes on answering: some may be rebuilt before the engine hears of it.
+  // Stops the rebuild while the device keeps answering, so some sequences may still be rebuilt.
   static void Stop(Process& process) {
     std::thread stop([&] { process.engine->StopRebuilding(); });
     for (RebuildProgress seen;
@@ -103,7 +104,7 @@ class RestoreTest : public ::testing::Test {
     });
     return fork;
   }
-  // Rows of token t of a layer are all tag + t.
+  // All elements of the rows of token t are tag + t.
   static absl::Status Append(Process& process, const std::shared_ptr<Sequence>& sequence, float tag,
                              int64_t start, int64_t count) {
     std::vector<float> rows;
@@ -124,7 +125,7 @@ class RestoreTest : public ::testing::Test {
     process.device.ReleaseAll();
     return result->status();
   }
-  // An attend of layer 0 that has been asked for.
+  // The result of an attend of layer 0; empty until it is answered.
   using Asked = std::shared_ptr<std::optional<absl::StatusOr<AttendOutcome>>>;
   Asked Ask(Process& process, const std::shared_ptr<Sequence>& sequence) {
     AttendRequest request;
@@ -159,7 +160,7 @@ TEST_F(RestoreTest, RequestsWaitForTheirSequenceAndSeeItsRows) {
   EXPECT_EQ(report.sequence_count, 3);
   EXPECT_EQ(report.token_count, 500);
   EXPECT_TRUE(report.lost.empty());
-  // One that has nothing to rebuild is there at once; lengths are told at once.
+  // A sequence with nothing to rebuild is ready at once. All lengths are known at once.
   EXPECT_THAT(second->rebuilt, ElementsAre("empty"));
   const auto a = *second->engine->registry().FindSequence("a");
   const auto b = *second->engine->registry().FindSequence("b");
@@ -179,7 +180,7 @@ TEST_F(RestoreTest, RequestsWaitForTheirSequenceAndSeeItsRows) {
   EXPECT_EQ(progress.done_count, 3);
   EXPECT_EQ(progress.failed_count, 0);
   EXPECT_EQ(progress.row_bytes, 500 * 2 * 2 * 16 * 4);
-  // And it goes on.
+  // Appends continue.
   EXPECT_TRUE(Append(*second, a, 1000, 300, 1).ok());
 }
 
@@ -225,7 +226,7 @@ TEST_F(RestoreTest, OneThatCannotBeRebuiltIsRefusedAndKeepsItsRows) {
   auto third = Start();
   third->device.ReleaseAll();
   EXPECT_THAT(third->rebuilt, ElementsAre("a"));
-  // Its pages are nobody else's meanwhile, and its own again when it goes.
+  // The pages belonged to this sequence only, and are free after its deletion.
   std::optional<absl::Status> deleted;
   third->engine->Delete("a", [&](absl::Status status) { deleted = std::move(status); });
   ASSERT_TRUE(deleted.has_value());
@@ -265,7 +266,7 @@ TEST_F(RestoreTest, CodesOfWhatForksShareAreMadeOnce) {
     const auto b = Fork(*first, a, "b");
     ASSERT_TRUE(Append(*first, b, 5000, 300, 300).ok());
     ASSERT_TRUE(Append(*first, Fork(*first, b, "c"), 7000, 600, 1).ok());
-    // Begins as a does, and has no page of it.
+    // Begins with the same rows as a, but shares no page with it.
     ASSERT_TRUE(Append(*first, NewSequence(*first, "d"), 1000, 0, 300).ok());
   }
   auto second = Open();
@@ -281,11 +282,11 @@ TEST_F(RestoreTest, CodesOfWhatForksShareAreMadeOnce) {
   EXPECT_EQ(item.result.out[0], 601);
   EXPECT_EQ(item.result.lse[0], 7600);
   EXPECT_THAT(second->rebuilt, ::testing::UnorderedElementsAre("a", "b", "c", "d"));
-  // Whole pages of 128 once: two that are in a, b and c, two more in b and c, and what each has
-  // beyond. Whichever was first.
+  // Whole pages of 128 tokens are encoded once: two of a, b and c, and two more of b and c. Added
+  // are the rest of each, and d. The order of the sequences does not matter.
   const int64_t tokens = 4 * 128 + (300 - 2 * 128) + (600 - 4 * 128) + (601 - 4 * 128) + 300;
   EXPECT_EQ(second->engine->rebuild_progress().row_bytes, tokens * 2 * 2 * 16 * 4);
-  // And they go on, each for itself.
+  // Each of them can be appended to on its own.
   for (const char* id : {"a", "b", "c"}) {
     const auto sequence = *second->engine->registry().FindSequence(id);
     const int64_t length = sequence->snapshot().token_count;
@@ -338,7 +339,7 @@ TEST_F(RestoreTest, ASequenceWhoseRecordIsDamagedIsLostAlone) {
     ASSERT_TRUE(Append(*first, NewSequence(*first, "good"), 1000, 0, 300).ok());
     const auto bad = NewSequence(*first, "bad");
     ASSERT_TRUE(Append(*first, bad, 2000, 0, 300).ok());
-    // A page far beyond the file of rows.
+    // A page number far beyond the end of the row file.
     bad->record->layer(1).SetPageIndex(0, 2, 0x7FFFFF00);
   }
   auto second = Open();
@@ -374,7 +375,7 @@ TEST_F(RestoreTest, AModelThatThisBuildDoesNotKnowStopsTheStart) {
   EXPECT_THAT(std::string(status.message()), HasSubstr("hash.kind is moon"));
 }
 
-// The names of what has expired.
+// The names of the sequences that have expired.
 std::vector<std::string> Swept(Engine& engine) {
   std::vector<std::string> names;
   for (const ExpiredSequence& expired : engine.SweepExpired()) names.push_back(expired.name);
@@ -406,7 +407,7 @@ TEST_F(RestoreTest, TheGraceOfWhatNobodyNamedBeginsAnew) {
   second->device.ReleaseAll();
   now += absl::Seconds(59);
   EXPECT_THAT(Swept(*second->engine), ElementsAre());
-  // It calls nothing that names its sequence.
+  // This client connects, but calls nothing that names its sequence.
   second->engine->clients().Come(*second->engine->ClientOf("there"));
   now += absl::Seconds(1);
   EXPECT_THAT(Swept(*second->engine), ElementsAre("sequences/of-gone"));
@@ -415,7 +416,7 @@ TEST_F(RestoreTest, TheGraceOfWhatNobodyNamedBeginsAnew) {
   EXPECT_EQ(second->engine->registry().sequence_count(), 4);
   second.reset();
 
-  // What was kept stays so, for every process to come.
+  // The others stay in later processes too. The client `there` has not connected to this one.
   auto third = Start();
   third->device.ReleaseAll();
   now += absl::Hours(10);

@@ -37,13 +37,13 @@ class SealTest : public EngineTest {
     EXPECT_TRUE(status.has_value());
     return status.value_or(absl::UnknownError("not answered"));
   }
-  // With both layers of `count` tokens.
+  // A sequence with `count` tokens in both layers.
   std::shared_ptr<Sequence> Filled(const std::string& id, int64_t count) {
     auto sequence = NewSequence(id);
     EXPECT_TRUE(Fill(sequence, Rows(1, count, 2), 0, count).ok());
     return sequence;
   }
-  // Attends at layer 0, first appending the chunk if there is one.
+  // Attends at layer 0, after appending each item's chunk if it has one.
   absl::Status Attend(std::vector<AttendItem> items) {
     AttendRequest request;
     request.items = std::move(items);
@@ -105,7 +105,7 @@ TEST_F(SealTest, WhateverAppendsOrTruncatesIsRefused) {
   ASSERT_TRUE(Seal(sequence).ok());
   EXPECT_TRUE(Seal(sequence).ok()) << "a second time";
   ExpectRefused(Fill(sequence, rows, 5, 5), "SEQUENCE_SEALED");
-  ExpectRefused(Fill(sequence, rows, 0, 5), "SEQUENCE_SEALED");  // of equal bytes
+  ExpectRefused(Fill(sequence, rows, 0, 5), "SEQUENCE_SEALED");  // equal bytes
   ExpectRefused(Attend({StepOf(sequence, ChunkOf(row, 5, 1))}), "SEQUENCE_SEALED");
   ExpectRefused(Attend({StepOf(sequence, ChunkOf(rows, 0, 1))}), "SEQUENCE_SEALED");
   // The other sequence of the step gets no token either.
@@ -164,7 +164,7 @@ TEST_F(SealTest, OnlyASealedOneIsDeleted) {
   engine->DeleteSealed("s", Told(&deleted));
   ExpectRefused(*deleted, "SEQUENCE_NOT_SEALED");
   ASSERT_TRUE(Seal(sequence).ok());
-  // Opened again before its turn.
+  // The sequence is opened again before the deletion's turn.
   AttendResult attend;
   AttendRequest request;
   request.items.push_back(Item(sequence));

@@ -33,8 +33,8 @@ class ServerTest : public EngineTest {
   std::filesystem::path folder_;
 };
 
-// The thread that looks for expired sequences reports whether the server is ready, and counts its
-// connections for that. With no pause it does so while the server goes.
+// The thread that looks for expired sequences also reports whether the server is ready, for which
+// it counts connections. Without a pause, it does so while the server is destroyed.
 TEST_F(ServerTest, GoesWhileItLooksForExpiredSequences) {
   const Config config = Listening();
   for (int i = 0; i < 300; ++i) {

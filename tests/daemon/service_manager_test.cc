@@ -23,7 +23,7 @@ namespace {
 
 using ::testing::ElementsAre;
 
-// A service manager's side: a datagram socket that the environment names.
+// The side of the service manager: a datagram socket that an environment variable names.
 class ServiceManagerTest : public ::testing::Test {
  protected:
   void SetUp() override {
@@ -46,7 +46,7 @@ class ServiceManagerTest : public ::testing::Test {
     if (!folder_.empty()) std::filesystem::remove_all(folder_);
   }
 
-  // The assignments of the message that came first; empty: none came.
+  // The assignments in the oldest message; empty if there is none.
   std::vector<std::string> Receive() const {
     char text[4096];
     const ssize_t size = recv(socket_.get(), text, sizeof(text), MSG_DONTWAIT);

@@ -13,8 +13,8 @@
 
 namespace spillway {
 
-// A toy device that shares memory as a GPU does. The memory is the host's, so that tests
-// see it; what is read and written is counted.
+// A toy device that shares memory as a GPU does. It is host memory, so that tests can read it.
+// Reads and writes are counted.
 class SharedToy final : public ToyDevice {
  public:
   SharedToy(std::string name, std::string uuid) : ToyDevice(/*delayed=*/false) {
@@ -28,13 +28,13 @@ class SharedToy final : public ToyDevice {
     return std::make_unique<Memory>(this, bytes);
   }
 
-  // Its stream is in order with the host: what is asked for is done at once.
+  // The stream of the exchange is synchronous: every request is done at once.
   absl::StatusOr<std::unique_ptr<DeviceExchange>> OpenExchange(int64_t bytes,
                                                                int64_t input_bytes) override {
     return std::make_unique<Exchange>(std::make_unique<Memory>(this, bytes), input_bytes);
   }
 
-  // That are not freed.
+  // Allocations that are not freed yet.
   int64_t shared_count() const { return shared_count_; }
   int64_t read_count() const { return read_count_; }
   int64_t write_count() const { return write_count_; }

@@ -1,4 +1,4 @@
-// Attends that took long are noted down, with where their time went.
+// Slow attends are recorded, with the times of their stages.
 #include "daemon/engine/slow_attends.h"
 
 #include <gmock/gmock.h>
@@ -18,7 +18,7 @@ class SlowAttendsTest : public EngineTest {
     EXPECT_TRUE(Fill(sequences[0], Rows(0, 40, 2), 0, 40).ok());
     EXPECT_TRUE(Fill(sequences[1], Rows(0, 70, 2), 0, 70).ok());
   }
-  // One query of each.
+  // Attends with one query per sequence, in one request.
   void Attend(const std::vector<std::shared_ptr<Sequence>>& of, bool select_only = false) {
     AttendRequest request;
     request.trace = "0af7";

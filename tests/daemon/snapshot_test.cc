@@ -27,7 +27,7 @@ namespace {
 namespace fs = std::filesystem;
 using ::testing::HasSubstr;
 
-constexpr int64_t kTokensPerFile = 256;  // 8 MiB of a layer, 32 KiB a token
+constexpr int64_t kTokensPerFile = 256;  // 8 MiB per layer, at 32 KiB per token
 
 std::string Read(const fs::path& path) {
   std::ifstream file(path, std::ios::binary);
@@ -43,7 +43,7 @@ std::string Flipped(std::string bytes, size_t at) {
   return bytes;
 }
 
-// Cancels at the n-th look.
+// Reports that it is cancelled after `count` checks.
 class CancelAfter final : public CancelToken {
  public:
   explicit CancelAfter(int count) : left_(count) {}
@@ -53,7 +53,7 @@ class CancelAfter final : public CancelToken {
   mutable int left_;
 };
 
-// Two layers of 16 KV heads of 256 dimensions, f32.
+// A model with two layers, 16 KV heads of 256 dimensions, f32.
 class SnapshotTest : public ::testing::Test {
  protected:
   SnapshotTest() {
@@ -74,7 +74,7 @@ class SnapshotTest : public ::testing::Test {
   }
   ~SnapshotTest() override { fs::remove_all(root_); }
 
-  // Element of a row, another one for every half, layer, head and token.
+  // The value of all elements of a row. It depends on K or V, layer, head and token.
   static float Value(int half, int layer, int head, int64_t token, float tag) {
     return tag + static_cast<float>(half * 8 + layer * 4 + head % 4) +
            static_cast<float>(token) * 16;
@@ -114,7 +114,7 @@ class SnapshotTest : public ::testing::Test {
                         std::as_bytes(std::span(client_data.data(), client_data.size())), budget_,
                         cancel);
   }
-  // Loads, and compares the rows with those that are there.
+  // Loads the snapshot and compares its rows with those in memory.
   absl::Status Load(const CancelToken& cancel = CancelToken()) {
     absl::StatusOr<SnapshotFolder> folder = SnapshotFolder::OpenToLoad(root_, "chat");
     if (!folder.ok()) return folder.status();
@@ -150,7 +150,7 @@ class SnapshotTest : public ::testing::Test {
     }
     return names;
   }
-  // The manifest with this in place of that, and a digest that is right.
+  // Replaces `old` by `with` in the manifest, and updates its digest.
   void Forge(const std::string& old, const std::string& with) {
     std::string text = Read(Folder() / kManifestName);
     ASSERT_THAT(text, HasSubstr(old));
@@ -172,9 +172,9 @@ class SnapshotTest : public ::testing::Test {
 TEST_F(SnapshotTest, LayoutBoundsFilesAndLayers) {
   EXPECT_EQ(SnapshotLayout::TokensPerFile(spec_), kTokensPerFile);
   ModelSpec wide = spec_;
-  wide.layer_count = 1024;  // 32 MiB a token
+  wide.layer_count = 1024;  // 32 MiB per token
   EXPECT_EQ(SnapshotLayout::TokensPerFile(wide), 2);
-  wide.kv_head_count = wide.query_head_count = 1024;  // 2 GiB
+  wide.kv_head_count = wide.query_head_count = 1024;  // 2 GiB per token
   EXPECT_EQ(SnapshotLayout::TokensPerFile(wide), 1);
   const SnapshotLayout layout(spec_);
   EXPECT_EQ(layout.FileCount(0), 0);
@@ -226,7 +226,7 @@ TEST_F(SnapshotTest, SavedAgainWritesWhatIsNew) {
   const SnapshotLayout layout(spec_);
   EXPECT_EQ(grown.written_byte_count, layout.FileBytes({256, 310}));
   EXPECT_EQ(grown.byte_count, layout.FileBytes({0, 256}) + grown.written_byte_count);
-  // The file of tokens [256, 300) went.
+  // The file of tokens [256, 300) was removed.
   EXPECT_EQ(Names().size(), 3u);
   EXPECT_TRUE(Load().ok());
   // Other rows at the same positions.
@@ -254,12 +254,12 @@ TEST_F(SnapshotTest, ASaveThatIsCutOffLeavesWhatWasAndGoesOn) {
   ASSERT_TRUE(Save().ok());
   const std::string before = Read(Folder() / kManifestName);
   for (LayerRows& layer : rows_) layer.Truncate(0);
-  Append(600, 0.25f);  // three files, two looks each, and one at the end
+  Append(600, 0.25f);  // three files with two checks each, and one check at the end
   for (int looks = 0; looks < 7; ++looks) {
     EXPECT_TRUE(absl::IsCancelled(Save(CancelAfter(looks)).status())) << looks;
     ASSERT_EQ(Read(Folder() / kManifestName), before);
   }
-  // Each file that was whole was kept.
+  // Every complete file was kept.
   EXPECT_EQ(Save()->written_byte_count, 0);
   EXPECT_TRUE(Load().ok());
   EXPECT_EQ(Names().size(), 4u);
@@ -271,7 +271,7 @@ TEST_F(SnapshotTest, EveryWrongByteIsFound) {
   for (const std::string& name : Names()) {
     const std::string whole = Read(Folder() / name);
     const size_t size = whole.size();
-    // Lengths, header, rows; of the manifest and of small files every byte.
+    // Places in lengths, header and rows; in the manifest and in small files, every byte.
     std::set<size_t> places = {0, 1, 7, 8, 9, 100, size / 3, size / 2, size - 2, size - 1};
     for (size_t i = 0; size < 4096 && i < size; ++i) places.insert(i);
     for (const size_t at : places) {
@@ -303,7 +303,7 @@ TEST_F(SnapshotTest, HostileManifestsAreRefused) {
   Append(300);
   ASSERT_TRUE(Save(CancelToken(), "data").ok());
   const std::string whole = Read(Folder() / kManifestName);
-  const std::string rows = *std::next(Names().rbegin());  // of tokens [0, 256)
+  const std::string rows = *std::next(Names().rbegin());  // tokens [0, 256)
   ASSERT_THAT(rows, HasSubstr("rows-0000000000-0000000256"));
   const std::string deep(100000, '[');
   const std::pair<std::string, std::string> forgeries[] = {
@@ -342,7 +342,7 @@ TEST_F(SnapshotTest, HostileManifestsAreRefused) {
   const absl::Status version = Load();
   EXPECT_TRUE(absl::IsFailedPrecondition(version));
   EXPECT_EQ(DetailsOf(version).reason, "SNAPSHOT_VERSION");
-  // Large, but nothing is made of it.
+  // Too large, so it is not parsed.
   Write(Folder() / kManifestName, std::string((16 << 20) + 1, '['));
   EXPECT_TRUE(absl::IsDataLoss(Load()));
   Write(Folder() / kManifestName, std::string(4096, '['));
@@ -351,7 +351,7 @@ TEST_F(SnapshotTest, HostileManifestsAreRefused) {
 
 TEST_F(SnapshotTest, RowsThatAreNoNumbersAreFound) {
   Append(10);
-  // In place, as rows would come from elsewhere.
+  // Written in place, because rows in a snapshot may come from elsewhere.
   const float nan = std::numeric_limits<float>::quiet_NaN();
   std::memcpy(const_cast<std::byte*>(rows_[1].Row(3, 7)) + 512, &nan, sizeof(nan));
   ASSERT_TRUE(Save().ok());
@@ -384,7 +384,7 @@ TEST_F(SnapshotTest, NamesStayBelowTheRoot) {
   EXPECT_TRUE(SnapshotFolder::OpenToSave(root_, "a/b.c/d-e_f").ok());
   EXPECT_EQ(fs::status(root_ / "a").permissions() & fs::perms::all, fs::perms::owner_all);
   EXPECT_EQ(DetailsOf(SnapshotFolder::OpenToSave("", "a").status()).reason, "NO_SNAPSHOT_FOLDER");
-  // A root that is all: any absolute path.
+  // With the root `/`, any absolute path is allowed.
   const std::string anywhere = root_ / "Any where/ü";
   EXPECT_TRUE(SnapshotFolder::OpenToSave("/", anywhere).ok());
   EXPECT_TRUE(fs::is_directory(anywhere));
@@ -423,7 +423,7 @@ TEST(DescribeModelTest, DifferencesAreNamed) {
   other.hash.seed = 7;
   EXPECT_THAT(FirstDifference(DescribeModel("models/a", spec), DescribeModel("models/a", other)),
               HasSubstr("hash_weights is {\"kind\":\"rotation\""));
-  // A name that is no text.
+  // A name that is not UTF-8.
   EXPECT_THAT(DescribeModel("models/\xFF", spec), HasSubstr("\"layer_count\":2"));
 }
 

@@ -21,7 +21,7 @@ TEST(StatusConverter, CutsLongTexts) {
   EXPECT_LT(rpc.message().size(), 1100);
   EXPECT_EQ(rpc.message().substr(0, 10), status.message().substr(0, 10));
   EXPECT_NE(rpc.message().find("... (cut, of "), std::string::npos);
-  // With the message once more beside it, less than clients take of a header.
+  // The details repeat the message. The total is less than the size of headers that clients accept.
   EXPECT_LT(rpc.ByteSizeLong(), 6000);
   google::rpc::ErrorInfo info;
   ASSERT_TRUE(info.ParseFromString(rpc.details(0).value()));
@@ -35,7 +35,7 @@ TEST(StatusConverter, CutsLongTexts) {
 
 TEST(StatusConverter, CutsBetweenCharacters) {
   std::string text;
-  for (int i = 0; i < 1000; ++i) text += "\u00e9";  // two bytes
+  for (int i = 0; i < 1000; ++i) text += "\u00e9";  // two bytes each
   const std::string message = Converter().ToRpc(absl::InternalError("x" + text)).message();
   const size_t end = message.find("...");
   ASSERT_NE(end, std::string::npos);

@@ -13,14 +13,14 @@ namespace {
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
-// What a test says of the steps to come, and what was asked for.
+// What the steps of a device should do, and the calls that were made.
 struct Script {
   std::deque<absl::Status> announces;
-  std::deque<StreamStep::Outcome> outcomes;  // of steps, in order; else all is well
+  std::deque<StreamStep::Outcome> outcomes;  // of the steps, in order; if empty: success
   std::vector<std::string> calls;
 };
 
-// A device's part that does as the script says. Streams are numbers.
+// A step that follows the script. Streams are plain numbers.
 class ScriptedStep final : public StreamStep {
  public:
   ScriptedStep(StreamStepOptions options, Script* script)
@@ -91,7 +91,7 @@ class StreamDecoderTest : public EngineTest {
     };
   }
 
-  // Of so many tokens in both layers.
+  // A sequence with `count` tokens in both layers.
   std::shared_ptr<Sequence> Filled(const std::string& id, int64_t count) {
     std::shared_ptr<Sequence> sequence = NewSequence(id);
     EXPECT_TRUE(Fill(sequence, Rows(1, count, 2), 0, count).ok());
@@ -125,7 +125,7 @@ TEST_F(StreamDecoderTest, StepsFollowEachOtherTwoOnTheirWay) {
     EXPECT_THAT(script_.calls,
                 ElementsAre("announce on 7", "attend 1 on 8", "conclude on 7", "announce on 7",
                             "conclude on 7", "settle", "announce on 7"));
-    // One step has ended, and one was on its way then.
+    // As of the last settling: one step had ended, and the next was pending.
     EXPECT_THAT(Counts(*sequence), ElementsAre(9, 9));
     EXPECT_EQ(sequence->work.appended_row_count, 5 * 2 + 2 * 2);
     EXPECT_EQ(sequence->work.attend_count, 2 * 2);
@@ -153,7 +153,7 @@ TEST_F(StreamDecoderTest, AnErrorTakesItsStepAndLaterOnesFromItsSequence) {
   EXPECT_EQ(std::string(status.message()), "sequences/bad: NaN at layer 1");
   EXPECT_THAT(Counts(*good), ElementsAre(7, 7));
   EXPECT_THAT(Counts(*bad), ElementsAre(10, 10));
-  // Nothing was begun, and it goes on.
+  // The failed call began no step, and decoding goes on.
   ASSERT_TRUE(decoder->Finish(nullptr).ok());
   ASSERT_TRUE(decoder->Next(nullptr).ok());
   ASSERT_TRUE(decoder->Finish(nullptr).ok());
@@ -169,7 +169,7 @@ TEST_F(StreamDecoderTest, AStepThatDidNotRunIsTakenBack) {
   ASSERT_TRUE(decoder->Next(nullptr).ok());
   ASSERT_TRUE(decoder->Finish(nullptr).ok());
   EXPECT_THAT(Counts(*sequence), ElementsAre(5, 5));
-  // With one after it that ran, positions were wrong.
+  // If a later step did run, its positions were wrong.
   script_.outcomes.push_back({false, {missing}});
   script_.outcomes.push_back({true, {absl::OkStatus()}});
   ASSERT_TRUE(decoder->Next(nullptr).ok());
@@ -213,7 +213,7 @@ TEST_F(StreamDecoderTest, HoldsItsSequences) {
   std::optional<absl::StatusOr<SharedRows>> shared;
   engine->ShareRows(held, 0, Into(&shared));
   expect_held(shared->status());
-  // The second one's refusal lets what it took go.
+  // If the second sequence is refused, the first is released.
   expect_held(StreamDecoder::Create(&*engine, {PartOf(free), PartOf(held)}, 1, 100).status());
   EXPECT_TRUE(Fill(free, rows, 5, 1).ok());
   decoder.reset();
@@ -227,7 +227,7 @@ TEST_F(StreamDecoderTest, IsHeldBeyondItsTtl) {
   auto decoder = Open({PartOf(sequence)});
   now += absl::Seconds(20);
   EXPECT_TRUE(engine->SweepExpired().empty());
-  ASSERT_TRUE(decoder->Next(nullptr).ok());  // and is renewed
+  ASSERT_TRUE(decoder->Next(nullptr).ok());  // this renews the ttl
   decoder.reset();
   EXPECT_TRUE(engine->SweepExpired().empty());
   now += absl::Seconds(20);
@@ -256,7 +256,7 @@ TEST_F(StreamDecoderTest, RefusesWhatDoesNotFit) {
                       .status()
                       .message()),
       HasSubstr("is named twice"));
-  // None of it holds the sequence.
+  // None of the refused calls holds the sequence.
   EXPECT_TRUE(Fill(sequence, Rows(1, 1, 2), 5, 1).ok());
   device.make_stream_step = nullptr;
   const absl::Status none = StreamDecoder::Create(&*engine, {PartOf(sequence)}, 1, 100).status();

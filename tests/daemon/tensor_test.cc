@@ -1,4 +1,4 @@
-// Tensors in regions of a device's memory, which are copied to the host and back.
+// Tensors in regions of device memory, which are copied to the host and back.
 #include "daemon/convert/tensor.h"
 
 #include <array>
@@ -23,7 +23,7 @@ class GpuTensorTest : public ::testing::Test {
     region = *regions.AttachGpu(caller, session, 1, "cuda:0");
   }
 
-  // float32 [2, 3, 4] from `offset` on.
+  // A float32 tensor [2, 3, 4] that begins at `offset`.
   v1::Tensor Tensor(int64_t offset, const std::vector<int64_t>& strides) const {
     v1::Tensor tensor;
     tensor.set_dtype(v1::DTYPE_F32);
@@ -37,7 +37,7 @@ class GpuTensorTest : public ::testing::Test {
   float* At(int64_t offset) const {
     return reinterpret_cast<float*>(region->bytes.data() + offset);
   }
-  // What CopyOf makes of it.
+  // The copy that CopyOf makes of the tensor.
   std::vector<float> Copied(const v1::Tensor& tensor) const {
     const absl::StatusOr<TensorView> view =
         ViewTensor(tensor, {2, 3, 4}, CallerRegions(regions, caller), "q");
@@ -64,18 +64,18 @@ TEST_F(GpuTensorTest, IsReadAsItLies) {
     int64_t read_count;
   };
   for (const Case& c : {Case{{}, 1},             // C order
-                        Case{{48, 16, 4}, 1},    // said so
-                        Case{{192, 64, 4}, 1},   // each row a stride on
-                        Case{{1024, 32, 4}, 2},  // gaps between the outer ones
-                        Case{{16, 32, 4}, 2},    // turned
-                        Case{{0, 16, 4}, 2}}) {  // the same twice
+                        Case{{48, 16, 4}, 1},    // C order, stated explicitly
+                        Case{{192, 64, 4}, 1},   // all rows at equal distances
+                        Case{{1024, 32, 4}, 2},  // gaps between the outer slices
+                        Case{{16, 32, 4}, 2},    // outer stride smaller than the inner
+                        Case{{0, 16, 4}, 2}}) {  // the same outer slice twice
     const int64_t outer = c.strides.empty() ? 48 : c.strides[0];
     const int64_t inner = c.strides.empty() ? 16 : c.strides[1];
     std::vector<float> expected;
     for (int i = 0; i < 2; ++i) {
       for (int j = 0; j < 3; ++j) {
         for (int k = 0; k < 4; ++k) {
-          // By where it lies: places may coincide.
+          // The value is the offset, since elements may share a place.
           const int64_t offset = 64 + i * outer + j * inner + k * 4;
           *At(offset) = static_cast<float>(offset);
           expected.push_back(static_cast<float>(offset));
@@ -122,7 +122,7 @@ TEST_F(GpuTensorTest, ResultsAreWrittenThere) {
   EXPECT_TRUE(tensor.data().empty());
 }
 
-// An engine in its client's own process sees addresses of a GPU that it does not copy.
+// In an embedded engine, tensors may have addresses in GPU memory, from which it copies only rows.
 TEST_F(GpuTensorTest, AnEmbeddedEnginesGpuIsForRowsAlone) {
   RegionTable process(RegionTable::Kind::kProcess, &budget);
   v1::Tensor tensor = Tensor(64, {});

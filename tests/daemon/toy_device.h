@@ -20,10 +20,10 @@
 
 namespace spillway {
 
-// A device that keeps no codes and answers late: every job waits until the
-// test releases it, or with `delayed`, a random time in a thread of its own.
-// An attend answers with what it saw: out[0] = the visible count, lse[0] = the
-// first element of the last visible row's key, head 0 (f32 models).
+// A device that keeps no codes and answers late: every job waits until the test releases it or,
+// with `delayed`, for a random time in its own thread. The answer of an attend says what it saw:
+// out[0] = the visible count, lse[0] = the first element of the last visible row's key, head 0 (f32
+// models).
 class ToyDevice : public Device {
  public:
   explicit ToyDevice(bool delayed) : delayed_(delayed) {}
@@ -35,8 +35,7 @@ class ToyDevice : public Device {
     const std::lock_guard<std::mutex> lock(mutex_);
     return waiting_.size();
   }
-  // Serves the i-th waiting job in another thread and returns when its
-  // completion has.
+  // Serves the i-th waiting job in another thread, and returns after its completion was called.
   void Release(size_t i = 0) {
     Pending pending;
     {
@@ -49,7 +48,7 @@ class ToyDevice : public Device {
   void ReleaseAll() {
     while (waiting_count() > 0) Release();
   }
-  // Waits for the threads of `delayed`, and for those that they start.
+  // Waits for the threads of delayed jobs, and for those that they start.
   void Join() {
     for (;;) {
       std::vector<std::thread> threads;
@@ -61,25 +60,25 @@ class ToyDevice : public Device {
       for (std::thread& thread : threads) thread.join();
     }
   }
-  // Jobs submitted and not yet answered, at the most.
+  // The largest number of jobs that were submitted and not yet answered.
   int running_count_max() {
     const std::lock_guard<std::mutex> lock(mutex_);
     return running_max_;
   }
-  // What the next attend of any job fails with, after its append.
+  // The next attend of any job fails with this, after its append.
   void FailAttend(absl::Status status) { attend_error_ = std::move(status); }
-  // What it says of itself from now on.
+  // The result of CheckUsable from now on.
   void SetUsable(absl::Status status) { usable_ = std::move(status); }
   absl::Status CheckUsable() const override { return usable_; }
-  // What the next append of any job fails with, before it writes.
+  // The next append of any job fails with this, before it writes.
   void FailAppend(absl::Status status) { append_error_ = std::move(status); }
   void FailPrepare(absl::Status status) { prepare_error_ = std::move(status); }
-  // What jobs tell of their stages, and of their wait.
+  // Stage times and queue time that jobs report.
   std::vector<StageTime> stages;
   double queue_time_us = 0;
-  // What steps on streams are made by; without it there are none.
+  // Makes the steps on streams; null: the device has no streams.
   std::function<std::unique_ptr<StreamStep>(StreamStepOptions)> make_stream_step;
-  // Says that codes live in memory of its own.
+  // The device reports memory of its own for codes.
   void SetMemory(DeviceMemory memory, int64_t index_bytes_per_token) {
     memory_ = memory;
     index_bytes_per_token_ = index_bytes_per_token;
@@ -145,7 +144,7 @@ class ToyDevice : public Device {
   class ToySequence final : public DeviceSequence {
    public:
     int64_t index_bytes() const override { return 0; }
-    // Held by the job that runs: a second one would be the engine's mistake.
+    // Number of jobs that are running for this sequence. The engine must never run two at once.
     std::atomic<int> user_count{0};
   };
   struct Pending {

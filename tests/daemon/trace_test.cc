@@ -11,7 +11,7 @@ constexpr char kTrace[] = "0af7651916cd43dd8448eb211c80319c";
 
 TEST(Trace, ATraceparentGivesTheTracesId) {
   EXPECT_EQ(TraceIdOf(absl::StrCat("00-", kTrace, "-b7ad6b7169203331-01")), kTrace);
-  // A later version may say more.
+  // A later version may have more fields.
   EXPECT_EQ(TraceIdOf(absl::StrCat("01-", kTrace, "-b7ad6b7169203331-01-what-else")), kTrace);
 }
 

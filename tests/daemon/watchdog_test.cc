@@ -12,7 +12,7 @@ namespace {
 
 constexpr absl::Duration kPeriod = absl::Milliseconds(8);
 
-// Waits for a counter that another thread moves.
+// Waits for a counter that another thread increments.
 void Await(const std::atomic<int>& counter, int at_least) {
   while (counter < at_least) absl::SleepFor(absl::Milliseconds(1));
 }

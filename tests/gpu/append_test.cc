@@ -1,4 +1,4 @@
-// What jobs that append leave of the page index, whatever came before.
+// The page index that appending jobs leave, whatever came before them.
 #include <gtest/gtest.h>
 
 #include <array>
@@ -31,7 +31,7 @@ ModelSpec Spec(DType dtype) {
   return spec;
 }
 
-// A GPU's memory, a model on it and a stream.
+// The memory of a GPU, with a model and a stream.
 class Gpu0 {
  public:
   explicit Gpu0(const ModelSpec& model_spec) : spec(model_spec) {
@@ -78,7 +78,7 @@ class Gpu0 {
   std::unique_ptr<PagePool> row_pool;
 };
 
-// A sequence, and what its layer should be.
+// A sequence, with checks of its layer kLayer.
 class Sequence {
  public:
   explicit Sequence(Gpu0* gpu)
@@ -94,7 +94,7 @@ class Sequence {
   const LayerIndex& index() const { return on_gpu_.layers[kLayer]; }
   WholeRowsOfLayer& whole() { return on_gpu_.layers[kLayer].whole(); }
 
-  // Makes a job's item of the next `count` tokens.
+  // Makes the item of a job that appends the next `count` tokens.
   JobItem Next(int64_t count, std::mt19937& random) {
     const ModelSpec& spec = gpu_->spec;
     const int64_t start = token_count();
@@ -122,7 +122,7 @@ class Sequence {
 
   const std::byte* HostPage(int head, int64_t page) const { return rows_.Page(head, page); }
 
-  // The code pages of a KV head, closed ones.
+  // The code pages of a KV head's closed pages.
   std::vector<std::vector<std::byte>> FetchPages(int head) const {
     const auto count = static_cast<size_t>(index().coded_page_count());
     std::vector<std::byte*> addresses(count);
@@ -136,7 +136,7 @@ class Sequence {
     return pages;
   }
 
-  // The first token_count tokens' rows are in GPU memory, where readers look for them.
+  // Expects the rows of the first token_count tokens in GPU memory, where readers look for them.
   void ExpectWhole(int64_t token_count) const {
     const ModelSpec& spec = gpu_->spec;
     ASSERT_EQ(index().whole().end(),
@@ -160,7 +160,7 @@ class Sequence {
 
   void ExpectIndex(const std::string& what) const {
     SCOPED_TRACE(what + ", " + std::to_string(token_count()) + " tokens");
-    // A fork has no tables before a job.
+    // A fork has no tables before its first job.
     if (index().page_capacity() > 0) ExpectWhole(token_count());
     const ModelSpec& spec = gpu_->spec;
     const bool long_enough = token_count() >= kCentreTokenCount;
@@ -211,7 +211,7 @@ TEST_F(GpuAppend, CodesPagesAsTheyClose) {
     sequence.Append(count, random_);
     sequence.ExpectIndex("growing");
   }
-  // Pages close inside of steps, at their end, and in a long append.
+  // Pages close within steps, at the end of steps, and in a long append.
   while (sequence.token_count() < 1300) sequence.Append(7, random_);
   sequence.ExpectIndex("steps of 7");
   while (sequence.token_count() < 1500) sequence.Append(16, random_);
@@ -275,7 +275,7 @@ TEST_F(GpuAppend, ForksShareWhatTheyHave) {
   Sequence two(one, 1230), three(one, 1000);
   three.ExpectIndex("a short fork");
   EXPECT_EQ(two.index().statistics(0), one.index().statistics(0));
-  // A job brings a fork's tables.
+  // The next job of a fork makes its tables.
   two.Append(1, random_);
   two.ExpectIndex("a fork");
   for (int i = 0; i < 30; ++i) {
@@ -295,7 +295,7 @@ TEST_F(GpuAppend, OneJobOfSeveralSequences) {
     sequences.push_back(std::make_unique<Sequence>(&gpu));
     sequences.back()->Append(count, random_);
   }
-  // Steps that close pages and that do not, first pages and later ones.
+  // Steps that close a page and steps that do not; among the first pages and later.
   constexpr int64_t kCounts[] = {1, 1, 5, 16, 40};
   for (int round = 0; round < 3; ++round) {
     Job job;

@@ -13,7 +13,7 @@
 #include "host/base/elements.h"
 #include "tests/gpu/device_array.h"
 
-// A layer whose keys are encoded on the GPU, and what is read of its codes.
+// A layer whose keys are encoded on the GPU, and access to its codes.
 namespace spillway::cuda {
 
 inline constexpr std::byte kPoison{0xCD};
@@ -35,7 +35,7 @@ inline std::vector<float> Normals(size_t count, double scale, std::mt19937& rand
   return values;
 }
 
-// Rows of a layer and where its codes go, pages in no order.
+// The rows of a layer, and memory for its codes. Its pages are in random order.
 class Layer {
  public:
   Layer(int heads, int d, DType dtype, int64_t token_count, const CodeTiling& tiling)
@@ -63,14 +63,14 @@ class Layer {
   void SetValue(int head, int64_t token, const std::vector<float>& value) {
     FromFloat(dtype_, value.data(), d_, const_cast<std::byte*>(Row(head, token)) + row_bytes() / 2);
   }
-  // As the row has it.
+  // As stored in the row: rounded to the layer's dtype.
   std::vector<float> Key(int head, int64_t token) const { return Read(Row(head, token)); }
   std::vector<float> Value(int head, int64_t token) const {
     return Read(Row(head, token) + row_bytes() / 2);
   }
   float* Centre(int head) { return centre_.data() + head * d_; }
 
-  // Puts everything where kernels see it; codes are poison.
+  // Copies everything to memory that kernels can read; codes are poison.
   void Upload(Place rows = Place::kGpu) {
     device_rows_ = std::make_unique<DeviceArray<std::byte>>(rows_, rows);
     device_centre_ = std::make_unique<DeviceArray<float>>(centre_);
@@ -127,9 +127,9 @@ class Layer {
   const int heads_;
   const int d_;
   const DType dtype_;
-  const int64_t pages_;  // of a head
+  const int64_t pages_;  // pages per head
   const CodeTiling tiling_;
-  std::vector<int64_t> place_of_;  // of page p of head h, in pages
+  std::vector<int64_t> place_of_;  // position of page p of head h, in pages
   std::vector<std::byte> rows_;
   std::vector<float> centre_;
   std::unique_ptr<DeviceArray<std::byte>> device_rows_, device_codes_;
@@ -138,9 +138,8 @@ class Layer {
   std::unique_ptr<DeviceArray<std::byte*>> code_pages_;
 };
 
-// One token's code, by the description of CodeTiling alone: planes uint32
-// [plane][tile][fragment][row][word][octet], then factors and norms
-// [tile][row][octet].
+// The code of one token, by the description of CodeTiling only: planes are uint32
+// [plane][tile][fragment][row][word][octet], followed by factors and norms [tile][row][octet].
 class TokenCode {
  public:
   TokenCode(const CodeTiling& tiling, std::vector<std::byte>& page, int slot)
@@ -195,13 +194,13 @@ class TokenCode {
   const int slot_;
 };
 
-// The centre of a page, bf16 [d] behind factors and norms.
+// The centre of a page, bf16 [d], after the factors and norms.
 inline std::byte* CentreAddress(const CodeTiling& tiling, std::vector<std::byte>& page) {
   return page.data() + tiling.planes * tiling.words * 128 * 4 + 128 * 2 + 128;
 }
 
-// Whether no byte but those of tokens [begin, end), and of the centres of pages
-// that are wholly of them, was written.
+// Expects that only the codes of tokens [begin, end) were written, and the centres of the pages
+// that are wholly in this range.
 inline void ExpectPoisonOutside(std::vector<std::vector<std::byte>> pages, const Layer& layer,
                                 int64_t begin, int64_t end) {
   for (size_t i = 0; i < pages.size(); ++i) {

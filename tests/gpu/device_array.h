@@ -10,7 +10,7 @@
 
 namespace spillway::cuda {
 
-// Throws on a CUDA error: a test ends, its arrays are freed.
+// Throws on a CUDA error, so that the test ends and its arrays are freed.
 inline void Check(cudaError_t error) {
   if (error != cudaSuccess) {
     cudaGetLastError();
@@ -26,7 +26,7 @@ class DeviceArray {
  public:
   explicit DeviceArray(std::span<const T> values, Place place = Place::kGpu)
       : size_(values.size()), place_(place) {
-    const size_t bytes = values.size_bytes() + 1;  // none of zero bytes
+    const size_t bytes = values.size_bytes() + 1;  // never zero bytes
     void* data = nullptr;
     Check(place == Place::kGpu ? cudaMalloc(&data, bytes)
                                : cudaHostAlloc(&data, bytes, cudaHostAllocDefault));
@@ -46,7 +46,7 @@ class DeviceArray {
   }
 
   T* data() const { return data_; }
-  // Waits for all work of the GPU.
+  // Waits for all work of the GPU, and copies the array to the host.
   std::vector<T> Fetch() const {
     Check(cudaDeviceSynchronize());
     std::vector<T> values(size_);

@@ -26,7 +26,7 @@ constexpr int64_t kPages = kFirstPages + 4;
 // The last page is open.
 constexpr int64_t kTokens = kPages * kPageTokenCount - 1;
 
-// A layer's page index on the GPU, held against the reference.
+// The page index of a layer on the GPU, compared with the reference.
 class PageIndex {
  public:
   PageIndex(int d, int bits, DType dtype, bool raw_keys = false)
@@ -51,8 +51,8 @@ class PageIndex {
   DType dtype() const { return dtype_; }
   int d() const { return d_; }
 
-  // Index it as a long append does, scratch_heads heads of the first pages at a
-  // time, and the others from page `split` on in an append of their own.
+  // Indexes the layer as long appends do: the first pages of scratch_heads heads at a time, then
+  // the pages up to page `split`, then the rest. Compares the index with the reference.
   void ExpectReference(Place rows, int scratch_heads, int64_t split) {
     layer_.Upload(rows);
     std::vector<float> transposed(rotation_.size());
@@ -112,16 +112,16 @@ class PageIndex {
   Layer layer_;
 };
 
-// head_dim, bits per dimension, dtype.
+// Parameters: head_dim, bits per dimension, dtype.
 class GpuEncode : public ::testing::TestWithParam<std::tuple<int, int, DType>> {
  protected:
   void SetUp() override { SKIP_WITHOUT_GPU(); }
 
-  // What a dtype holds of a large and of a small number.
+  // A large and a small number that the dtype can hold.
   static float Large(DType dtype) { return dtype == DType::kF16 ? 6.0e4f : 1.0e30f; }
   static float Small(DType dtype) { return dtype == DType::kF16 ? 6.0e-8f : 1.0e-30f; }
 
-  // Keys of head 0 that lie in no ordinary way about their centres.
+  // Gives head 0 keys that are distributed in unusual ways.
   static void SetStrangeKeys(PageIndex& index, std::mt19937& random) {
     Layer& layer = index.layer();
     const int d = index.d();
@@ -129,14 +129,14 @@ class GpuEncode : public ::testing::TestWithParam<std::tuple<int, int, DType>> {
       layer.SetKey(0, page * kPageTokenCount + slot, to);
     };
     const std::vector<float> same = Normals(d, 1, random);
-    // One outlier, among the first pages and later.
+    // One outlier in a page, among the first pages and later.
     std::vector<float> outlier(d, 0.0f);
     outlier[d - 1] = -std::min(1.0e5f, Large(index.dtype()));
     key(1, 77, outlier);
     key(9, 0, outlier);
     for (int64_t slot = 0; slot < kPageTokenCount; ++slot) {
-      // All equal; all zero; all equal but one; two far clusters; all so small,
-      // and so large, that quotients could be lost.
+      // Page 2: all keys equal; 3: all zero; 4: all equal except one; 5: two distant clusters; 6
+      // and 10: so small or so large that quotients could be lost.
       key(2, slot, same);
       key(3, slot, std::vector<float>(d, 0.0f));
       key(4, slot, slot == 127 ? outlier : same);
@@ -144,13 +144,13 @@ class GpuEncode : public ::testing::TestWithParam<std::tuple<int, int, DType>> {
       for (float& x : far) x += slot % 2 == 0 ? 300.0f : -300.0f;
       key(5, slot, far);
       key(6, slot, Normals(d, Small(index.dtype()), random));
-      // Of all sizes and to one side: many lie near the border of what is far.
+      // Page 7: positive elements of all sizes. Many keys are close to the limit for distant keys.
       std::vector<float> skew = Normals(d, std::exp2(static_cast<double>(slot % 64) / 8), random);
       for (float& x : skew) x = std::abs(x);
       key(7, slot, skew);
       key(10, slot, Normals(d, Large(index.dtype()) / 8, random));
     }
-    // Strays, and elements of very different sizes in one key.
+    // Strays, and a key with elements of very different sizes.
     for (int64_t slot = 0; slot < 20; ++slot) key(8, 6 * slot, Normals(d, 50, random));
     std::vector<float> mixed = Normals(d, 1, random);
     for (int i = 0; i < d; i += 2) mixed[i] *= Small(index.dtype());
@@ -159,7 +159,7 @@ class GpuEncode : public ::testing::TestWithParam<std::tuple<int, int, DType>> {
     key(0, 6, outlier);
   }
 
-  // Values of head 1 of many sizes, some on the centre.
+  // Gives head 1 values of many sizes, some of them 0.
   static void SetStrangeValues(PageIndex& index, std::mt19937& random) {
     Layer& layer = index.layer();
     for (int64_t t = 0; t < kTokens; t += 7) {
@@ -183,7 +183,7 @@ TEST_P(GpuEncode, PagesHaveTheReferencesIndex) {
                         kFirstPages + bits % 3);
 }
 
-// For what does not depend on bits.
+// For tests that do not depend on the number of bits.
 class GpuEncodeOnce : public GpuEncode {};
 
 TEST_P(GpuEncodeOnce, RawKeysHaveNoCentre) {
@@ -225,7 +225,7 @@ TEST_P(GpuEncodeOnce, ValuesOfAnySize) {
   expect("large, some small", [&](int64_t t, std::mt19937& random) {
     return Normals(d, t % 100 == 0 ? small : large, random);
   });
-  // The first decide what is usual.
+  // The first values decide which size is usual.
   expect("growing", [&](int64_t t, std::mt19937& random) {
     return Normals(d, t < kCentreTokenCount ? small : large, random);
   });
@@ -247,7 +247,7 @@ INSTANTIATE_TEST_SUITE_P(Shapes, GpuEncodeOnce,
                                             ::testing::Values(1), kDTypes),
                          ShapeName);
 
-// Rows that few tokens bring, and their pages' addresses.
+// The rows that a decode step appends, and the addresses of their pages.
 TEST(GpuStepAppend, CopiesRowsAndUpdatesTables) {
   SKIP_WITHOUT_GPU();
   for (const int64_t row_bytes : {64, 512, 2048}) {
@@ -257,7 +257,7 @@ TEST(GpuStepAppend, CopiesRowsAndUpdatesTables) {
     const DeviceArray<std::byte> from(rows, Place::kPinned);
     const DeviceArray<std::byte> to(std::vector<std::byte>(rows.size(), kPoison));
     const DeviceArray<uint64_t> slots(std::vector<uint64_t>(300, 7));
-    // All but the last copy and the last update.
+    // The counts below leave out the last copy and the last update.
     std::vector<RowCopy> copies;
     for (int i = 0; i < kRows; ++i) {
       copies.push_back({from.data() + i * row_bytes, to.data() + i * row_bytes});
@@ -291,7 +291,7 @@ TEST(GpuCentre, IsTheDoubleSumInTokenOrder) {
       std::mt19937 random(d);
       for (int h = 0; h < kHeads; ++h) {
         for (int64_t t = 0; t < kRows; ++t) {
-          // Of many sizes, so that another order would be another sum.
+          // Keys of many sizes, so that another order of summation would give another sum.
           layer.SetKey(h, t, Normals(d, std::exp2(static_cast<double>(t % 12)), random));
         }
       }

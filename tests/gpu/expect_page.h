@@ -9,7 +9,7 @@
 #include "tests/gpu/coded_layer.h"
 #include "tests/gpu/page_reference.h"
 
-// The GPU's page index against the reference's, bit by bit.
+// Compares the GPU's page index with the reference, bit by bit.
 namespace spillway::cuda {
 
 inline void ExpectStatistics(const HeadStatistics& found, const HeadStatistics& wanted) {
@@ -19,7 +19,7 @@ inline void ExpectStatistics(const HeadStatistics& found, const HeadStatistics& 
   EXPECT_EQ(found.value_floor, wanted.value_floor);
 }
 
-// A code page of so many bits a dimension. keys: the page's; rotation: P [d][d].
+// Compares a code page; it has one plane per bit. keys: the page's; rotation: P [d][d].
 inline void ExpectPage(const CodeTiling& tiling, std::vector<std::byte>& page,
                        const reference::Page& wanted, const reference::Vectors& keys,
                        std::span<const float> rotation) {

@@ -1,6 +1,6 @@
-// A library for LD_PRELOAD: takes a process's use of its GPU for good, as a bug in a kernel does.
-// When a file appears that SPILLWAY_FAULT names, it goes, and a kernel writes to an address that is
-// none.
+// A library for LD_PRELOAD that makes the GPU unusable for a process for good, as a bug in a kernel
+// does. Whenever the file that SPILLWAY_FAULT names appears, the library removes it, and a kernel
+// writes to an invalid address.
 #include <cuda_runtime.h>
 #include <unistd.h>
 

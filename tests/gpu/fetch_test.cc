@@ -1,4 +1,4 @@
-// Rows that the GPU brings from pinned pages, against those that the host copies.
+// Compares rows that the GPU fetches from pinned pages with rows that the host copies.
 #include <gtest/gtest.h>
 
 #include <future>
@@ -27,22 +27,22 @@ class FetchTest : public ::testing::TestWithParam<std::pair<int, int>> {
     arena = Arena::Create({.limit_bytes = 512 * kMiB}, &host_budget, PinExtents()).value();
     pool = std::make_unique<PagePool>(arena.get(), kPageTokenCount * spec.row_bytes());
     rows = std::make_unique<LayerRows>(pool.get(), spec);
-    // As the engine does: large extents, in which pages lie together.
+    // As in the engine: large extents, in which pages lie side by side.
     arena->Expect(spec.kv_head_count * tokens * spec.row_bytes());
     ASSERT_TRUE(rows->PrepareAppend(tokens).ok());
     std::vector<std::byte> source(spec.kv_head_count * tokens * spec.row_bytes() / 2);
     for (std::byte& b : source) b = static_cast<std::byte>(random());
     const int64_t half = spec.row_bytes() / 2;
     for (int h = 0; h < spec.kv_head_count; ++h) {
-      // Values are keys of another order.
+      // The values are the keys in reverse order.
       rows->WriteRows(h, 0, 0, tokens, RowSource::Dense(source.data(), tokens, half),
                       {source.data() + (tokens - 1) * half, tokens * half, -half});
     }
     rows->Commit(tokens);
   }
 
-  // Fetches to both memories and compares all bytes, those between rows too. Strides in
-  // rows' halves.
+  // Fetches to host and to GPU memory, and compares all bytes, also between rows. Strides are in
+  // half rows (K or V).
   void ExpectSame(FetchWork work, int64_t head_stride, int64_t token_stride, int64_t bytes) {
     const int64_t half = spec.row_bytes() / 2;
     std::vector<std::byte> k(bytes, kPoison), v(bytes, kPoison);
@@ -74,7 +74,7 @@ class FetchTest : public ::testing::TestWithParam<std::pair<int, int>> {
 };
 
 TEST_P(FetchTest, Tokens) {
-  constexpr int64_t kTokens = 50'000;  // several launches with many heads
+  constexpr int64_t kTokens = 50'000;  // several launches if there are many heads
   Open(kTokens);
   const int heads = spec.kv_head_count;
   const int64_t half = spec.row_bytes() / 2;
@@ -88,13 +88,15 @@ TEST_P(FetchTest, Tokens) {
   ExpectSame(std::move(work), 1, heads + 1, 1000 * (heads + 1) * half);
 }
 
-// A head's rows in long pieces, of which the copy engine takes some, and in pages apart.
+// The rows of a head are in long pieces, some of which the copy engine copies, and in scattered
+// pages.
 TEST_P(FetchTest, TokensOfScatteredPages) {
   constexpr int64_t kTokens = 40'000;
   Open(kTokens);
   const int heads = spec.kv_head_count;
   const int64_t half = spec.row_bytes() / 2;
-  // A fork that goes on: page by page, each beside those of the other heads, then at once.
+  // A fork that grows: page by page, each beside those of the other heads, then by the rest at
+  // once.
   LayerRows fork = rows->Share(kTokens / 2);
   while (fork.token_count() < kTokens) {
     const int64_t begin = fork.token_count();
@@ -119,7 +121,7 @@ TEST_P(FetchTest, ChosenRows) {
   for (const uint32_t modulus : {1u, 3u, 1000u, 49'999u}) {
     FetchWork work{.rows = rows->Share(kTokens)};
     work.chosen.emplace(heads);
-    // The first head is empty.
+    // No row of the first head is chosen.
     for (int h = 1; h < heads; ++h) {
       for (uint32_t t = 0; t < kTokens; ++t) {
         if (random() % modulus == 0) (*work.chosen)[h].push_back(t);

@@ -1,5 +1,5 @@
-// What the link benchmark decides without a GPU: its plan, its lists of rows,
-// and the pattern that it checks them by.
+// What the link benchmark decides without a GPU: its plan, its lists of rows, and the pattern by
+// which it checks the rows.
 #include <algorithm>
 #include <bit>
 #include <cstddef>
@@ -72,7 +72,7 @@ void ExpectWithinBounds(const Measurement& m, const Machine& machine, int64_t sp
   SCOPED_TRACE(Describe(m));
   EXPECT_TRUE(std::has_single_bit(static_cast<uint64_t>(m.row_bytes)));
   EXPECT_GE(m.row_bytes, 128);
-  // No copy may cross a registered segment.
+  // No copy may cross the border of a registered segment.
   EXPECT_LE(m.row_bytes, kSpanStepBytes);
   EXPECT_GT(m.span_bytes, 0);
   EXPECT_LE(m.span_bytes, m.allocation.bytes);
@@ -83,7 +83,7 @@ void ExpectWithinBounds(const Measurement& m, const Machine& machine, int64_t sp
   EXPECT_LE(m.row_count, m.domain_row_count);
   EXPECT_LE(m.domain_row_count, m.span_row_count());
   EXPECT_LE(m.span_row_count() * m.way_count() * m.row_bytes, m.span_bytes);
-  // Row numbers have 32 bits, and the kernels' counts of 16-byte vectors.
+  // Row numbers have 32 bits, and so have the kernels' counts of 16-byte vectors.
   EXPECT_LE(m.span_bytes / m.row_bytes, std::numeric_limits<uint32_t>::max());
   EXPECT_LE(m.moved_bytes(), kMovedBytesMax);
   EXPECT_GT(m.density, 0);
@@ -225,7 +225,7 @@ TEST(LinkPlanTest, RefusesMoreThanHalfOfTheMemory) {
   EXPECT_TRUE(absl::IsResourceExhausted(plan.status())) << plan.status();
   EXPECT_THAT(std::string(plan.status().message()), HasSubstr("16 GiB"));
   EXPECT_THAT(std::string(plan.status().message()), HasSubstr("32767 MiB"));
-  // Even the smallest span.
+  // Not even the smallest span fits.
   machine.memory_available_bytes = 511 * kMiB;
   EXPECT_TRUE(absl::IsResourceExhausted(MakePlan({}, machine).status()));
   machine.memory_available_bytes = 0;
@@ -241,7 +241,7 @@ TEST(LinkPlanTest, RefusesSpansThatDoNotFit) {
   Machine machine = BigMachine();
   machine.memory_available_bytes = std::numeric_limits<int64_t>::max();
   machine.numa_node_bytes = {machine.memory_available_bytes};
-  // Rows of 128 bytes could not be numbered; nothing overflows on the way.
+  // Rows of 128 bytes would need more than 32 bits for their numbers. No computation overflows.
   for (const int64_t span_bytes : {int64_t{1} << 39, int64_t{1} << 61}) {
     EXPECT_TRUE(absl::IsInvalidArgument(MakePlan({.span_bytes = span_bytes}, machine).status()));
   }
@@ -256,7 +256,7 @@ TEST(LinkPlanTest, BindsToTheGpusNodeWhereThereAreSeveral) {
   EXPECT_THAT(plan, Each(Field(&Measurement::allocation, Field(&Allocation::numa_node, 1))));
   const auto alone = PlanOf({.experiment = Experiment::kRows}, BigMachine());
   EXPECT_THAT(alone, Each(Field(&Measurement::allocation, Field(&Allocation::numa_node, -1))));
-  // A node has less than the machine.
+  // One node has less memory than the machine.
   Machine machine = TwoNodes();
   machine.numa_node_bytes = {90 * kGiB, 10 * kGiB};
   const auto bound = PlanOf({.experiment = Experiment::kRows}, machine);
@@ -287,7 +287,7 @@ TEST(LinkPlanTest, ACutSortedListKeepsItsDensity) {
     if (m.order != Order::kSorted || m.row_count == 1) continue;
     const double density =
         static_cast<double>(m.row_count) / static_cast<double>(m.domain_row_count);
-    // A row more or less.
+    // Rounding may change the count by a row.
     const double slack = 2.0 / static_cast<double>(m.domain_row_count);
     EXPECT_NEAR(density, m.density, m.density * 0.01 + slack) << Describe(m);
   }
@@ -311,7 +311,7 @@ TEST(LinkPlanTest, Descriptions) {
   EXPECT_EQ(FormatBytes(3 * kMiB), "3 MiB");
 }
 
-// A measurement of `row_count` rows out of `domain` out of `span` rows.
+// A measurement of `row_count` rows within `domain` consecutive rows of a span of `span` rows.
 Measurement Drawing(int64_t row_count, int64_t domain, int64_t span, Order order) {
   Measurement m;
   m.order = order;
@@ -353,7 +353,7 @@ TEST(RowListTest, RowsAreDistinctOrderedAndWithinTheSpan) {
 }
 
 TEST(RowListTest, RepetitionsShareNoRowsWhileThereAreOthers) {
-  // 10 stretches of 100, and 3 parts of 1000 with 10 stretches each.
+  // 1000 rows have 10 stretches of 100; 3000 rows have 3 parts with 10 stretches each.
   for (const auto& [span, turns] : {std::pair<int64_t, int>{1000, 10}, {3000, 10}}) {
     const Measurement m = Drawing(100, 1000, span, Order::kSorted);
     std::set<uint32_t> seen;
@@ -380,7 +380,7 @@ TEST(RowListTest, RowsAreSpreadEvenly) {
   const Measurement m = Drawing(20000, 1000000, 1000000, Order::kSorted);
   std::vector<int> counts(100);
   for (const uint32_t row : DrawRows(m, Way::kFirst, 1)) ++counts[row / 10000];
-  // 200 each, give or take five standard deviations.
+  // 200 rows each, within five standard deviations.
   EXPECT_GE(*std::min_element(counts.begin(), counts.end()), 130);
   EXPECT_LE(*std::max_element(counts.begin(), counts.end()), 270);
 }
@@ -417,11 +417,11 @@ TEST(PatternTest, TellsRowsFromOneAnother) {
   PoisonRows(memory, std::vector<uint32_t>{9}, 128);
   EXPECT_EQ(FindWrongRow(memory, rows, 128), 2);
   EXPECT_EQ(FindWrongRow(memory, std::vector<uint32_t>{8, 10}, 128), std::nullopt);
-  // A row that arrived where another belongs.
+  // A row that arrived in the place of another.
   FillPattern(memory);
   std::copy_n(memory + 60 * 128, 128, memory + 63 * 128);
   EXPECT_EQ(FindWrongRow(memory, rows, 128), 3);
-  // One word.
+  // One wrong word.
   FillPattern(memory);
   memory[3 * 128 + 127] ^= std::byte{1};
   EXPECT_EQ(FindWrongRow(memory, rows, 128), 0);

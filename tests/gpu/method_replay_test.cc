@@ -1,5 +1,4 @@
-// Waves with a request to methods, which is copied to the GPU anew before every
-// replay of their graph.
+// Waves with a request for methods, which is copied to the GPU before every replay of their graph.
 #include <gtest/gtest.h>
 
 #include <map>
@@ -53,7 +52,7 @@ TEST(MethodReplay, DecodingGivesTheBitsOfASequenceThatIsNew) {
   }
 }
 
-// The requests of 16 queries, then fewer, then of 16 again.
+// Attends of 16 queries, then of fewer, then of 16 again.
 TEST(MethodReplay, AttendsOfAnyNumberOfQueriesGiveTheirFirstBits) {
   SKIP_WITHOUT_GPU();
   const IndexedModel model(2, 3, 64, DType::kBF16, EveryIndex());
@@ -61,7 +60,7 @@ TEST(MethodReplay, AttendsOfAnyNumberOfQueriesGiveTheirFirstBits) {
   DeviceBench bench(*CudaFactory(), model.spec, 0, model.file);
   BenchSequence sequence(bench);
   ASSERT_TRUE(sequence.Append(context, 0, 6000).ok());
-  std::map<int, std::vector<float>> queries;  // by their number
+  std::map<int, std::vector<float>> queries;  // by number of queries
   for (const int count : {16, 9, 1}) {
     queries[count] = reference::TraceQueries(context, count, 87 + count, 1.5);
   }
@@ -71,7 +70,7 @@ TEST(MethodReplay, AttendsOfAnyNumberOfQueriesGiveTheirFirstBits) {
       first[count] = sequence.Attend(c.policy, queries[count]);
       ASSERT_TRUE(first[count].status.ok()) << c.name << ": " << first[count].status;
     }
-    // A wave ran directly; now it is captured, then replayed.
+    // Each wave has run directly. Now it is captured, then replayed.
     for (int round = 0; round < 4; ++round) {
       for (const int count : {16, 9, 1}) {
         for (int again = 0; again < 3; ++again) {

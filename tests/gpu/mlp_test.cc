@@ -23,12 +23,12 @@ struct MlpShape {
 
 class GpuMlp : public ::testing::TestWithParam<MlpShape> {
  protected:
-  // exp() has other last bits on a GPU, so signs may differ next to zero.
+  // exp() differs in the last bits on a GPU, so signs may differ next to zero.
   static constexpr float kNearZero = 1e-3f;
 
   void SetUp() override { SKIP_WITHOUT_GPU(); }
 
-  // Makes `heads` heads' weights, here and on the GPU.
+  // Makes the weights of `heads` heads, on the host and on the GPU.
   MlpWeightsView MakeWeights(int heads, std::mt19937& random) {
     const MlpShape s = GetParam();
     const auto size = [](int a, int b, int c) { return static_cast<size_t>(a) * b * c; };
@@ -50,7 +50,7 @@ class GpuMlp : public ::testing::TestWithParam<MlpShape> {
             s.b2 ? b2_->data() : nullptr};
   }
 
-  // bit(j) is the code of x on the GPU.
+  // Compares the code of x on the GPU, whose bits are bit(j), with the CPU's.
   template <typename Bit>
   void ExpectCode(int head, const std::vector<float>& x, const Bit& bit) {
     std::vector<float> y(mlp_.hash_bits);
@@ -61,7 +61,7 @@ class GpuMlp : public ::testing::TestWithParam<MlpShape> {
     }
   }
 
-  // Keys [begin, end) of `heads` KV heads, `codes` codes each.
+  // Compares keys [begin, end) of `heads` KV heads, with `codes` codes each.
   void ExpectKeys(int heads, int codes, DType dtype, int64_t begin, int64_t end, Place rows) {
     SCOPED_TRACE("tokens [" + std::to_string(begin) + ", " + std::to_string(end) + ") of " +
                  std::to_string(heads) + " heads, " + std::to_string(codes) + " codes a key");
@@ -101,7 +101,7 @@ class GpuMlp : public ::testing::TestWithParam<MlpShape> {
     const int count = heads * group, words = s.bits / 32;
     const std::vector<float> x = Normals(static_cast<size_t>(count) * s.d, 1, random);
     const DeviceArray<float> device_x(x);
-    // One more than there are, which stays as it is.
+    // Memory for one more code, which must not be written.
     const DeviceArray<uint32_t> device_bits(
         std::vector<uint32_t>(static_cast<size_t>(count + 1) * words, 0xCDCDCDCDu));
     Check(LaunchMlpCodes(weights, s.d, group, device_x.data(), count, device_bits.data(), nullptr));
@@ -121,14 +121,14 @@ class GpuMlp : public ::testing::TestWithParam<MlpShape> {
 };
 
 TEST_P(GpuMlp, KeysHaveTheCpusBits) {
-  // Few blocks and many; the limit is 128 of four tokens.
+  // Few thread blocks, and many: up to 128 blocks of four tokens are few.
   ExpectKeys(2, 1, DType::kBF16, 126, 131, Place::kGpu);
   ExpectKeys(2, 1, DType::kF32, 130, 131, Place::kPinned);
   ExpectKeys(9, 1, DType::kF16, 100, 161, Place::kGpu);
 }
 
 TEST_P(GpuMlp, KeysHaveACodeOfEveryMlpOfTheirHead) {
-  // As many as a plane of 1,024 bits has room for, up to a group of 16.
+  // As many codes as fit into a plane of 1,024 bits, at most for a group of 16.
   const int codes = std::min(16, 1024 / GetParam().bits);
   ExpectKeys(2, codes, DType::kF32, 126, 131, Place::kPinned);
   ExpectKeys(3, codes, DType::kBF16, 100, 161, Place::kGpu);

@@ -11,8 +11,8 @@
 #include "host/core/page_index.h"
 #include "host/core/quantiser.h"
 
-// The page index of one KV head by the words of host/core/page_index.h, a vector
-// at a time. The same bits are asked of the GPU.
+// The page index of one KV head as host/core/page_index.h describes it, computed one vector at a
+// time. The GPU must give the same bits.
 namespace spillway::reference {
 
 using Vectors = std::vector<std::vector<float>>;
@@ -91,7 +91,7 @@ struct KeyCode {
   uint16_t factor = 0;
 };
 
-// The code of a key about a centre; rotation: P [d][d].
+// The code of a key relative to a centre; rotation: P [d][d].
 inline KeyCode CodeOf(std::span<const float> key, std::span<const float> centre,
                       std::span<const float> rotation, int bits) {
   const size_t d = key.size();
@@ -126,8 +126,8 @@ struct FirstPages {
   std::vector<float> value_centre;
 };
 
-// Of the first kCentreTokenCount values, and of the keys' distances from their
-// pages' centres.
+// Measures the first kCentreTokenCount values, and the distances of the keys from the centres of
+// their pages.
 inline FirstPages Measure(const Vectors& values, const std::vector<float>& radii) {
   constexpr int64_t kRun = kCentreTokenCount / kValueBlockCount;
   const size_t d = values[0].size();
@@ -155,7 +155,7 @@ inline FirstPages Measure(const Vectors& values, const std::vector<float>& radii
   return first;
 }
 
-// Norms of a page.
+// The norm bytes of a page.
 inline std::vector<uint8_t> Norms(const FirstPages& first, const std::vector<float>& radii,
                                   const Vectors& values) {
   const float usual = std::max(Median(radii), first.statistics.median_radius);
@@ -168,7 +168,7 @@ inline std::vector<uint8_t> Norms(const FirstPages& first, const std::vector<flo
   return norms;
 }
 
-// A KV head's index: its closed pages.
+// The index of a KV head: its closed pages.
 struct Page {
   std::vector<float> centre;
   std::vector<float> radii;
@@ -178,7 +178,7 @@ struct Head {
   std::vector<Page> pages;
   FirstPages first;
 };
-// keys and values: of kCentreTokenCount tokens or more.
+// keys and values: of at least kCentreTokenCount tokens.
 inline Head IndexOf(const Vectors& keys, const Vectors& values, bool raw_keys) {
   const auto part = [](const Vectors& all, int64_t first, int64_t count) {
     return Vectors(all.begin() + first, all.begin() + first + count);

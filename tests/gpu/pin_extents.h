@@ -9,7 +9,7 @@
 
 namespace spillway::cuda {
 
-// Pins what an arena commits, as a device does, so that kernels read it.
+// Pins the extents that an arena commits, as a device does, so that kernels can read them.
 inline Arena::ExtentObserver PinExtents() {
   Arena::ExtentObserver pin;
   pin.committed = [](std::span<std::byte> extent) {

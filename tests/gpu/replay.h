@@ -34,8 +34,8 @@ inline void ExpectSame(const JobItem& a, const JobItem& b, const std::string& wh
   EXPECT_EQ(a.result.touched_row_counts, b.result.touched_row_counts) << what;
 }
 
-// Decodes with a sequence of the bench, from 3,900 tokens to 4,300, step(n)
-// tokens at a time. Another device, which has no graph yet, gives the same bits.
+// Decodes with a sequence of the bench from 3,900 to 4,300 tokens, with a step after every step(n)
+// tokens. Some of the steps must give the same bits as a new device, which has no graphs yet.
 template <typename Step>
 void ExpectBitsOfANewSequence(DeviceBench& bench, const reference::Context& context, const Case& c,
                               const std::vector<float>& q, Step step,

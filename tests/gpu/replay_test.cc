@@ -1,5 +1,5 @@
-// Attends of a decoding sequence are replayed as graphs: what they give must
-// not depend on that, and nothing in them may wait for the GPU.
+// A GPU replays the attends of a decoding sequence as graphs. The results must not depend on that,
+// and nothing in the attends may wait for the GPU.
 #include "tests/gpu/replay.h"
 
 #include <gtest/gtest.h>
@@ -34,8 +34,8 @@ std::vector<Case> Cases(const ModelSpec& spec) {
   return cases;
 }
 
-// A wave runs directly when it is new, is captured when it comes again and
-// replayed from then on. A capture that fails is the attend's error.
+// A wave runs directly the first time, is captured the second time, and is replayed from then on.
+// If a capture fails, the attend fails.
 TEST(Replay, DecodingGivesTheBitsOfASequenceThatIsNew) {
   SKIP_WITHOUT_GPU();
   const ModelSpec spec = MakeSpec(2, 4, 64, DType::kBF16);
@@ -43,7 +43,7 @@ TEST(Replay, DecodingGivesTheBitsOfASequenceThatIsNew) {
   const std::vector<float> q = reference::TraceQueries(context, 1, 73, 1.5);
   DeviceBench bench(*CudaFactory(), spec);
   for (const Case& c : Cases(spec)) {
-    // Grids are made anew at 4,096 tokens; pages of rows and codes as well.
+    // At 4,096 tokens the grids change, and new pages of rows and codes begin.
     ExpectBitsOfANewSequence(bench, context, c, q, [](int64_t n) { return n < 4080 ? 37 : 3; });
   }
 }
@@ -67,8 +67,8 @@ TEST(Replay, SeveralSequencesAndModelsOnOneDevice) {
   }
 }
 
-// Steps write pages that are new, codes that are not in order and rows that
-// stay: all as one append of everything would have it.
+// Steps write new pages, codes in pages that are not in order, and rows that stay on the GPU. The
+// result is that of one append of all tokens.
 TEST(Replay, StepsLeaveWhatOneAppendDoes) {
   SKIP_WITHOUT_GPU();
   for (const int step : {1, 3, 16}) {
@@ -80,7 +80,7 @@ TEST(Replay, StepsLeaveWhatOneAppendDoes) {
     DeviceBench bench(*CudaFactory(), spec), fresh(*CudaFactory(), spec);
     BenchSequence stepping(bench), plain(fresh);
     ASSERT_TRUE(stepping.Append(context, 0, 2900).ok());
-    // A short one too, whose attends are dense and which becomes sparse.
+    // Also a short sequence, whose attends are dense at first.
     BenchSequence young(bench), young_plain(fresh);
     ASSERT_TRUE(young.Append(context, 0, 1000).ok());
     for (int i = 0; i < 96 / step + 4; ++i) {
@@ -92,14 +92,14 @@ TEST(Replay, StepsLeaveWhatOneAppendDoes) {
     ASSERT_TRUE(young.Append(context, young.token_count(), 2200).ok());
     ASSERT_TRUE(young_plain.Append(context, 0, 2200).ok());
     ExpectSame(young.Attend(policy, one), young_plain.Attend(policy, one), "a young sequence");
-    // The resident sample and the ring hold the rows of these tokens.
+    // The resident sample and the ring hold the rows of these tokens, so equally many rows move.
     const JobItem attend = stepping.Attend(policy, one);
     EXPECT_EQ(attend.result.moved_row_count, plain.Attend(policy, one).result.moved_row_count);
   }
 }
 
-// An attend that finds no memory takes its append back, and the pages that the
-// append would have begun are none the wiser.
+// If an attend finds no memory, its append is undone, and the pages that the append would have
+// begun stay as they were.
 TEST(Replay, AStepWithoutMemoryChangesNothing) {
   SKIP_WITHOUT_GPU();
   constexpr int kQueries = 600;
@@ -113,7 +113,7 @@ TEST(Replay, AStepWithoutMemoryChangesNothing) {
     BenchSequence sequence(bench), plain(fresh);
     ASSERT_TRUE(sequence.Append(context, 0, n).ok());
     ASSERT_TRUE(sequence.Step(context, policy, one).status.ok());
-    // Pages are left over; what the queries would be put in is not there.
+    // Free pages are left, but no memory for the queries.
     {
       BenchSequence gone(bench);
       ASSERT_TRUE(gone.Append(context, 0, 6000).ok());
@@ -128,7 +128,7 @@ TEST(Replay, AStepWithoutMemoryChangesNothing) {
     for (int i = 0; i < 10; ++i) ASSERT_TRUE(sequence.Step(context, policy, one).status.ok());
     ASSERT_TRUE(plain.Append(context, 0, sequence.token_count()).ok());
     ExpectSame(sequence.Attend(policy, one), plain.Attend(policy, one), std::to_string(n));
-    // Once there is memory the same step is served.
+    // Once there is memory, the same step is served.
     EXPECT_TRUE(sequence.Step(context, policy, q).status.ok());
   }
 }
@@ -140,7 +140,7 @@ TEST(Graph, ACaptureThatWaitsFails) {
     return cuda::ToStatus(cudaStreamSynchronize(stream.get()), "cudaStreamSynchronize");
   });
   EXPECT_FALSE(waiting.ok());
-  // The stream is usable afterwards, and what does not wait can be captured.
+  // Afterwards the stream is usable, and work that does not wait can be captured.
   const auto empty = cuda::Graph::Capture(stream.get(), [] { return absl::OkStatus(); });
   ASSERT_TRUE(empty.ok()) << empty.status();
   EXPECT_TRUE(empty->Launch(stream.get()).ok());

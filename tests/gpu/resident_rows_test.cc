@@ -9,8 +9,8 @@
 #include <string>
 #include <vector>
 
-// The rows that a GPU would hold, in an arena of host memory: which tokens they
-// are of, and that they are those tokens' rows, whatever came before.
+// The rows that a GPU would hold, in an arena of host memory: to which tokens they belong, and that
+// they equal these tokens' rows, whatever came before.
 namespace spillway::cuda {
 namespace {
 
@@ -45,7 +45,7 @@ struct Memory {
   BlockPools blocks;
 };
 
-// A layer's rows, what is held of them, and the tables that kernels would see.
+// The rows of a layer, the copies that are held of them, and the tables that kernels would read.
 class Layer {
  public:
   static constexpr int kLayer = 3;
@@ -79,7 +79,7 @@ class Layer {
       std::memcpy(to, rows_.Row(kv_head, token), static_cast<size_t>(memory_->spec.row_bytes()));
     });
   }
-  // Room that no append takes.
+  // Prepares an append that never happens.
   void PrepareOnly(int64_t count) { ASSERT_TRUE(held_.Prepare(token_count() + count).ok()); }
   void Truncate(int64_t token_count) {
     rows_.Truncate(token_count);
@@ -168,7 +168,7 @@ TEST(ResidentRows, AreTheRowsAfterAnySequenceOfSteps) {
           }
           break;
         case 2:
-          // An append that was refused elsewhere; the next one starts over.
+          // An append that was refused elsewhere; the next append starts over.
           layer.PrepareOnly(static_cast<int64_t>(random() % 500));
           layer.Truncate(layer.token_count());
           break;
@@ -199,7 +199,7 @@ TEST(ResidentRows, HoldTheNewestTokensOfADecodingSequence) {
   EXPECT_EQ(layer.recent_begin(), 3200 - kRecentRows);
   layer.Truncate(3190);
   layer.Sync();
-  // What the dropped ones took the places of is gone.
+  // The dropped tokens had overwritten older ones, which are gone.
   EXPECT_EQ(layer.recent_begin(), 3200 - kRecentRows);
   layer.Check("after a cut");
   layer.Truncate(1000);
@@ -217,7 +217,7 @@ TEST(ResidentRows, WithoutRoomNothingChanges) {
   Layer layer(&memory);
   layer.Append(500, random);
   layer.Sync();
-  // All of the arena but what is held.
+  // Takes all of the arena that is not held.
   std::vector<PageRef> taken;
   for (;;) {
     const auto page = memory.resident_pool.Allocate();

@@ -1,5 +1,5 @@
-// Memory that a device shares with another process, as far as one process sees it, and the
-// kernel that a client copies a step's tensors with.
+// Memory that a device shares with another process, tested within one process, and the kernel with
+// which a client copies the tensors of a step.
 #include <algorithm>
 #include <array>
 #include <chrono>
@@ -26,7 +26,7 @@ constexpr int64_t kMiB = int64_t{1} << 20;
 class SharedMemoryTest : public ::testing::Test {
  protected:
   int64_t used_bytes() const { return device->memory()->shared_used_bytes; }
-  // What is given up is freed a moment later.
+  // Waits for this count: memory that is given up is freed a moment later.
   bool Settles(int64_t bytes) const {
     for (int i = 0; i < 1000 && used_bytes() != bytes; ++i) {
       std::this_thread::sleep_for(std::chrono::milliseconds(10));
@@ -113,12 +113,12 @@ TEST_F(SharedMemoryTest, AnExchangeCopiesItsInputs) {
   EXPECT_TRUE(Settles(0));
 }
 
-// Three tensors of one step, each with its own alignment: [B, T, H] rows.
+// Up to three tensors of one step, each with its own alignment: [B, T, H] rows.
 TEST(StepCopy, CopiesRowsByTheirStrides) {
   struct Case {
     int32_t bytes;
-    int64_t at;   // of the first element
-    int64_t gap;  // between rows, beside what they take
+    int64_t at;   // offset of the first row, in bytes
+    int64_t gap;  // bytes between rows
   };
   for (const std::vector<Case>& cases :
        {std::vector<Case>{{256, 0, 0}, {512, 0, 32}, {128, 16, 64}},
@@ -142,7 +142,7 @@ TEST(StepCopy, CopiesRowsByTheirStrides) {
       TensorCopy& tensor = copy.tensors[i];
       tensor.from = reinterpret_cast<const std::byte*>(from[i]->data() + c.at);
       tensor.to = reinterpret_cast<std::byte*>(to[i]->data());
-      // [B, H, T] there, [B, T, H] here.
+      // The source is [B, H, T], the copy [B, T, H].
       tensor.from_strides = {kT * heads * row, row, kT * row};
       tensor.to_strides = {int64_t{kT} * heads * c.bytes, int64_t{heads} * c.bytes, c.bytes};
       tensor.head_count = heads;

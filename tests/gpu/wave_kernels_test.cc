@@ -9,7 +9,7 @@
 namespace spillway::cuda {
 namespace {
 
-// Whatever the CPU device of this build runs, its GPU runs.
+// The GPU device runs every method that the CPU device of this build runs.
 TEST(CheckServed, TakesEveryMethodOfTheBuild) {
   for (const SelectorMethod* method : SelectorMethods()) {
     Policy policy;

@@ -7,7 +7,7 @@
 #include <set>
 #include <vector>
 
-// Copies of all rows as a GPU would hold them, in an arena of host memory.
+// Copies of all rows, as a GPU would hold them, in an arena of host memory.
 namespace spillway::cuda {
 namespace {
 
@@ -25,7 +25,7 @@ ModelSpec Spec() {
   return spec;
 }
 
-// Room for 32 pages: a page of 128 rows of 512 bytes is 64 KiB.
+// Memory for 32 pages: a page of 128 rows of 512 bytes is 64 KiB.
 struct Memory {
   const ModelSpec spec = Spec();
   MemoryBudget budget{16 * kMiB};
@@ -52,7 +52,7 @@ TEST(WholeRows, GrowAsFarAsThereIsRoomAndNoFurther) {
   EXPECT_EQ(rows.FirstUnfilled(1000), 1000);
   EXPECT_FALSE(rows.LacksRows(1000));
 
-  // 17 pages a head do not fit: what there is stays, and the last page's rest is used.
+  // 17 pages per head do not fit: the present pages stay, and the rest of the last page is used.
   rows.Prepare(1000, 2100, refuse);
   EXPECT_EQ(asked, 1);
   EXPECT_EQ(rows.end(), 1024);
@@ -62,12 +62,12 @@ TEST(WholeRows, GrowAsFarAsThereIsRoomAndNoFurther) {
   EXPECT_EQ(rows.Row(1, 1024), nullptr);
   rows.SetFilled(2100);
   EXPECT_EQ(rows.FirstUnfilled(2100), 2100);
-  // It asks no more, also where there were room.
+  // It does not ask again, not even if there were memory.
   rows.Prepare(2100, 2101, refuse);
   EXPECT_EQ(asked, 1);
   EXPECT_EQ(rows.end(), 1024);
 
-  // Shorter, it has all again, and grows.
+  // A sequence so short that nothing is lacking can grow again.
   rows.Truncate(900);
   rows.Prepare(900, 1500, refuse);
   EXPECT_EQ(asked, 1);
@@ -96,7 +96,7 @@ TEST(WholeRows, AskForRoomUntilThereIsSome) {
   EXPECT_EQ(others[1]->bytes(), 0);
   EXPECT_EQ(others[2]->end(), 512);
 
-  // Who gave up takes nothing until it is told to, and then all that lacks.
+  // Copies that were given up take nothing before Resume, and then all that is lacking.
   rows.GiveUp();
   others[0]->Prepare(512, 513, [] { return kNoRoom; });
   EXPECT_EQ(others[0]->end(), 0);
@@ -123,12 +123,12 @@ TEST(WholeRows, ForksShareThePagesAndWriteTheirOwn) {
   EXPECT_NE(two.Page(1, 5), one.Page(1, 5));
   EXPECT_EQ(two.TakeChangedPage(), 0);
   EXPECT_EQ(two.TakeChangedPage(), INT64_MAX);
-  // What one gives up, the other still has.
+  // What `one` gives up, `two` still has.
   one.GiveUp();
   EXPECT_EQ(Pages(memory), 12);
   EXPECT_EQ(two.end(), 768);
 
-  // A shared page that cannot be copied is given up, with all before it.
+  // If a shared page cannot be copied, it is given up with all pages before it.
   WholeRowsOfLayer three(two, 651);
   std::vector<PageRef> taken;
   for (;;) {

@@ -1,4 +1,4 @@
-"""The real model, and one daemon for the session."""
+"""The real model, and one daemon for the whole session."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LICENSES = Path("/usr/share/common-licenses")
 
 @pytest.fixture(scope="session")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[spillway.Client]:
-    """A connection to the session's daemon."""
+    """A client of the session's daemon."""
     with (
         running_daemon(tmp_path_factory.mktemp("daemon")) as target,
         spillway.connect(target) as client,
@@ -37,7 +37,7 @@ def loaded() -> tuple[Any, Any]:
 
 @pytest.fixture
 def language_model(loaded: tuple[Any, Any]) -> Iterator[Any]:
-    """The model; each test may choose its attention implementation."""
+    """The model. Each test may set its attention implementation."""
     model = loaded[0]
     yield model
     model.set_attn_implementation("sdpa")
@@ -45,6 +45,6 @@ def language_model(loaded: tuple[Any, Any]) -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def tokens(loaded: tuple[Any, Any]) -> Any:
-    """Token ids of real prose, longer than the model's context."""
+    """Token ids of real prose, more than the model's context."""
     text = "".join((LICENSES / name).read_text() for name in ("GPL-3", "Apache-2.0"))
     return loaded[1](text, return_tensors="pt").input_ids[0]

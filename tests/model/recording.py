@@ -10,12 +10,12 @@ from spillway_lab.training.traces import attention_seen
 
 
 class Trace(NamedTuple):
-    """What attention saw, per layer, after the positional encoding.
+    """Inputs of attention, per layer, after the positional encoding.
 
     Attributes:
-        queries: [T, H_q, d] at the positions asked for.
+        queries: [T, H_q, d] at the requested positions.
         keys: [H_kv, n, d].
-        values: The same shape.
+        values: [H_kv, n, d].
         scaling: Factor on q.k.
     """
 
@@ -26,7 +26,7 @@ class Trace(NamedTuple):
 
 
 def record(model: Any, tokens: torch.Tensor, positions: Sequence[int]) -> Trace:
-    """Reads tokens [n] with the model's own attention and records it."""
+    """Runs the model's own attention on tokens [n] and records its inputs."""
     queries: list[torch.Tensor] = []
     keys: list[torch.Tensor] = []
     values: list[torch.Tensor] = []
@@ -47,7 +47,7 @@ def record(model: Any, tokens: torch.Tensor, positions: Sequence[int]) -> Trace:
 
 
 def exact_attention(trace: Trace, layer: int, visible: Sequence[int]) -> torch.Tensor:
-    """Attention in float64: output [T, H_q, d], query t over the first visible[t] tokens."""
+    """Attention in float64: output [T, H_q, d]. Query t sees the first visible[t] tokens."""
     q = trace.queries[layer].double()
     k, v = trace.keys[layer].double(), trace.values[layer].double()
     group = q.shape[1] // k.shape[0]

@@ -1,8 +1,8 @@
-"""How often attends on the model's own K/V miss the error that was promised.
+"""Measures how often attends on the model's own K/V exceed the promised error.
 
-The default policy at 8K must keep its promise, pooled over steps, layers,
-heads and seeds. Other policies and the worst (layer, head) are reported, in
-build/coverage/model_8k.json and on the terminal, and nothing is asked of them.
+The default policy at 8K must keep its promise, over all steps, layers, heads and seeds together.
+Other policies and the worst (layer, head) are only reported, in build/coverage/model_8k.json and on
+the terminal.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from recording import Trace, exact_attention, record
 from spillway import Policy, TopK
 
 TOKEN_COUNT = 8192
-# Queries that attend, all in the last 1,024 tokens and as many as are served
-# sparsely at once.
+# Positions of the queries: in the last 1,024 tokens, and as many as one attend serves sparsely.
 POSITIONS = [TOKEN_COUNT - 1 - 64 * i for i in reversed(range(16))]
 VISIBLE = [position + 1 for position in POSITIONS]
 DEFAULT_SEEDS = range(8)
-# Of the default policy, as it is documented.
+# The documented values of the default policy.
 DEFAULT_EPSILON = 0.1
 DEFAULT_DELTA = 0.1
 REPORT = Path(__file__).resolve().parents[2] / "build/coverage/model_8k.json"
@@ -45,13 +44,13 @@ REPORTED: dict[str, dict[str, Any]] = {
 
 
 class Draws(NamedTuple):
-    """Outcomes of one policy.
+    """The outcomes of one policy.
 
     Attributes:
-        beyond: Whether the error was beyond epsilon, [seeds, layers, T, H_q].
-        rows: Rows touched over rows visible, mean.
-        delta: Chance that was asked for.
-        group: Query heads that share a set of rows.
+        beyond: Whether the error was above epsilon, [seeds, layers, T, H_q].
+        rows: Touched rows / visible rows, mean.
+        delta: The delta of the policy.
+        group: How many query heads share a set of rows.
     """
 
     beyond: torch.Tensor
@@ -61,19 +60,19 @@ class Draws(NamedTuple):
 
     @property
     def fraction(self) -> float:
-        """Share beyond epsilon."""
+        """The share of errors above epsilon."""
         return float(self.beyond.double().mean())
 
     def interval(self) -> tuple[float, float]:
         """Wilson's 95 % interval of the share.
 
-        Heads that share their rows fail together, so a group counts as one
-        draw: the interval is wide rather than narrow.
+        Query heads that share rows fail together, so a group counts as one draw. This makes the
+        interval too wide rather than too narrow.
         """
         return wilson(self.fraction, self.beyond.numel() // self.group)
 
     def worst(self) -> tuple[int, int, float, int]:
-        """Layer, head, share and count of the worst (layer, head)."""
+        """Layer, head, share and count of the (layer, head) with the largest share."""
         shares = self.beyond.double().mean(dim=(0, 2))
         layer, head = divmod(int(shares.argmax()), shares.shape[1])
         count = self.beyond.shape[0] * self.beyond.shape[2]
@@ -89,7 +88,7 @@ def wilson(share: float, count: int, z: float = 1.96) -> tuple[float, float]:
 
 
 class Bench(NamedTuple):
-    """A trace, the same rows in the daemon, and the exact outputs per layer."""
+    """A trace, the same rows in the daemon, and the exact outputs of each layer."""
 
     trace: Trace
     sequence: spillway.Sequence
@@ -98,8 +97,7 @@ class Bench(NamedTuple):
     def draw(self, options: dict[str, Any], seeds: Sequence[int]) -> Draws:
         """Attends with a policy, in every layer, once per seed.
 
-        Errors are held against what the policy asks for, not against what
-        certificates say that it did.
+        Compares errors with the epsilon of the policy, not with what the certificates say.
         """
         epsilon = options.get("epsilon", DEFAULT_EPSILON)
         delta = options.get("delta", DEFAULT_DELTA)
@@ -124,7 +122,7 @@ class Bench(NamedTuple):
 def bench(
     client: spillway.Client, loaded: tuple[Any, Any], tokens: torch.Tensor
 ) -> Iterator[Bench]:
-    """The model's K/V of 8,192 tokens in the daemon."""
+    """Puts the model's K/V of 8,192 tokens into the daemon."""
     model = loaded[0]
     assert len(tokens) >= TOKEN_COUNT
     trace = record(model, tokens[:TOKEN_COUNT], POSITIONS)
@@ -147,7 +145,7 @@ def bench(
 
 
 def describe(name: str, draws: Draws) -> dict[str, Any]:
-    """What is reported of a policy."""
+    """The report on a policy."""
     low, high = draws.interval()
     layer, head, share, count = draws.worst()
     return {

@@ -1,4 +1,4 @@
-"""What the demonstration says of errors and their certificates."""
+"""What the demo says about errors and their certificates."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from demonstration.observation import Observer, worst_head
 from rich.console import Console
 from spillway_lab.evaluation import intervals
 
-# Two layers, two recomputed attends each, two heads. One certificate knows
-# nothing and one says exact; of the six others the second and the last are
-# exceeded, the third is met exactly.
+# Two layers, two recomputed attends each, two heads. One certificate has no error and one is exact.
+# Of the six others, the second and the last are exceeded, and the third is met exactly.
 OBSERVED = [[[0.01, 0.03], [0.02, 0.05]], [[0.04, 1e-7], [0.078, 0.5]]]
 CERTIFIED = [[[0.02, 0.02], [0.02, np.inf]], [[0.08, 0.0], [0.1, 0.1]]]
 RATIOS = [[[0.5, 1.5], [1.0, np.nan]], [[0.5, np.nan], [0.78, 5.0]]]
@@ -55,7 +54,7 @@ def observer(observed: list[Any], certified: list[Any]) -> Observer:
 
 
 def printed(summary: dict[str, Any]) -> dict[str, str]:
-    """The table's last column by its first."""
+    """The last column of the table, by the first column."""
     text = io.StringIO()
     report.print_table(summary, Console(file=text, width=100))
     rows = [line.strip("│").split("│") for line in text.getvalue().splitlines() if "│" in line]
@@ -66,7 +65,7 @@ def test_share_above_the_certificate() -> None:
     ratios = observer(OBSERVED, CERTIFIED).certificate_ratios()
     np.testing.assert_allclose(ratios, RATIOS)
     assert report.exceeded_fraction(ratios) == pytest.approx(2 / 6)
-    # Both heads 1 have one ratio each, and exceed it; the first is told.
+    # Head 1 of both layers has one ratio, which exceeds 1. The first of them is reported.
     worst = worst_head(ratios > 1, ~np.isnan(ratios))
     assert worst == {"layer": 0, "head": 1, "fraction": 1.0, "count": 1}
     table = printed(
@@ -82,7 +81,7 @@ def test_picture_of_the_share() -> None:
     bars = [(bar.get_x(), bar.get_width(), bar.get_height()) for bar in axes.patches]
     plt.close(figure)
     drawn = {(round(x, 3), round(height, 2)) for x, _, height in bars if height}
-    # In percent of six outputs, 0.05 wide; the last is off the axis.
+    # Heights are percent of six outputs, and bars are 0.05 wide. The last one is outside the axis.
     assert drawn == {(0.5, 33.33), (0.75, 16.67), (0.95, 16.67), (1.5, 16.67), (1.95, 16.67)}
     assert {round(width, 3) for _, width, _ in bars} == {0.05}
     below, above = (text.get_text() for text in axes.texts)
@@ -106,7 +105,7 @@ def test_no_certificate_to_exceed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("agreeing", "met"),
-    # Of 256 tokens; 240 of them have the 95 % interval 0.901 to 0.961.
+    # Agreement on 256 tokens. For 240, the 95 % interval is 0.901 to 0.961.
     [(256, True), (248, True), (240, False)],
 )
 def test_agreement_is_missed_where_the_tokens_rule_it_out(agreeing: int, met: bool) -> None:
@@ -135,7 +134,7 @@ def test_of_two_that_convert_the_model_at_once_the_first_is_kept(tmp_path: Path)
         (made / "config.json").write_text(name)
         model.publish(made, folder)
     assert (folder / "config.json").read_text() == "first"
-    # What is no model is in the way.
+    # If the folder in the way has no model, this is an error.
     (folder / "config.json").rename(folder / "another")
     with pytest.raises(OSError, match="model"):
         model.publish(tmp_path / "second" / "model", folder)

@@ -1,4 +1,4 @@
-"""Greedy decoding through the daemon with `all` is transformers' own."""
+"""Greedy decoding through the daemon with `all` gives the same tokens as transformers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NEW_TOKEN_COUNT = 64
 
 
 def generate(model: Any, tokens: torch.Tensor, cache: Any) -> list[int]:
-    """Decodes greedily, past any end of text."""
+    """Decodes greedily, also after an end of text."""
     prompt = tokens[None, :CONTEXT_TOKEN_COUNT]
     made = model.generate(
         input_ids=prompt,
@@ -36,7 +36,7 @@ def test_all_decodes_as_transformers_does(
     with SpillwayCache(language_model.config, client, policy=policy) as cache:
         actual = generate(language_model, tokens, cache)
         layers = cache.statistics.layers
-        # The first new token comes from the prompt's own forward.
+        # The first new token comes from the forward pass of the prompt.
         assert [layer.attend_count for layer in layers] == [NEW_TOKEN_COUNT - 1] * len(layers)
         assert cache.statistics.rows_touched_fraction == 1
     assert len(actual) == NEW_TOKEN_COUNT

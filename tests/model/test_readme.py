@@ -1,4 +1,4 @@
-"""The pages' examples of a real model run."""
+"""The pages' examples with a real model run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def library() -> Path:
 
 
 def test_generate(loaded: tuple[Any, Any]) -> None:
-    del loaded  # The model is where the example reads it.
+    del loaded  # The fixture puts the model where the example reads it.
     done = subprocess.run(
         [sys.executable, ROOT / "clients/python/examples/generate.py"],
         cwd=ROOT,
@@ -32,7 +32,7 @@ def test_generate(loaded: tuple[Any, Any]) -> None:
     assert done.returncode == 0, done.stderr
     answer, rows, error = done.stdout.strip().rsplit("\n", 2)
     assert answer
-    # A whole sentence.
+    # The answer is a whole sentence.
     assert answer.endswith(".")
     assert 0 < float(rows.split("%")[0]) < 40
     assert 0 < float(error.removeprefix("certified error ")) < 0.1

@@ -1,4 +1,4 @@
-"""Daemons on TCP, with certificates or with a file of tokens, for the tests of who may do what."""
+"""Daemons on TCP, with certificates or with a token file, for tests of access control."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ _EC = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-noenc")
 
 
 def openssl(folder: Path, *arguments: str) -> None:
-    """Runs it in a folder."""
+    """Runs openssl in a folder."""
     subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
 
 
 def make_authority(folder: Path, name: str = "ca") -> None:
-    """An authority of certificates: NAME.pem and NAME.key."""
+    """Makes a certificate authority: NAME.pem and NAME.key."""
     subject = ("-subj", f"/CN=Test {name}", "-days", "2")
     openssl(folder, "req", "-x509", *_EC, *subject, "-keyout", f"{name}.key", "-out", f"{name}.pem")
 
 
 def make_certificate(folder: Path, name: str, authority: str = "ca") -> None:
-    """NAME.pem and NAME.key of this host, signed by an authority, each put in place whole."""
+    """Makes NAME.pem and NAME.key for this host, signed by an authority; replaces old ones."""
     alternatives = ("-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1")
     asked = ("-subj", f"/CN={name}", *alternatives, "-keyout", "new.key", "-out", "new.csr")
     openssl(folder, "req", *_EC, *asked)
@@ -39,7 +39,7 @@ def make_certificate(folder: Path, name: str, authority: str = "ca") -> None:
 
 
 def token_entry(name: str, token: str, **settings: str | int) -> str:
-    """An entry of a file of tokens, as `spillway tokens new` prints one."""
+    """An entry of a token file, as `spillway tokens new` prints it."""
     digest = hashlib.sha256(token.encode()).hexdigest()
     lines = [f'name = "{name}"', f'sha256 = "{digest}"']
     lines += [
@@ -53,7 +53,7 @@ class Served:
     """A daemon on TCP.
 
     Attributes:
-        address: What it says that clients connect to.
+        address: The address for clients, as the daemon logs it.
         log: Its log.
     """
 
@@ -63,16 +63,16 @@ class Served:
 
     @property
     def port(self) -> int:
-        """The port in use."""
+        """The daemon's port."""
         return int(self.address.rsplit(":", 1)[1])
 
     def await_log(self, text: str, since: int = 0) -> None:
-        """Waits until the log, from a byte on, has the text."""
+        """Waits until the log contains the text, from byte `since` on."""
         wait_for(lambda: text in self.log.read_text(errors="replace")[since:], text)
 
 
 def wait_for(check: Callable[[], bool], what: str) -> None:
-    """Waits until it holds."""
+    """Waits until the check is true."""
     deadline = time.monotonic() + 30
     while not check():
         assert time.monotonic() < deadline, f"in vain: {what}"
@@ -81,7 +81,7 @@ def wait_for(check: Callable[[], bool], what: str) -> None:
 
 @contextmanager
 def served(folder: Path, *flags: str) -> Iterator[Served]:
-    """A daemon on a free port of 127.0.0.1, or where --listen says."""
+    """Runs a daemon on a free port of 127.0.0.1, or where --listen says."""
     serving.prefer_library(binary())
     log = folder / "spillwayd.log"
     listen = () if "--listen" in flags else ("--listen", "tcp:127.0.0.1:0")

@@ -1,4 +1,4 @@
-"""A client that appends and then stops in the middle of its stream, to be killed."""
+"""A client that appends and then stops in the middle of its stream. A test kills it."""
 
 from __future__ import annotations
 

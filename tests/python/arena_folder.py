@@ -1,4 +1,4 @@
-"""Daemons whose rows outlive them, and what is written to those."""
+"""Daemons whose rows outlive them, and a writer for their sequences."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ SHAPES: dict[str, Any] = {
 
 @contextmanager
 def folder_in_memory() -> Iterator[Path]:
-    """A folder of tmpfs, which goes at the end."""
+    """A folder in tmpfs, which is deleted at the end."""
     with tempfile.TemporaryDirectory(prefix="spillway-test-", dir="/dev/shm") as name:
         yield Path(name)
 
 
 @dataclass
 class Daemon:
-    """One after the other at one address, over one arena directory."""
+    """Daemons with one address and one arena directory; one runs at a time."""
 
     served: serving.Daemon
     arena: Path
@@ -46,16 +46,16 @@ class Daemon:
         self.served.start()
 
     def kill(self) -> None:
-        """Ends it as a crash would."""
+        """Kills the daemon, like a crash."""
         self.served.kill()
 
     def stop(self) -> None:
-        """Ends it in good order."""
+        """Ends the daemon normally."""
         assert self.served.end() == 0
 
 
 def over(arena: Path, folder: Path, *flags: str) -> Daemon:
-    """A daemon over an arena directory, not started."""
+    """A daemon with an arena directory. It is not started."""
     own = ("--arena-directory", str(arena), "--snapshot-folder", "")
     flags = device_flags(*(flags or ("--memory-limit", "512MiB")))
     target, log = f"unix:{folder}/spillwayd.sock", folder / "spillwayd.log"
@@ -64,7 +64,7 @@ def over(arena: Path, folder: Path, *flags: str) -> Daemon:
 
 @contextmanager
 def daemon(folder: Path, *flags: str) -> Iterator[Daemon]:
-    """A daemon that has begun with an empty arena directory."""
+    """Runs a daemon with a new, empty arena directory."""
     with folder_in_memory() as arena:
         each = over(arena, folder, *flags)
         each.start()
@@ -77,7 +77,7 @@ def daemon(folder: Path, *flags: str) -> Iterator[Daemon]:
 def rows(tag: int, start: int, count: int) -> np.ndarray:
     """K of a writer's tokens [start, start + count), [LAYERS, HEADS, count, DIM] float32.
 
-    Any token's rows are the same whatever chunk brings them.
+    The rows of a token do not depend on the chunk that contains them.
     """
     token = np.arange(start, start + count, dtype=np.uint64)
     layer, head, dim = (np.arange(n, dtype=np.uint64) for n in (LAYERS, HEADS, DIM))
@@ -94,7 +94,7 @@ def rows(tag: int, start: int, count: int) -> np.ndarray:
 
 @dataclass
 class Writer:
-    """Appends its own rows to a sequence and knows what was acknowledged."""
+    """Appends its own rows to a sequence, and remembers what was acknowledged."""
 
     tag: int
     name: str
@@ -106,7 +106,7 @@ class Writer:
         self.acknowledged += count
 
     def check(self, client: spillway.Client) -> spillway.Sequence:
-        """Every acknowledged row is there, and every row is this writer's."""
+        """Checks that all acknowledged rows are there, and that every row is this writer's."""
         sequence = client.get_sequence(self.name)
         for layer, length in enumerate(sequence.layer_token_counts):
             assert length >= self.acknowledged, (layer, length, self.acknowledged)

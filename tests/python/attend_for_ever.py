@@ -1,4 +1,4 @@
-"""A client that always has two long attends in flight, to be killed."""
+"""A client that always has two long attends in flight. A test kills it."""
 
 from __future__ import annotations
 

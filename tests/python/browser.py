@@ -1,4 +1,4 @@
-"""A headless Chromium that tests drive by its debugging pipe, where one is installed."""
+"""A headless Chromium, if installed, which tests control through its debugging pipe."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PROGRAM = shutil.which("chromium") or shutil.which("chromium-browser")
 
 
 class Page:
-    """A page of a browser; messages end with a zero byte."""
+    """A page of a browser. Messages on the pipe end with a zero byte."""
 
     def __init__(self, to_browser: int, from_browser: int) -> None:
         """Opens an empty page."""
@@ -24,7 +24,7 @@ class Page:
         self._session = ""
         self._count = 0
         self._unread = b""
-        self.complaints: list[str] = []  # errors that the page or the browser has logged
+        self.complaints: list[str] = []  # errors that the page or the browser logged
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
         self._session = attached["sessionId"]
@@ -46,7 +46,7 @@ class Page:
             self._note(answer)
 
     def open(self, url: str, width: int, height: int, *, dark: bool = False) -> None:
-        """Goes to an address in a window of that size."""
+        """Loads an address in a window of this size."""
         self.call(
             "Emulation.setDeviceMetricsOverride",
             width=width,
@@ -59,13 +59,13 @@ class Page:
         self.call("Page.navigate", url=url)
 
     def value(self, expression: str) -> Any:
-        """What an expression of JavaScript is."""
+        """The value of a JavaScript expression."""
         result = self.call("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
 
     def picture(self) -> bytes:
-        """The window as a PNG."""
+        """The window as a PNG image."""
         return base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"])
 
     def _read(self) -> Any:
@@ -86,7 +86,7 @@ class Page:
 
 @contextmanager
 def opened(profile: Path) -> Iterator[Page]:
-    """A page in a browser of its own, which ends with the block."""
+    """Starts a browser and yields a page. The browser ends with the block."""
     assert PROGRAM is not None
     to_browser, from_browser = os.pipe(), os.pipe()
     inner = (to_browser[0], from_browser[1])

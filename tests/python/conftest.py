@@ -1,4 +1,4 @@
-"""One daemon for the whole session, and small things that tests share."""
+"""One daemon for the whole session, and small fixtures."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from helpers import delete_model, held
 
 @pytest.fixture(scope="session")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Target of the session's daemon."""
+    """The target of the session's daemon."""
     with running_daemon(tmp_path_factory.mktemp("daemon")) as target:
         yield target
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Names the markers, and lets daemons reload: under nohup they would inherit no SIGHUP."""
+    """Registers markers. Restores SIGHUP, because under nohup, daemons would inherit SIG_IGN."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     config.addinivalue_line(
         "markers",
@@ -32,7 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Gives tests that name transports a client of each."""
+    """Gives tests with the marker `transports` a client of each transport."""
     marker = metafunc.definition.get_closest_marker("transports")
     if marker is not None and "client" in metafunc.fixturenames:
         metafunc.parametrize("client", marker.args, indirect=True, scope="session")
@@ -40,7 +40,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="session")
 def client(request: pytest.FixtureRequest) -> Iterator[spillway.Client]:
-    """A connection to the session's daemon, or an engine in this process."""
+    """A client of the session's daemon, or of an embedded engine."""
     transport = getattr(request, "param", "libspillway")
     with connected(transport, request) as client:
         assert client.transport == ("libspillway" if transport == "regions" else transport)
@@ -49,7 +49,7 @@ def client(request: pytest.FixtureRequest) -> Iterator[spillway.Client]:
 
 @pytest.fixture(scope="module")
 def engine(request: pytest.FixtureRequest) -> Iterator[spillway.Client]:
-    """An engine in this process of a module's own: what it holds can be counted."""
+    """An embedded engine for one module, so that tests can count what it holds."""
     with connected("embedded", request) as client:
         yield client
 
@@ -62,7 +62,7 @@ def rng() -> np.random.Generator:
 
 @pytest.fixture
 def model(client: spillway.Client) -> Iterator[spillway.Model]:
-    """Two layers, four query heads over two KV heads of sixteen, float32."""
+    """A model with two layers, four query heads, two KV heads, head_dim 16, float32."""
     model = client.create_model(
         layer_count=2, query_head_count=4, kv_head_count=2, head_dim=16, dtype="float32"
     )
@@ -72,13 +72,12 @@ def model(client: spillway.Client) -> Iterator[spillway.Model]:
 
 @pytest.fixture
 def no_leak(client: spillway.Client) -> Iterator[Callable[[], None]]:
-    """Checks, when called and at the end, that memory is as it was at the start."""
+    """Checks, when called and at the end, that the memory is as at the start."""
     before = held(client)
 
     def check() -> None:
         deadline = time.monotonic() + 10
-        # The daemon may learn of a dead client, or finish an abandoned
-        # request, a moment later.
+        # The daemon may notice a dead client, or finish an abandoned request, a little later.
         while (now := held(client)) != before and time.monotonic() < deadline:
             time.sleep(0.02)
         assert now == before

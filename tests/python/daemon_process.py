@@ -1,4 +1,4 @@
-"""Starts a daemon for the tests and ends it by its process id; clients of it and of engines."""
+"""Starts a daemon for the tests and ends it by its process ID; makes clients."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def binary() -> Path:
-    """The daemon under test: $SPILLWAYD, else the release build's."""
+    """The daemon under test: $SPILLWAYD, or else the one in build/release."""
     return serving.find_binary(ROOT)
 
 
 def device() -> str:
-    """The device under test, $SPILLWAY_TEST_DEVICE, such as cuda:0; empty: the daemon chooses."""
+    """The device under test, $SPILLWAY_TEST_DEVICE, such as cuda:0. Empty: the daemon chooses."""
     return os.environ.get("SPILLWAY_TEST_DEVICE", "")
 
 
@@ -31,7 +31,7 @@ def on_gpu() -> bool:
 
 
 def device_flags(*flags: str) -> tuple[str, ...]:
-    """The flags, and the device under test unless they name one."""
+    """The flags, plus --device with the device under test unless they have one."""
     if not device() or "--device" in flags:
         return flags
     return ("--device", device(), *flags)
@@ -39,10 +39,10 @@ def device_flags(*flags: str) -> tuple[str, ...]:
 
 @contextmanager
 def running_daemon(folder: Path, *flags: str) -> Iterator[str]:
-    """Serves on a unix socket in the folder and yields the target."""
+    """Runs a daemon on a unix socket in the folder and yields its target."""
     target = f"unix:{folder}/spillwayd.sock"
     log = folder / "spillwayd.log"
-    # Not in the user's folder.
+    # Keep snapshots out of the user's folder.
     snapshots = ["--snapshot-folder", str(folder / "snapshots")]
     if "--snapshot-folder" in flags:
         snapshots = []
@@ -57,12 +57,12 @@ def running_daemon(folder: Path, *flags: str) -> Iterator[str]:
 
 
 def tail(log: Path, line_count: int = 40) -> str:
-    """The log's last lines."""
+    """The last lines of the log."""
     return "\n".join(log.read_text(errors="replace").splitlines()[-line_count:])
 
 
 def wait_for_log(log: Path, text: str, count: int = 1) -> str:
-    """Returns what a log has once it has a text so often, within a minute."""
+    """Waits up to a minute until the log has the text `count` times; returns the log."""
     deadline = time.monotonic() + 60
     while (said := log.read_text()).count(text) < count:
         assert time.monotonic() < deadline, f"no {text!r} in\n{said}"
@@ -71,8 +71,8 @@ def wait_for_log(log: Path, text: str, count: int = 1) -> str:
 
 
 def connected(transport: str, request: pytest.FixtureRequest) -> spillway.Client:
-    """A client by a transport of the marker `transports`."""
-    # Which appends go by way of a region of the client's own.
+    """A client with one of the transports of the marker `transports`."""
+    # With 0, all appends go through a region of the client's own; otherwise none do.
     staged_bytes_min = 0 if transport == "regions" else 1 << 62
     if transport == "embedded":
         serving.prefer_library(binary())

@@ -1,8 +1,8 @@
-"""A runner that decodes by the daemon's doorbell, and another that takes over from it.
+"""A runner that decodes through the daemon's doorbell, and another that takes over from it.
 
-The model is a toy of fixed weights: a token's queries, keys and values are drawn from
-its number, and the next token is chosen by the sum of all layers' outputs. Processes
-are forked before anything of gRPC is touched, so that many can be made and killed.
+The model is a toy with fixed weights: queries, keys and values of a token are random numbers with
+the token as the seed, and the next token depends on the sum of the outputs of all layers. Processes
+are forked before anything of gRPC is used, so that many can be started and killed.
 """
 
 from __future__ import annotations
@@ -29,24 +29,25 @@ def tensors(token: int, layer: int) -> tuple[Any, Any, Any]:
 
 
 def choose(outputs: Any) -> int:
-    """The next token: of all layers' outputs, [H_q * d]."""
+    """The next token, from the sum of all layers' outputs [H_q * d]."""
     weights = np.random.default_rng(0).standard_normal((VOCABULARY, HEADS * DIM))
     return int(np.argmax(weights @ outputs))
 
 
 def decode(target: str, name: str, tokens: list[int], say: Connection) -> None:
-    """Decodes for ever from what the sequence has; says ("layer", n) and ("token", t).
+    """Decodes until killed, from the sequence's state on; sends ("layer", n) and ("token", t).
 
     Args:
         target: The daemon.
-        name: The sequence, whose layers may differ by a token.
-        tokens: Those that are known; the last one may have rows in some layers.
-        say: Who is told of every layer before its attend, and of every token.
+        name: The sequence. The lengths of its layers may differ by one token.
+        tokens: The known tokens. The last one may have rows in some layers.
+        say: Gets a message before the attend of each layer, and a message for each token.
     """
     with spillway.connect(target) as client:
         sequence = client.get_sequence(name)
         assert client.step_transport == "doorbell"
-        # The last token's output is lost, where the runner before had not told it.
+        # If the last runner was killed before it sent the next token, the last token's output is
+        # lost.
         sequence.truncate(min(*sequence.layer_token_counts, len(tokens) - 1))
         while True:
             position = sequence.token_count
@@ -63,7 +64,7 @@ def decode(target: str, name: str, tokens: list[int], say: Connection) -> None:
 
 
 def fork(target: str, name: str, tokens: list[int], say: Connection) -> int:
-    """Starts it in a new process; returns that's id."""
+    """Starts `decode` in a new process; returns the process ID."""
     process = os.fork()
     if process == 0:
         try:
@@ -75,9 +76,10 @@ def fork(target: str, name: str, tokens: list[int], say: Connection) -> int:
 
 
 def main(target: str, name: str, cut_count: int, token_count: int, seed: int) -> None:
-    """Kills so many runners at random layers, and prints the tokens that they came to.
+    """Kills runners at random layers, `cut_count` times, and prints the resulting tokens.
 
-    Those are `token_count` at least, and as many as the runners decode until they are killed.
+    There are at least `token_count` new tokens, or more if the runners decode more before they are
+    killed.
     """
     import multiprocessing  # noqa: PLC0415
     import random  # noqa: PLC0415
@@ -89,7 +91,7 @@ def main(target: str, name: str, cut_count: int, token_count: int, seed: int) ->
         listen, say = multiprocessing.Pipe(duplex=False)
         process = fork(target, name, list(tokens), say)
         say.close()
-        # Cut before so many layers; the last one where all tokens are there.
+        # Kill after this many layers. The last runner is killed when there are enough tokens.
         left = draw.randrange(1, 4 * LAYERS) if cut_count > 0 else sys.maxsize
         while left > 0 and (cut_count > 0 or len(tokens) <= token_count):
             what, value = listen.recv()
@@ -99,7 +101,7 @@ def main(target: str, name: str, cut_count: int, token_count: int, seed: int) ->
                 left -= 1
         os.kill(process, signal.SIGKILL)
         os.waitpid(process, 0)
-        # What it had said before it was killed.
+        # Read the messages that it sent before it was killed.
         while listen.poll():
             try:
                 what, value = listen.recv()

@@ -1,4 +1,4 @@
-"""A client that waits for a long decode step, to be interrupted."""
+"""A client that waits for a long decode step. A test interrupts it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import spillway
 
 
 def main(target: str, name: str, query_count: int, head_count: int, head_dim: int) -> None:
-    # What runs the tests in the background may have it ignored.
+    # If tests run in the background, SIGINT may be ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     client = spillway.connect(target)
     sequence = client.get_sequence(name)

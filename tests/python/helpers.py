@@ -1,4 +1,4 @@
-"""What the daemon holds, and how to make it hold less; refusals, waiting, tensor messages."""
+"""Helpers: what the daemon holds, refusals, waiting, tensor messages."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from spillway.tensors import Array, fill
 
 
 def fences(page: str, language: str) -> list[str]:
-    """The snippets of a page, by its path below the root, that are in a language."""
+    """The snippets of a page in a language. The page is a path relative to the root."""
     return re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
 
 
 def encode(array: Array, what: str) -> tensor_pb2.Tensor:
-    """The tensor message of an array of floats."""
+    """The tensor message of an array."""
     tensor = tensor_pb2.Tensor()
     fill(tensor, array, what)
     return tensor
 
 
 def held(client: spillway.Client) -> tuple[int, int]:
-    """Bytes of rows and of codes that the daemon holds."""
+    """Bytes of rows and of codes in the daemon."""
     memory: MemoryStatistics = client.statistics().memory
     return memory.row_bytes, memory.index_bytes
 
 
 def delete_model(client: spillway.Client, model: spillway.Model) -> None:
-    """Deletes a model with all its sequences."""
+    """Deletes a model and all its sequences."""
     for info in list(client.list_sequences(model)):
         client.get_sequence(info.name).delete()
     client.delete_model(model)
 
 
 def refused(call: Callable[[], Any]) -> spillway.SpillwayError:
-    """Runs the call, of a client or of its stubs, and returns what it fails with."""
+    """Runs a call of a client or of its stubs, and returns its error."""
     with pytest.raises((grpc.RpcError, spillway.SpillwayError)) as caught:
         call()
     raised = caught.value
@@ -53,7 +53,7 @@ def refused(call: Callable[[], Any]) -> spillway.SpillwayError:
 
 
 def settles(condition: Callable[[], bool], seconds: float = 10) -> bool:
-    """Whether it comes true within a time."""
+    """Whether the condition becomes true within `seconds`."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -63,5 +63,5 @@ def settles(condition: Callable[[], bool], seconds: float = 10) -> bool:
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    """Asserts that it comes true within half a minute."""
+    """Asserts that the condition becomes true within 30 seconds."""
     assert settles(condition, 30)

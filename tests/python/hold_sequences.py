@@ -1,4 +1,4 @@
-"""A client that makes sequences and then does nothing, to be killed."""
+"""A client that creates sequences and then does nothing. A test kills it."""
 
 from __future__ import annotations
 

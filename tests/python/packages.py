@@ -1,4 +1,4 @@
-"""Wheels of copies of the sources."""
+"""Builds wheels from copies of the sources."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from daemon_process import ROOT
 
 
 def build(package: Path, output: Path, library: Path | None) -> Path:
-    """Makes the wheel of a package, which holds libspillway if one is named."""
+    """Builds the wheel of a package. If `library` is given, the wheel contains this libspillway."""
     environment = {k: v for k, v in os.environ.items() if k != "SPILLWAY_LIBRARY_FILE"}
     if library is not None:
         environment["SPILLWAY_LIBRARY_FILE"] = str(library)
-    # Nothing is fetched: the environment has what builds.
+    # Downloads nothing: the environment has the build tools.
     offline = ["--no-index", "--no-deps", "--no-build-isolation"]
     done = subprocess.run(
         [sys.executable, "-m", "pip", "wheel", *offline, "--wheel-dir", output, package],
@@ -31,7 +31,7 @@ def build(package: Path, output: Path, library: Path | None) -> Path:
 
 
 def copied(folder: Path, *packages: str) -> Path:
-    """The sources of packages and of the API, without what was built of them."""
+    """Copies the sources of packages and of the API, without build output."""
     left_out = shutil.ignore_patterns("build", "_proto", "*.egg-info", "__pycache__")
     shutil.copy(ROOT / "VERSION", folder)
     for name in ("proto", *(f"clients/{package}" for package in packages)):
@@ -40,6 +40,6 @@ def copied(folder: Path, *packages: str) -> Path:
 
 
 def files(wheel: Path) -> set[str]:
-    """Names of what a wheel holds."""
+    """The names of the files in a wheel."""
     with zipfile.ZipFile(wheel) as archive:
         return set(archive.namelist())

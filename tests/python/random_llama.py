@@ -9,14 +9,14 @@ from daemon_process import on_gpu
 from transformers import LlamaConfig, LlamaForCausalLM
 
 VOCABULARY = 257
-# Where the models and their own caches are.
+# The device of the models and of transformers' own caches.
 DEVICE = torch.device("cuda" if on_gpu() else "cpu")
 
 
 def llama(
     layer_count: int = 3, dtype: torch.dtype = torch.float32, seed: int = 1, **config: Any
 ) -> Any:
-    """A random Llama whose greedy tokens vary and depend on the context; config: what differs."""
+    """A random Llama whose greedy tokens vary and depend on the context. config: changed fields."""
     torch.manual_seed(seed)
     shapes: dict[str, Any] = {
         "vocab_size": VOCABULARY,
@@ -36,13 +36,13 @@ def llama(
 
 
 def prompt(*shape: int) -> torch.Tensor:
-    """Random token ids, the same in every call; 0, the padding, is not among them."""
+    """Random token ids, the same in every call. The padding id 0 does not occur."""
     ids = torch.randint(1, VOCABULARY, shape, generator=torch.Generator().manual_seed(7))
     return ids.to(DEVICE)
 
 
 def generate(model: Any, ids: torch.Tensor, cache: Any = None, **more: Any) -> torch.Tensor:
-    """The prompt [B, n] and 64 tokens more, greedily."""
+    """The prompt [B, n] and 64 greedily generated tokens."""
     options = {"max_new_tokens": 64, "do_sample": False, "attention_mask": (ids != 0).long()}
     with torch.no_grad():
         made: torch.Tensor = model.generate(ids, past_key_values=cache, **{**options, **more})

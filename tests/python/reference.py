@@ -18,13 +18,13 @@ def dense_attention(
     visible: Sequence[int] | None = None,
     scale: float | None = None,
 ) -> tuple[F64, F64]:
-    """Attends exactly.
+    """Computes exact attention.
 
     Args:
         q: Queries [T, H_q, d].
         k: Keys [H_kv, n, d].
         v: Values [H_kv, n, d].
-        visible: Visible tokens of each query; None is causal over the last T.
+        visible: How many tokens each query sees; None is causal over the last T.
         scale: Factor on q.k; None is 1 / sqrt(d).
 
     Returns:

@@ -1,4 +1,4 @@
-"""A client that waits for long decode steps of many sequences; interrupted, it goes on."""
+"""A client that waits for long decode steps of many sequences. After an interrupt it goes on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TOKENS = 16
 
 
 def main(target: str, name: str, sequence_count: int) -> None:
-    # What runs the tests in the background may have it ignored.
+    # If tests run in the background, SIGINT may be ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     client = spillway.connect(target)
     whole = client.get_sequence(name)
@@ -37,7 +37,7 @@ def main(target: str, name: str, sequence_count: int) -> None:
             step.close()
     except KeyboardInterrupt:
         print("interrupted", flush=True)
-    # The daemon may still be at it: others need not wait.
+    # The daemon may still compute the interrupted step, but others do not wait for it.
     with client.begin_step([client.create_sequence(whole.model)]) as step:
         step.attend(0, *tensors(1, 1))
     print("another", flush=True)

@@ -1,4 +1,4 @@
-"""Sequences that nobody has named, and whose clients are gone."""
+"""Unnamed sequences whose clients are gone."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ HOLDER = Path(__file__).with_name("hold_sequences.py")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of the daemon."""
+    """The daemon's folder."""
     return tmp_path_factory.mktemp("daemon")
 
 
 @pytest.fixture(scope="module")
 def short_grace(folder: Path) -> Iterator[str]:
-    """Target of a daemon that waits a second for clients."""
+    """Target of a daemon that waits one second for clients that are gone."""
     with running_daemon(folder, *FLAGS, "--log-format", "json") as target:
         yield target
 
 
 @pytest.fixture
 def client(short_grace: str) -> Iterator[spillway.Client]:
-    """Of that daemon, which has but a model."""
+    """A client of that daemon, which has only a model."""
     with spillway.connect(short_grace) as client:
         if not list(client.list_models()):
             client.create_model("m", **SHAPES)
@@ -54,12 +54,12 @@ def names(client: spillway.Client) -> set[str]:
 
 
 def grace_passes() -> None:
-    """A good deal more than the grace time, and the interval of the sweeper."""
+    """Waits much longer than the grace time and the interval of the sweeper."""
     time.sleep(2 * GRACE_SECONDS + 1)
 
 
 def expiries(client: spillway.Client) -> dict[str, float]:
-    """How many sequences went by themselves, by why."""
+    """How many sequences expired, by reason."""
     request = admin_service_pb2.GetStatisticsRequest(include_metrics=True)
     return {
         metric.labels["why"]: metric.value
@@ -208,7 +208,7 @@ def test_a_restart_counts_anew_and_finds_who_is_there(tmp_path: Path, killed: bo
             each.stop()
         time.sleep(GRACE_SECONDS)
         each.start()
-        # By a client that uses none of them; the other says nothing but that it is there.
+        # Checked by a client that uses none of them. The other client is only connected.
         with spillway.connect(each.target) as looking:
             assert names(looking) >= {used, kept, "sequences/named"}
             wait_for(lambda: left not in names(looking))

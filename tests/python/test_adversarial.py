@@ -1,4 +1,4 @@
-"""`spillway-lab eval adversarial`: its data, its figures and the command."""
+"""`spillway-lab eval adversarial`: its data, its results and the command."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_families_are_what_they_say() -> None:
     shifted = made("shift-40")
     mean = shifted.keys[1024:].mean(axis=0)
     assert np.linalg.norm(mean) > 20 * np.linalg.norm(shifted.keys[:1024].mean(axis=0))
-    # What moves the keys is not seen by the queries.
+    # The queries have no part in the direction of the shift.
     assert np.abs(shifted.queries @ (mean / np.linalg.norm(mean))).max() < 0.2
     outlier = np.linalg.norm(made("outlier-1e3").keys, axis=1)
     assert outlier.argmax() == 500
@@ -55,7 +55,7 @@ def test_rotary_embedding_turns_pairs_of_halves() -> None:
     vector = np.array([1, 0, 0, 2], np.float32)
     turned = rotated(vector, np.array([0, 1]), theta=100)
     np.testing.assert_allclose(turned[0], vector)
-    # Channels 0 and 2 turn by 1, channels 1 and 3 by 1 / 10.
+    # Channels 0 and 2 turn by the angle 1, channels 1 and 3 by 1 / 10.
     wanted = [np.cos(1), -2 * np.sin(0.1), np.sin(1), 2 * np.cos(0.1)]
     np.testing.assert_allclose(turned[1], wanted, rtol=1e-6)
 
@@ -80,24 +80,24 @@ def test_clopper_pearson_against_tables() -> None:
 
 
 def test_clusters_widen_intervals() -> None:
-    # Whole clusters of ten fail: as ten times fewer draws.
+    # If whole clusters of ten fail, there are effectively ten times fewer draws.
     counts = np.full(100, 10)
     successes = np.zeros(100, int)
     successes[:20] = 10
     low, high = intervals.of_clusters(successes, counts)
     wanted = intervals.clopper_pearson(20, 100)
     assert (low, high) == pytest.approx(wanted, abs=0.01)
-    # The same failures, evenly: as all of the draws.
+    # With the same failures spread evenly, all draws count.
     low, high = intervals.of_clusters(np.full(100, 2), counts)
     assert (low, high) == pytest.approx(intervals.clopper_pearson(200, 1000), abs=1e-9)
-    # Nothing failed: a cluster is a draw; one without draws does not count.
+    # Without failures, each cluster is one draw. A cluster without draws does not count.
     assert intervals.of_clusters(np.zeros(40, int), np.arange(40)) == pytest.approx(
         intervals.clopper_pearson(0, 39)
     )
 
 
 def outcome(statistical: float, beyond: float, none: float = 0.0) -> Outcome:
-    """One context, 20 draws, 16 queries, 2 KV heads of 2: shares in every query head."""
+    """An outcome with one context, 20 draws, 16 queries, 2 KV heads of 2; equal shares per head."""
     shape = (1, 20, 16, 4)
     place = np.arange(320).reshape(1, 20, 16, 1) / 320 + np.zeros(shape)
     return Outcome(
@@ -123,7 +123,7 @@ def test_verdicts() -> None:
     assert verdict(outcome(1, 0.5)) == "broken"
     assert verdict(outcome(1, 0.1)) == "open"
     assert verdict(outcome(0, 0, none=1)) == "silent"
-    # Of the few that were said to be STATISTICAL all were wrong.
+    # All of the few STATISTICAL certificates were wrong.
     assert verdict(outcome(0.006, 0.006, none=0.994)) == "silent"
     assert verdict(outcome(0.1, 0.1, none=0.9)) == "broken"
     assert verdict(outcome(0, 0)) == "exact"

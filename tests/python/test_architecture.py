@@ -1,4 +1,4 @@
-"""The map in ARCHITECTURE.md names every folder of sources, and nothing that is gone."""
+"""The map in ARCHITECTURE.md names every source folder, and nothing that no longer exists."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if not PAGE.exists():
 
 TEXT = PAGE.read_text()
 SOURCES = (".c", ".cc", ".h", ".cu", ".cuh", ".py", ".proto", ".sh", ".cmake")
-# Of these the map names each folder, of others the topmost.
+# In these folders, the map must name each subfolder; of others, only the top folder.
 DIVIDED = ("host", "gpu", "daemon", "clients", "docs", "proto")
 
 
 def tracked() -> list[Path]:
-    """The files that git knows and that are there."""
+    """The files that git tracks and that exist."""
     listed = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout.splitlines()
@@ -29,7 +29,7 @@ def tracked() -> list[Path]:
 
 
 def rows() -> list[tuple[list[str], str]]:
-    """Of the map: what stands in the first column, and the text of the second."""
+    """The rows of the map: the names in the first column, and the text of the second."""
     table = TEXT.split("\n## Map\n", 1)[1].split("\n## ", 1)[0]
     found = re.findall(r"^\| (`.*?) \| (.*) \|$", table, re.MULTILINE)
     assert len(found) > 20
@@ -56,14 +56,14 @@ def test_every_path_that_is_named_is_there() -> None:
     roots = {path.parts[0] for path in tracked()}
     for name in re.findall(r"[`(]([\w.-]+/[\w./-]*)[`)]", TEXT):
         if name.split("/")[0] in roots:
-            # Records of decisions go by their number too, and sources without their ending.
+            # Decision records may be named by their number, and sources without their suffix.
             ways = (name.rstrip("/") + "/", f"{name}-", f"{name}.")
             assert name in known or any(p.startswith(ways) for p in known), name
 
 
 def test_every_name_in_the_map_is_somewhere() -> None:
     files = tracked()
-    # Of files and folders, with and without the ending.
+    # Names of files and folders, with and without suffix.
     parts = {part for path in files for part in (*path.parts, path.stem, path.suffix)}
     said = "\n".join((ROOT / p).read_text() for p in files if p.suffix in (*SOURCES, ".txt"))
     words = set(re.findall(r"[\w.-]+", said))

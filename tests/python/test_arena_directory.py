@@ -1,4 +1,4 @@
-"""Rows that outlive the daemon, or the process that the engine runs in."""
+"""Rows that outlive the daemon, or the process of an embedded engine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ QUERY = rows(99, 0, 2)[0].transpose(1, 0, 2).reshape(1, 4, DIM)
 
 
 def attended(sequence: spillway.Sequence) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Output and log-sum-exp of every layer."""
+    """Outputs and log-sum-exps of all layers."""
     results = [sequence.attend(layer, QUERY) for layer in range(LAYERS)]
     return [(np.asarray(result.out), np.asarray(result.lse)) for result in results]
 
@@ -43,7 +43,7 @@ def test_all_is_there_after_a_restart(tmp_path: Path, killed: bool) -> None:
             writer.append(sequence, 6000)
             writer.append(sequence, 1)
             fork = sequence.fork("fork")
-            # The last page is the fork's own now.
+            # After this, the last page is the fork's own.
             other = rows(2, 6001, 3)
             fork.append(0, 6001, other, -other)
             cut = sequence.fork("cut")
@@ -59,7 +59,7 @@ def test_all_is_there_after_a_restart(tmp_path: Path, killed: bool) -> None:
             client.create_model("gone", **SHAPES)
             client.delete_model("models/gone")
             before = [attended(s) for s in (sequence, fork, cut, short)]
-            # Sparse, by the policy.
+            # The policy makes attends sparse.
             assert sequence.attend(0, QUERY).touched_row_counts.max() < 6001
             info = client.get_server_info()
             listed = {s.name: s for s in client.list_sequences()}
@@ -90,14 +90,15 @@ def test_all_is_there_after_a_restart(tmp_path: Path, killed: bool) -> None:
                 assert_same(attends, attended(s))
             assert cut.generation == 2
             assert sorted(m.name for m in client.list_models()) == ["models/m", "models/unused"]
-            # What was shared before still is: a write to one is not the other's.
+            # Pages that were shared before are still shared, and a write to one sequence does not
+            # change another.
             writer.append(sequence, 300)
             cut.append(0, 130, rows(5, 130, 10), rows(5, 130, 10))
             writer.check(client)
             k, _ = fork.fetch(0, 5999, 6004)
             np.testing.assert_array_equal(np.asarray(k)[:, :2], rows(1, 5999, 2)[0])
             np.testing.assert_array_equal(np.asarray(k)[:, 2:], rows(2, 6001, 3)[0])
-            # A retry of what was acknowledged before is one still.
+            # A retry of an append that was acknowledged before the restart is still accepted.
             again = rows(1, 5000, 1000)
             sequence.append(0, 5000, again, -again)
             with pytest.raises(spillway.AlreadyExists):
@@ -105,7 +106,7 @@ def test_all_is_there_after_a_restart(tmp_path: Path, killed: bool) -> None:
 
 
 def test_memory_comes_back(tmp_path: Path) -> None:
-    """What was deleted before a restart, or goes after it, takes no memory."""
+    """Sequences that are deleted before or after a restart leave no memory in use."""
     with daemon(tmp_path) as each:
         with spillway.connect(each.target) as client:
             client.create_model("m", **SHAPES)
@@ -118,7 +119,7 @@ def test_memory_comes_back(tmp_path: Path) -> None:
         each.start()
         with spillway.connect(each.target) as client:
             used = client.statistics().memory.row_bytes
-            # 3 sequences, 157 pages of 128 rows a layer and head.
+            # 3 sequences, with 157 pages of 128 rows per layer and head.
             assert used == 3 * LAYERS * HEADS * 157 * 128 * 2 * DIM * 4
             for i in (1, 2, 3):
                 client.get_sequence(f"sequences/s{i}").delete()
@@ -128,7 +129,7 @@ def test_memory_comes_back(tmp_path: Path) -> None:
         with spillway.connect(each.target) as client:
             assert not list(client.list_sequences())
             assert client.statistics().memory.row_bytes == 0
-        # All of it went back to the file system, but for what idles.
+        # All of it went back to the file system, except for some idle memory.
         assert sum(f.stat().st_blocks for f in each.arena.iterdir()) * 512 < 16 << 20
 
 
@@ -148,7 +149,7 @@ def test_killed_in_mid_append(tmp_path: Path, kill_count: int) -> None:
                 sizes = np.random.default_rng(seed)
                 with spillway.connect(each.target, resume_seconds=0) as client:
                     sequence = writer.check(client)
-                    # What came after the acknowledgement that was lost counts.
+                    # Rows whose acknowledgement was lost also count.
                     writer.acknowledged = sequence.token_count
                     barrier.wait()
                     try:
@@ -176,7 +177,7 @@ def test_killed_in_mid_append(tmp_path: Path, kill_count: int) -> None:
 
 
 def refused(folder: Path, arena: Path, memory_limit: str = "512MiB") -> str:
-    """Starts a daemon that cannot, and returns what it says."""
+    """Starts a daemon that must fail, and returns its error."""
     flags = ["--listen", f"unix:{folder}/other.sock", "--snapshot-folder", ""]
     flags += ["--arena-directory", str(arena), "--memory-limit", memory_limit, *device_flags()]
     done = subprocess.run([binary(), *flags], capture_output=True, text=True, timeout=60)
@@ -194,7 +195,8 @@ def test_what_is_refused(tmp_path: Path) -> None:
             k = rows(1, 0, 150_000)
             sequence.append(0, 0, k, k)
         each.stop()
-        # Less memory than the rows lie in: nothing is lost, and more of it serves them.
+        # With less memory than the rows need, the daemon refuses to start. Nothing is lost, and
+        # with more memory it serves the rows.
         assert "memory.limit leaves only" in refused(tmp_path, each.arena, "128MiB")
         each.start()
         with spillway.connect(each.target) as client:
@@ -221,7 +223,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_full_file_system(tmp_path: Path) -> None:
-    """Refused as memory is, and what was there before stays."""
+    """A full file system is refused like full memory, and earlier rows stay."""
     mounted = tmp_path / "small"
     mounted.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=48m,mode=0700", "tmpfs", str(mounted)]
@@ -299,7 +301,7 @@ def test_an_engine_in_a_process_that_dies() -> None:
 
 @pytest.mark.skipif(on_gpu(), reason="the fork's codes are the CPU's")
 def test_requests_wait_for_their_own_codes_alone(tmp_path: Path) -> None:
-    """Asked at once after the start: every answer is as before, whoever is rebuilt first."""
+    """Requests right after the start get the same answers as before, in any order of rebuilding."""
     with daemon(tmp_path, "--memory-limit", "2GiB") as each:
         with spillway.connect(each.target) as client:
             client.create_model("m", **SHAPES)

@@ -1,4 +1,4 @@
-"""The audit: attends checked against exact attention, and heads that then try harder."""
+"""The audit: compares attends with exact attention, and gives failing heads more rows."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ DIM = 64
 TOKENS = 6000
 EPSILON = 0.05
 DELTA = 0.1
-# Hamming distances of 64 random bits say little of these keys.
+# Hamming distances of 64 random bits rank these keys badly.
 POLICY = Policy(selector="hamming", epsilon=EPSILON, delta=DELTA, dense_token_count=1024)
 
 
 @pytest.fixture(scope="module")
 def audited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    """A daemon that checks every attend."""
+    """A client of a daemon that audits every attend."""
     flags = ("--audit-share", "1", "--audit-cpu-share", "1")
     with (
         running_daemon(tmp_path_factory.mktemp("audited"), *flags) as target,
@@ -36,7 +36,7 @@ def audited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
 
 
 def fill(client: Client) -> tuple[Model, Sequence]:
-    """A sequence whose keys lie in few directions and off the origin."""
+    """A sequence whose keys lie in few directions and far from the origin."""
     rng = np.random.default_rng(1)
     basis = np.linalg.qr(rng.standard_normal((KV_HEADS, DIM, DIM)))[0]
     spread = np.logspace(0.5, -1.2, DIM)
@@ -57,7 +57,7 @@ def fill(client: Client) -> tuple[Model, Sequence]:
 
 
 def draw(rng: np.random.Generator) -> tuple[npt.NDArray[np.float32], list[int]]:
-    """A query, and what it sees: each attend draws another sample."""
+    """A query, and how many tokens it sees. The number varies, so that samples differ."""
     q = 6 * rng.standard_normal((1, GROUP * KV_HEADS, DIM))
     return q.astype(np.float32), [TOKENS - int(rng.integers(500))]
 
@@ -65,7 +65,10 @@ def draw(rng: np.random.Generator) -> tuple[npt.NDArray[np.float32], list[int]]:
 def violations(
     sequence: Sequence, rng: np.random.Generator, count: int, promise: str = "statistical"
 ) -> float:
-    """The share of estimates within epsilon that do not hold, all promised or none."""
+    """Of the certificates that say at most epsilon, the share of outputs with a larger error.
+
+    All these certificates must have `promise`, or be exact.
+    """
     promised = failed = 0
     for _ in range(count):
         q, visible = draw(rng)
@@ -82,7 +85,7 @@ def violations(
 
 
 def settle(client: Client) -> None:
-    """Waits until what was offered is checked."""
+    """Waits until all offered attends are audited."""
     before = -1
     while (now := client.statistics().audit.check_count) != before:
         before = now
@@ -93,7 +96,7 @@ def test_violations_fall_under_delta(client: Client, audited: Client) -> None:
     rng = np.random.default_rng(2)
     model, sequence = fill(client)
     assert client.statistics().audit == spillway.AuditStatistics(0, 0, 0, 0, 0)
-    # Ranks of 1 bit promise nothing of themselves, and for good reason.
+    # Attends with 1-bit ranks make no promise, because they would often break it.
     assert violations(sequence, rng, 100, "none") > 1.3 * DELTA
     delete_model(client, model)
 
@@ -118,7 +121,7 @@ def test_violations_fall_under_delta(client: Client, audited: Client) -> None:
         assert head.violation_count > 0
 
     assert violations(sequence, rng, 150) < DELTA
-    # Certificates and selections tell of it.
+    # Certificates and selections show this.
     q, visible = draw(rng)
     certificate = sequence.attend(0, q, POLICY, visible).certificate
     assert certificate.head_inflations.shape == (KV_HEADS,)

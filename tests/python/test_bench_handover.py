@@ -1,6 +1,6 @@
-"""bench/gpu/handover.py over a program and a control daemon that scripts stand for.
+"""bench/gpu/handover.py with scripts in place of the program and the control daemon.
 
-What the program measures takes a GPU; here it only has to say that there is none.
+The real program needs a GPU. Here it must only report that there is none.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "bench/gpu/handover.py"
 BUILT = ROOT / "build/release/bench/gpu/handover/spillway-handover-bench"
 
-# Is attached where a control daemon has made its pipe, unless `apart` is there.
+# Uses MPS if a control daemon has made its pipe, unless the file `apart` exists.
 PROGRAM = """#!/usr/bin/env python3
 import json, os, sys
 home, pipes = os.environ["FAKE"], os.environ["CUDA_MPS_PIPE_DIRECTORY"]

@@ -1,4 +1,4 @@
-"""`spillway-lab bench link` over a program that tells recorded measurements."""
+"""`spillway-lab bench link` with a program that prints recorded measurements."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ GIB = 2**30
 DEVICE = {"device": "NVIDIA Test", "uuid": "GPU-0", "sm_count": 132, "host": {"core_count": 16}}
 LINK = {"generation_max": 5, "width_max": 16, "generation": 5, "width": 16, "gb_per_s": 63.015}
 
-# Stands in for the measuring program: tells what the file beside it holds,
-# notes its arguments, and ends as it is told to.
+# Stands for the measuring program: prints the file beside it, writes down its arguments, and ends
+# as requested.
 PROGRAM = """\
 #!{python}
 import json, os, pathlib, signal, sys, time
@@ -41,7 +41,7 @@ sys.exit(int(end))
 
 
 def measurement(experiment: str, **values: Any) -> dict[str, Any]:
-    """A line as the program writes it; a span of 16 GiB, rows of 512 B, 2 % of them."""
+    """A line as the program writes it, for a span of 16 GiB, rows of 512 B and a density of 2 %."""
     row = {
         "experiment": experiment,
         "engine": "sm",
@@ -73,7 +73,7 @@ def measurement(experiment: str, **values: Any) -> dict[str, Any]:
 
 
 def every_experiment() -> list[dict[str, Any]]:
-    """A few points of each experiment."""
+    """A few measurements of each experiment."""
     rows = [
         measurement("peak", engine="copy_engine", direction=d, row_bytes=2**26, gb_per_s=rate)
         for d, rate in (("h2d", 55.5), ("d2h", 54.0), ("both", 101.6))
@@ -117,7 +117,7 @@ Fake = Callable[..., Path]
 
 @pytest.fixture
 def fake(tmp_path: Path) -> Fake:
-    """Makes the program: lines of its output, what it says to stderr, and how it ends."""
+    """Makes the program, given its output, its messages on stderr, and how it ends."""
 
     def make(lines: list[Any], messages: str = "", end: str = "0") -> Path:
         folder = tmp_path / "program"
@@ -135,7 +135,7 @@ def fake(tmp_path: Path) -> Fake:
 
 
 def with_progress(rows: list[dict[str, Any]], total: int) -> list[Any]:
-    """The rows with a line of progress before each, after the device."""
+    """The device, and then each row after a progress line."""
     lines: list[Any] = [DEVICE]
     for done, row in enumerate(rows):
         lines += [{"progress": done, "total": total, "what": row["experiment"]}, row]
@@ -184,7 +184,7 @@ def test_every_measurement_is_a_row_and_every_experiment_a_plot(fake: Fake, tmp_
     assert about["link"] == LINK
     assert "--experiment all" in about["command"]
     assert "55.5 (88%)" in done.output  # of 63.0
-    assert "101.6 (81%)" in done.output  # of both ways
+    assert "101.6 (81%)" in done.output  # of both directions
     assert "cudaHostAlloc" in done.output
     assert "link.csv" in done.output
 
@@ -243,7 +243,8 @@ def test_a_missing_program_is_named(
     assert "spillway-link-bench was not found" in done.stderr
     assert "--program" in done.stderr
 
-    # On the PATH, in the build, in the environment, on the command line: each before the last.
+    # On the PATH, in the build, in the environment, on the command line. Each takes precedence over
+    # those before it.
     program = fake([])
     monkeypatch.setenv("PATH", str(program.parent))
     assert link.find_program(None) == program
@@ -254,7 +255,7 @@ def test_a_missing_program_is_named(
     monkeypatch.setenv(link.ENVIRONMENT, str(program))
     assert link.find_program(None) == program
     assert link.find_program(built) == built
-    # Of another kind than a program that runs.
+    # This file cannot be executed.
     program.write_text("no script, no binary")
     done = run(program, tmp_path / "out")
     assert done.exit_code == 2
@@ -304,8 +305,8 @@ def test_what_was_left_out_is_told(fake: Fake, tmp_path: Path) -> None:
 def test_an_interrupt_ends_the_program_and_keeps_the_rows(fake: Fake, tmp_path: Path) -> None:
     program = fake(with_progress([measurement("rows")], 9), end="wait")
     out = tmp_path / "out"
-    # A shell's background job ignores the signal, and its children with it. Not by
-    # code between fork and exec: a fork of a process with gRPC's threads may abort.
+    # A shell's background job and its children ignore the signal. `env` restores it. No code
+    # between fork and exec does this, because a fork of a process with gRPC's threads may abort.
     listening = ["env", "--default-signal=INT"]
     command = [*listening, sys.executable, "-m", "spillway_lab.cli", "bench", "link"]
     process = subprocess.Popen(

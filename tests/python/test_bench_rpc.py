@@ -1,4 +1,4 @@
-"""Short forms of the benchmarks of one client's decode steps beside others."""
+"""Short runs of the benchmarks of decode steps beside other clients."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from daemon_process import ROOT, binary, device
 
 
 def told(name: str, *flags: str) -> dict[str, Any]:
-    """What a program of bench/rpc prints."""
+    """Runs a program of bench/rpc and returns its output."""
     done = subprocess.run(
         [sys.executable, ROOT / f"bench/rpc/{name}.py", "--device", device() or "cpu", *flags],
         env={**os.environ, "SPILLWAYD": str(binary())},

@@ -1,4 +1,4 @@
-"""How long a call is tried again that restarts break."""
+"""How long a call that restarts interrupt is tried again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from spillway.restart import Restarts
 
 
 class FakeClient:
-    """A daemon that answers at once; `boots` are those of its next answers, the last one stays."""
+    """A daemon that answers at once. `boots`: boot IDs of its next answers; the last one stays."""
 
     def __init__(self, *boots: str, store_id: str = "s") -> None:
         self._infos = [SimpleNamespace(store_id=store_id, boot_id=boot) for boot in boots]
@@ -24,7 +24,7 @@ class FakeClient:
 
 
 class Call:
-    """Fails some times and then answers."""
+    """A call that fails several times and then succeeds."""
 
     def __init__(self, failures: int, error: Exception) -> None:
         self.count = 0
@@ -88,7 +88,7 @@ def test_without_a_store_nothing_is_tried_again(store_id: str, seconds: float) -
 
 
 class Clock:
-    """Time that passes only where somebody sleeps."""
+    """Time that passes only during sleeps."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -108,7 +108,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 class DeadClient(FakeClient):
-    """A daemon that does not answer, or only after a while."""
+    """A daemon that does not answer, or only after some calls."""
 
     def __init__(self, *, silent: int = 10**6, store_id: str = "s") -> None:
         super().__init__("b", store_id=store_id)
@@ -123,7 +123,7 @@ class DeadClient(FakeClient):
 
 
 class Judge:
-    """Gives a daemon up when it is asked for the n-th time; never: None."""
+    """Declares a daemon lost at the n-th question; None: never."""
 
     def __init__(self, at: int | None) -> None:
         self._at = at
@@ -147,9 +147,9 @@ def test_one_that_is_given_up_is_not_waited_for(clock: Clock) -> None:
     with pytest.raises(DataLoss, match="the node is gone"):
         restarts.again(call)
     assert (call.count, judge.count) == (1, 3)
-    # At once, and then about once a second.
+    # Asked at once, and then about once per second.
     assert 102 <= clock.now <= 103
-    # Whoever says nothing at all does not keep it from being asked.
+    # A daemon that does not answer does not delay the question.
     assert set(client.timeouts) == {1.0}
 
 

@@ -1,4 +1,4 @@
-"""Short forms of `make chaos` and `make soak`."""
+"""Short runs of `make chaos` and `make soak`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TESTS = Path(__file__).resolve().parents[1]
 
 
 def run(module: str, flags: list[str]) -> str:
-    """What a program of tests/chaos prints; it finds nothing wrong."""
+    """Runs a program of tests/chaos, which must find nothing wrong; returns its output."""
     folders = [str(TESTS), str(TESTS / "python"), os.environ.get("PYTHONPATH", "")]
     path = os.pathsep.join(filter(None, folders))
     done = subprocess.run(
@@ -40,7 +40,7 @@ def test_chaos() -> None:
 
 
 def test_soak() -> None:
-    # Too short for a trend of memory: what works, and what is left.
+    # Too short for a trend of memory. This only tests that the program works and leaves nothing.
     told = run("chaos.soak", ["--minutes", "0.15", "--every", "1", "--limit", "1000000"])
     assert "'client killed': 1" in told
     assert "wrong: []" in told

@@ -1,4 +1,4 @@
-"""What clients can make a daemon hold: bounded by its limits, whatever they send."""
+"""The daemon's limits hold for everything that clients can make it keep."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from spillway._proto import model_service_pb2 as models
 from spillway._proto import sequence_service_pb2 as sequences
 from spillway.errors import error_from_rpc
 
-# How much a daemon of so little memory has left is another matter where it also pins some.
+# On a GPU, some of this small memory is pinned, so sizes differ.
 of_the_cpu = pytest.mark.skipif(on_gpu(), reason="sizes are the CPU device's")
 
 SERVICE = "/spillway.v1."
@@ -36,7 +36,7 @@ FLAGS = ("--memory-limit", "256MiB", "--model-count-max", "20", "--stream-idle",
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A small daemon with few models that waits for nobody."""
+    """The target of a small daemon that allows few models and does not wait for idle clients."""
     folder = tmp_path_factory.mktemp("small")
     with running_daemon(folder, *FLAGS, "--open-stream-count-max", "40") as target:
         yield target
@@ -44,20 +44,20 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def client(target: str) -> Iterator[Client]:
-    """A connection to it."""
+    """A client of that daemon."""
     with spillway.connect(target, native=False) as client:
         yield client
 
 
 @pytest.fixture(scope="module")
 def channel(target: str) -> Iterator[grpc.Channel]:
-    """A connection that sends bytes as they are."""
+    """A channel that sends bytes unchanged."""
     with grpc.insecure_channel(target) as channel:
         yield channel
 
 
 def resident_bytes(target: str) -> int:
-    """What the daemon's process takes now."""
+    """The resident memory of the daemon's process."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(target.removeprefix("unix:"))
         peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
@@ -68,7 +68,7 @@ def resident_bytes(target: str) -> int:
 
 
 class Messages:
-    """The messages of a stream, which stays open until it is told."""
+    """The messages of a stream. The stream stays open until it is closed explicitly."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
@@ -109,7 +109,8 @@ def test_calls_that_wait_are_charged(client: Client, target: str) -> None:
     rows = np.ones((1, 1, 4096, 256), np.float16)
     for start in range(0, 32768, 4096):
         sequence.append(0, start, rows, rows)
-    # The sequence is busy; then what waits for it, each with three MiB that nobody knows.
+    # Attends keep the sequence busy. Then other requests wait for it, each with 3 MiB in an unknown
+    # field.
     busy = attention.AttendRequest(items=[attend_item(sequence.name, 128)]).SerializeToString()
     padding = b"\xfa\x7f" + b"\x80\x80\xc0\x01" + bytes(3 * MIB)
     wait = sequences.TruncateSequenceRequest(name=sequence.name, token_count=32768)
@@ -128,14 +129,15 @@ def test_calls_that_wait_are_charged(client: Client, target: str) -> None:
             return [call for call in waiting if call.done() and call.exception() is not None]
 
         while len(refused_calls()) < 3 and len(waiting) < 200:
-            # Four are always there, however slowly the others are sent.
+            # Always keep four attends waiting, even if the other requests are sent slowly.
             while sum(not call.done() for call in attends) < 4:
                 attends.append(attend.future(busy, timeout=120))
             held = client.statistics().memory.other_bytes
             waiting.append(truncate.future(wait.SerializeToString() + padding, timeout=120))
-            # Those that are on their way at once are gRPC's to bound, which closes connections.
+            # gRPC itself limits how many requests arrive at the same time, and closes connections
+            # above that.
             settles(partial(arrived, waiting[-1], held))
-        # Messages have 32 MiB.
+        # All waiting messages together may take 32 MiB.
         assert sum(not call.done() for call in waiting) <= 10
         refusals = [error_from_rpc(call.exception()) for call in refused_calls()]
         assert len(refusals) >= 3
@@ -148,7 +150,7 @@ def test_calls_that_wait_are_charged(client: Client, target: str) -> None:
 
 
 def attend_item(name: str, query_count: int) -> attention.AttendItem:
-    """Queries of a sequence's 16 heads."""
+    """An item with queries for the 16 heads of a sequence."""
     q = encode(np.ones((query_count, 16, 256), np.float16), "q")
     return attention.AttendItem(sequence=name, q=q)
 
@@ -162,7 +164,7 @@ def test_the_most_models(client: Client) -> None:
     assert error.code == "RESOURCE_EXHAUSTED"
     assert error.reason == "MODEL_COUNT_EXHAUSTED"
     assert "there are 20 models already" in error.message
-    # Each is charged, weights or not.
+    # Each model is charged, with or without weights.
     assert client.statistics().memory.used_bytes - before >= 20 * 4096
     for model in made:
         client.delete_model(model)
@@ -170,7 +172,7 @@ def test_the_most_models(client: Client) -> None:
 
 
 def waiting_model(client: Client) -> Model:
-    """A model that awaits its hash weights."""
+    """A model that waits for its hash weights."""
     return client.create_model(
         layer_count=1,
         query_head_count=1,
@@ -197,7 +199,7 @@ def test_an_upload_is_charged_what_arrived(client: Client, channel: grpc.Channel
     messages.send(upload_message(model, 200 * MIB, bytes(MIB)))
     assert settles(lambda: client.statistics().memory.used_bytes >= before + MIB)
     assert client.statistics().memory.used_bytes < before + 8 * MIB
-    # Then silence.
+    # Then the client sends nothing.
     error = refused(call.result)
     assert error.code == "ABORTED"
     assert error.reason == "STREAM_IDLE"
@@ -231,7 +233,7 @@ def test_a_silent_append_ends_and_a_decode_stream_stays(
 
 
 def everything_of(sequence: str, count: int) -> attention.FetchPagesRequest:
-    """Asks for every row of its first layer."""
+    """Requests every row of the first layer."""
     request = attention.FetchPagesRequest()
     request.item.sequence = sequence
     request.tokens.count = count
@@ -240,7 +242,7 @@ def everything_of(sequence: str, count: int) -> attention.FetchPagesRequest:
 
 @pytest.fixture
 def long_sequence(client: Client) -> Iterator[tuple[spillway.Sequence, int]]:
-    """32 MiB of rows in one layer, more than any connection takes, and how many tokens that is."""
+    """A sequence with 32 MiB of rows in one layer, more than connections buffer; its tokens."""
     model = client.create_model(
         layer_count=1, query_head_count=2, kv_head_count=2, head_dim=128, dtype="float32"
     )
@@ -253,7 +255,7 @@ def long_sequence(client: Client) -> Iterator[tuple[spillway.Sequence, int]]:
 
 
 def fetching(channel: grpc.Channel) -> Any:
-    """The call, with messages."""
+    """The call FetchPages on this channel."""
     return channel.unary_stream(
         SERVICE + "AttentionService/FetchPages",
         request_serializer=attention.FetchPagesRequest.SerializeToString,
@@ -270,12 +272,12 @@ def test_a_fetch_that_is_not_read_ends(
     pages = fetch(everything_of(sequence.name, token_count), timeout=120)
     assert next(pages).kv_head == 0
     assert client.statistics().memory.used_bytes > before
-    # Others are served while it waits, and what it held comes back when it ends.
+    # Others are served while the fetch waits. When the fetch ends, its memory is released.
     assert settles(lambda: client.statistics().memory.used_bytes == before)
     error = refused(lambda: list(pages))
     assert error.code == "ABORTED"
     assert "the client has read nothing for 2 seconds" in error.message
-    # Whoever reads has all of it.
+    # A client that reads gets all rows.
     read = fetch(everything_of(sequence.name, token_count), timeout=60)
     assert sum(page.indices.shape[0] for page in read) == 2 * token_count
 
@@ -331,7 +333,7 @@ def test_the_most_streams(client: Client, channel: grpc.Channel) -> None:
         assert error.code == "RESOURCE_EXHAUSTED"
         assert error.reason == "STREAM_COUNT_EXHAUSTED"
         assert "40 streams are open already" in error.message
-    # What is short is served as ever.
+    # Short calls are still served.
     assert client.get_server_info().boot_id
     for messages, answers in streams:
         messages.end()
@@ -340,7 +342,7 @@ def test_the_most_streams(client: Client, channel: grpc.Channel) -> None:
 
 
 def opens(decode: Any, message: bytes) -> bool:
-    """Whether a stream is not refused."""
+    """Whether the daemon accepts a new stream."""
     try:
         list(decode(iter([message]), timeout=60))
     except grpc.RpcError:

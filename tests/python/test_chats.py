@@ -1,4 +1,4 @@
-"""Caches that last: interruptions, saves, other processes, turns, quality in a word."""
+"""Caches that last: interruptions, saves, other processes, turns, quality settings."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ INTERRUPTED = (
 
 @pytest.fixture(scope="module")
 def spilled() -> Any:
-    """A model of three layers that attends by way of Spillway."""
+    """A model with three layers and Spillway's attention."""
     model = llama(3)
     model.set_attn_implementation("spillway")
     return model
@@ -43,14 +43,14 @@ def spilled() -> Any:
 
 @pytest.fixture
 def folder(client: Client, tmp_path: Path, request: pytest.FixtureRequest) -> str:
-    """Where a cache may be saved."""
+    """A folder where a cache may be saved."""
     if client.transport == "embedded":
         return str(tmp_path / "chat")
     return f"chats/{abs(hash(request.node.nodeid)):x}"
 
 
 def forward(model: Any, ids: torch.Tensor, cache: SpillwayCache) -> torch.Tensor:
-    """The logits of the last position; the cache may have the first ones already."""
+    """The logits of the last position. The cache may already have the first tokens."""
     with torch.no_grad():
         out = model(ids[:, cache.get_seq_length() :], past_key_values=cache)
     logits: torch.Tensor = out.logits[:, -1]
@@ -58,7 +58,7 @@ def forward(model: Any, ids: torch.Tensor, cache: SpillwayCache) -> torch.Tensor
 
 
 def continued(model: Any, ids: torch.Tensor, cache: SpillwayCache, count: int) -> torch.Tensor:
-    """Decodes greedily by hand."""
+    """Decodes greedily, step by step."""
     for _ in range(count):
         if cache.get_seq_length() == ids.shape[1]:
             cache.crop(-1)
@@ -67,7 +67,7 @@ def continued(model: Any, ids: torch.Tensor, cache: SpillwayCache, count: int) -
 
 
 def held(cache: SpillwayCache) -> set[tuple[int, ...]]:
-    """The lengths of all rows' layers."""
+    """The layer lengths of all sequences."""
     for sequence in cache.sequences:
         sequence.refresh()
     return {sequence.layer_token_counts for sequence in cache.sequences}
@@ -81,7 +81,7 @@ class Interrupted:
         self.fired = False
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
-        """As of sys.settrace."""
+        """The trace function for sys.settrace."""
         if not frame.f_code.co_filename.startswith(INTERRUPTED):
             return None
         if event == "line" and not self.fired:
@@ -92,7 +92,7 @@ class Interrupted:
         return self
 
     def run(self, call: Callable[[], Any]) -> bool:
-        """Calls, and tells whether that was interrupted."""
+        """Runs the call, and returns whether it was interrupted."""
         before = sys.gettrace()
         sys.settrace(self)
         try:
@@ -105,7 +105,7 @@ class Interrupted:
 
 
 def lines(first: int, step: int) -> Iterator[int]:
-    """Where to interrupt: every line at first, later some."""
+    """Where to interrupt: the line `first`, and then every `step`-th."""
     at = first
     while True:
         yield at
@@ -114,7 +114,7 @@ def lines(first: int, step: int) -> Iterator[int]:
 
 @pytest.mark.parametrize("kind", ["prompt", "chunk", "step", "crop"])
 def test_interrupted_anywhere(client: Client, spilled: Any, kind: str) -> None:
-    """What comes after is what would have come without the interruption."""
+    """Results after an interruption must be the same as without one."""
     ids = prompt(1, 60)
     with SpillwayCache(spilled.config, client) as cache:
         expected = continued(spilled, ids, cache, 6)
@@ -132,7 +132,7 @@ def test_interrupted_anywhere(client: Client, spilled: Any, kind: str) -> None:
                 "crop": lambda c=cache: c.crop(-20),  # type: ignore[misc]
             }
             hit = Interrupted(line).run(calls[kind])
-            # It says what it holds, and has that at the next use.
+            # The cache says how much it holds, and holds this at its next use.
             length = cache.get_seq_length()
             whole = {"prompt": 60, "chunk": 60, "step": 61, "crop": 40}[kind]
             assert length in (base, whole), (kind, line)
@@ -146,7 +146,7 @@ def test_interrupted_anywhere(client: Client, spilled: Any, kind: str) -> None:
 
 
 def test_interrupted_in_every_layer(client: Client, spilled: Any) -> None:
-    """The model's own code is interrupted, and what the daemon's answers call."""
+    """Interrupts the model's own code, and code that runs on the daemon's answers."""
     ids = prompt(2, 50)
     with SpillwayCache(spilled.config, client) as cache:
         expected = continued(spilled, ids, cache, 4)
@@ -178,7 +178,7 @@ def test_interrupted_in_every_layer(client: Client, spilled: Any) -> None:
 
 
 def test_interrupted_generate_goes_on(client: Client, spilled: Any) -> None:
-    """generate() as it is, and the one that knows the tokens."""
+    """Tests generate() itself, and generation with known tokens."""
     ids = prompt(1, 80)
     options: Any = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
     with SpillwayCache(spilled.config, client) as cache:
@@ -247,7 +247,7 @@ def test_saved_and_loaded(client: Client, spilled: Any, folder: str) -> None:
         assert (caught.value.row, caught.value.position) == (1, 75)
         with pytest.raises(TokenMismatchError, match="truncate"):
             cache.check_tokens(expected[:, :70])
-        # Back to the turn, a branch, and the same again.
+        # Go back to a turn, make a branch, and generate the same again.
         cache.truncate("first answer")
         branch = cache.fork()
         for one in (cache, branch):
@@ -261,7 +261,7 @@ def test_saved_and_loaded(client: Client, spilled: Any, folder: str) -> None:
             cache.truncate(1000)
         cache.truncate(50)
         assert not cache.turns
-    # Of another model, and of nothing.
+    # Caches of another model, and a folder without a cache.
     wider = copy.deepcopy(spilled.config)
     wider.num_hidden_layers = 4
     before = len(list(client.list_sequences()))
@@ -292,7 +292,7 @@ def test_rows_of_two_saves_do_not_load(client: Client, spilled: Any, folder: str
             cache.save(folder)
         with pytest.raises(ValueError, match="row 1 is from another save"):
             SpillwayCache.load(folder, spilled.config, client)
-        # What somebody else saved there.
+        # A snapshot that was not saved by SpillwayCache.
         cache.sequences[0].save(f"{folder}/row-0", client_data=b"SPWCACHE1junk")
         with pytest.raises(ValueError, match=r"not saved by SpillwayCache\.save"):
             SpillwayCache.load(folder, spilled.config, client)
@@ -307,7 +307,7 @@ def test_attached_by_name(client: Client, spilled: Any) -> None:
     names = cache.detach()
     assert (cache.length, cache.batch_size) == (0, -1)
     cache.close()
-    # A step that another process left in one layer.
+    # A step that another process finished in only one layer.
     sequence = client.get_sequence(names[0])
     row = torch.zeros(2, 1, 32)
     sequence.append(0, 40, row, row)
@@ -317,7 +317,7 @@ def test_attached_by_name(client: Client, spilled: Any) -> None:
             attached.check_tokens(ids.flip(1))
         assert torch.equal(continued(spilled, ids, attached, 5), expected)
         attached.truncate(40)
-    # They are still there.
+    # The sequences still exist.
     with SpillwayCache.attach(spilled.config, client, names, keep=False) as attached:
         assert torch.equal(continued(spilled, ids, attached, 5), expected)
     for name in names:

@@ -1,4 +1,4 @@
-"""The check that no change of the API goes unnoticed."""
+"""The check that notices every change of the API."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ file {
 
 @pytest.fixture(scope="module")
 def check_proto() -> Any:
-    """The script as a module."""
+    """The script, loaded as a module."""
     pytest.importorskip("grpc_tools")
     spec = importlib.util.spec_from_file_location("check_proto", ROOT / "scripts/check_proto.py")
     assert spec is not None
@@ -39,7 +39,7 @@ def check_proto() -> Any:
 
 
 def names(check_proto: Any, *edits: tuple[str, str]) -> set[str]:
-    """What the changelog has to name after the edits."""
+    """The names that the changelog must have after the edits."""
     after = BEFORE
     for old, new in edits:
         assert after.count(old) == 1

@@ -1,4 +1,4 @@
-"""The command line tool `spillway` against a running daemon."""
+"""The command-line tool `spillway` with a running daemon."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ import spillway
 ROOT = Path(__file__).resolve().parents[2]
 BINARY = os.environ.get("SPILLWAY_CLI", str(ROOT / "build/release/clients/cpp/spillway"))
 
-# A small shape, so that a test takes little time.
+# A small shape, so that tests are fast.
 SHAPE = ["--query-heads", "4", "--kv-heads", "2", "--head-dim", "32", "--tokens", "300"]
 
 
 def run(target: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Runs the tool with pipes."""
+    """Runs the tool with pipes for its output."""
     return subprocess.run(
         [BINARY, "--target", target, *arguments],
         capture_output=True,
@@ -40,12 +40,12 @@ def run_json(target: str, *arguments: str) -> Any:
 
 
 def columns(table: str) -> int:
-    """The longest line."""
+    """The length of the longest line."""
     return max(len(line) for line in table.splitlines())
 
 
 def run_on_terminal(target: str, *arguments: str) -> str:
-    """Runs the tool with its output on a terminal and returns what is shown."""
+    """Runs the tool with its output on a terminal, and returns what it shows."""
     master, slave = pty.openpty()
     try:
         subprocess.run(
@@ -57,7 +57,7 @@ def run_on_terminal(target: str, *arguments: str) -> str:
     while True:
         try:
             part = os.read(master, 65536)
-        except OSError:  # Linux's way of saying that the other end is closed
+        except OSError:  # Linux reports this if the other end is closed
             break
         if not part:
             break
@@ -78,8 +78,8 @@ def test_status_tells_the_tokens_that_still_fit(
     assert status["memory"]["limit_bytes"] == client.statistics().memory.limit_bytes
     (ours,) = [entry for entry in status["models"] if entry["model"] == model.name]
     assert 0 < ours["free_token_count"]
-    # Rows of 2 layers, 2 KV heads, K and V of 16 floats each: no more tokens
-    # fit than their bytes alone allow.
+    # Rows of 2 layers and 2 KV heads, K and V of 16 floats each. No more tokens can fit than the
+    # bytes of rows alone allow.
     assert ours["free_token_count"] <= status["memory"]["limit_bytes"] / (2 * 2 * 2 * 16 * 4)
 
 
@@ -120,11 +120,11 @@ def test_what_is_watched_comes_again_until_it_is_stopped(
     while heads < 2:
         line = process.stdout.readline()
         assert line, "it has ended"
-        assert "\x1b" not in line  # nobody sees it
+        assert "\x1b" not in line  # no escape sequences, because the output is not a terminal
         heads += line.startswith("spillwayd ")
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=30)
-    # That is how it ends.
+    # SIGINT is the normal way to end it.
     assert process.returncode == 0
 
 
@@ -159,7 +159,7 @@ def test_lists_models_and_sequences(
     assert listed["dtype"] == "f32"
     listed = run_json(target, "sequences", "--model", model.name)["sequences"]
     assert [entry["name"] for entry in listed] == [sequence.name]
-    # The id alone will do.
+    # The ID without `models/` is enough.
     assert listed == run_json(target, "sequences", "--model", model.name.split("/")[1])["sequences"]
     sequence.delete()
     assert run_json(target, "sequences", "--model", model.name) == {"sequences": []}
@@ -175,7 +175,8 @@ def test_tables_fit_in_a_hundred_columns(
         shown = run(target, command).stdout
         assert columns(shown) <= 100
     (row,) = [x for x in run(target, "sequences").stdout.splitlines() if sequence.name[10:] in x]
-    # Rows of 2 layers, 2 KV heads, K and V of 16 floats each, in whole pages: 97 of 128 tokens.
+    # Rows of 2 layers and 2 KV heads, K and V of 16 floats each, in whole pages: 97 pages of 128
+    # tokens.
     row_mib = 2 * 2 * 2 * 16 * 4 * 97 * 128 / 2**20
     assert row.split()[:3] == [sequence.name[10:], model.name[7:], "12,345"]
     assert row_mib < float(row.split()[3]) < 1.3 * row_mib
@@ -251,10 +252,10 @@ def test_attend_bench_measures_and_leaves_nothing(
     assert result["iteration_count"] == 7
     for kind in ("round_trip_us", "device_time_us", "beyond_device_us"):
         assert 0 < result[kind]["median"] <= result[kind]["p99"]
-    # 300 tokens are below the dense threshold.
+    # 300 tokens are fewer than dense_token_count, so attention is dense.
     assert result["touched_row_fraction"] == 1
     assert result["promises"] == {"exact": 7 * 4, "statistical": 0, "none": 0}
-    # Decode appends as it goes: 10 warm-up and 7 measured steps over 2 layers.
+    # Decode appends tokens: 10 warm-up and 7 measured steps over 2 layers.
     assert result["touched_rows_per_kv_head"] >= 300
     assert (result["touched_rows_per_kv_head"] > 300) == (mode == "decode")
     assert names(client) == before
@@ -282,7 +283,7 @@ def test_a_refusal_names_the_field(target: str, client: spillway.Client) -> None
     assert done.returncode == 1
     assert "epsilon" in done.stderr
     assert "INVALID_ARGUMENT" in done.stderr
-    # Once, and that is all.
+    # The message appears only once.
     assert done.stderr.count("epsilon: ") == 1
     assert len(done.stderr.splitlines()) == 1
     assert done.stdout == ""

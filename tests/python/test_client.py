@@ -1,4 +1,4 @@
-"""The client against the daemon: every call does what it says."""
+"""The client with the daemon: every call does what it says."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_mlps_of_query_heads(client: Client, tmp_path: Path, rng: np.random.Gene
         resident_sample_fraction=0,
     )
     assert client.get_model(model.name).hash_weights == options
-    # Of 2 KV heads the codes of 3 query heads.
+    # For each of 2 KV heads, the codes of 3 query heads.
     assert model.index_bytes_per_token == 2 * 3 * bits // 8
 
     def weights(heads: int) -> dict[str, Any]:
@@ -182,7 +182,7 @@ def test_mlps_of_query_heads(client: Client, tmp_path: Path, rng: np.random.Gene
 
     sequence = client.create_sequence(model)
     k, v = kv(rng, 1, 2, tokens, 16)
-    k += 2  # keys that are centred have other codes
+    k += 2  # an index that centres keys would get other codes
     sequence.append(0, 0, k, v)
     q = rng.standard_normal((1, 6, 16), F32)
     selection = sequence.select(0, q)
@@ -195,12 +195,12 @@ def test_mlps_of_query_heads(client: Client, tmp_path: Path, rng: np.random.Gene
             ],
             axis=0,
         )
-        # Of equal scores the latest tokens are heavy; sink and window are not.
+        # Among equal scores, the newest tokens are heavy. Sink and window are not candidates.
         candidates = np.arange(64, tokens - 64)
         best = candidates[np.lexsort((-candidates, -scores[candidates]))][:heavy]
         span = slice(*selection.offsets[kv_head : kv_head + 2])
         chosen = selection.indices[span][selection.strata[span] == 2]
-        # fp32 may round a bit otherwise.
+        # Rounding in fp32 may change a bit.
         assert len(np.intersect1d(chosen, best)) >= heavy - 1
         rows = selection.indices[span].astype(int)
         heads = slice(3 * kv_head, 3 * kv_head + 3)
@@ -309,8 +309,8 @@ def test_result_type_follows_the_query(
 
 
 def test_long_appends_and_attends_are_split(client: Client, rng: np.random.Generator) -> None:
-    # Rows of 12 MiB and queries of 8 MiB go through messages of at most 4 MiB;
-    # an embedded engine reads the rows where they are, a daemon from a region of 16 MiB.
+    # Rows of 12 MiB and queries of 8 MiB are sent in messages of at most 4 MiB. An embedded engine
+    # reads the rows in place, and a daemon from a region of 16 MiB.
     model = client.create_model(
         layer_count=2, query_head_count=16, kv_head_count=8, head_dim=128, dtype="float32"
     )
@@ -339,8 +339,8 @@ def test_long_appends_and_attends_are_split(client: Client, rng: np.random.Gener
 
 
 def test_split_attends_keep_to_any_policy(client: Client, rng: np.random.Generator) -> None:
-    # So few rows that a heavy set of 256 would be refused, and 17 queries in
-    # parts that are short enough for the policy.
+    # The policy allows so few rows that a heavy set of 256 would be refused. The 17 queries are
+    # split into parts that are short enough for the policy.
     model = client.create_model(
         layer_count=1, query_head_count=256, kv_head_count=16, head_dim=256, dtype="float32"
     )
@@ -398,7 +398,7 @@ def test_decode_stream(client: Client, model: Model, rng: np.random.Generator) -
                 out, _ = dense_attention(q[one], k[layer, :, : t + 1], v[layer, :, : t + 1])
                 np.testing.assert_allclose(result.out, out, **TOLERANCE)
         assert sequence.layer_token_counts == (30, 30)
-        # Several tokens at once, pipelined over layers.
+        # Several tokens per step, pipelined over the layers.
         block = slice(30, 40)
         sent = [
             stream.send(sequence, layer, q[block], k[layer, :, block], v[layer, :, block])
@@ -412,7 +412,7 @@ def test_decode_stream(client: Client, model: Model, rng: np.random.Generator) -
             np.testing.assert_allclose(answers[correlation_id].out, out, **TOLERANCE)
         with pytest.raises(ValueError, match="no step"):
             stream.recv()
-        # Without an append.
+        # A step without an append.
         result = stream.step(sequence, 1, q[:1], visible=[3])
         out, _ = dense_attention(q[:1], k[1], v[1], [3])
         np.testing.assert_allclose(result.out, out, **TOLERANCE)
@@ -439,10 +439,10 @@ def test_decode_errors_stay_in_place(
         assert caught.value.correlation_id == 2
         with pytest.raises(spillway.FailedPrecondition):
             step(stream, 1, start=6)
-        # Another sequence and another layer go on.
+        # Steps of another sequence and another layer still work.
         stream.step(other, 0, q, k[:, :1], v[:, :1])
         stream.step(sequence, 1, q, k[:, :1], v[:, :1])
-        # The length was asked anew, and a start there mends the layer.
+        # The client has asked for the length again, and a step from there repairs the layer.
         step(stream, 1)
         step(stream, 2)
         bad = k[:, 3:4].copy()
@@ -457,7 +457,7 @@ def test_decode_errors_stay_in_place(
 
 @EVERY_TRANSPORT
 def test_decode_steps_share_nothing(client: Client, model: Model, rng: np.random.Generator) -> None:
-    """The daemon uses the memory of messages again; what was in them must not come along."""
+    """The daemon reuses the memory of messages. Their old contents must not appear again."""
     sequence = client.create_sequence(model)
     k, v = kv(rng, 2, 40, 16)
     q = rng.standard_normal((1, 4, 16), F32)
@@ -470,18 +470,18 @@ def test_decode_steps_share_nothing(client: Client, model: Model, rng: np.random
             result = stream.step(sequence, 0, q, k[:, one], v[:, one])
             np.testing.assert_allclose(result.out, out, **TOLERANCE)
             np.testing.assert_allclose(result.lse, lse, **TOLERANCE)
-            # No K/V, fewer tokens to see, a policy of its own, an error.
+            # Without K/V, with fewer visible tokens, with another policy, and with an error.
             out, _ = dense_attention(q, k, v, [5])
             result = stream.step(sequence, 0, q, visible=[5], policy=Policy(epsilon=0.3))
             assert result.certificate.epsilon == 0.3
             np.testing.assert_allclose(result.out, out, **TOLERANCE)
-            # More than is kept.
+            # A message larger than the daemon keeps for reuse.
             if t % 3 == 0:
                 out, _ = dense_attention(many, k, v, [3] * len(many))
                 result = stream.step(sequence, 0, many, visible=[3] * len(many))
                 assert result.certificate.epsilon != 0.3
                 np.testing.assert_allclose(result.out, out, **TOLERANCE)
-            # Holds the layer up until the next K/V.
+            # This error blocks the layer until a step with K/V.
             with pytest.raises(spillway.OutOfRange):
                 stream.step(sequence, 0, q, visible=[1000])
 
@@ -500,7 +500,7 @@ SPARSE = Policy(
 def long_sequence(
     client: Client, model: Model, rng: np.random.Generator
 ) -> tuple[Sequence, Any, Any]:
-    """3,000 tokens, some of which matter."""
+    """A sequence of 3,000 tokens, some of which have large weights."""
     sequence = client.create_sequence(model, policy=SPARSE)
     k, v = kv(rng, 2, 3000, 16)
     k[:, ::100] *= 4
@@ -523,18 +523,18 @@ def test_select_and_fetch(
         weights = chosen.log_weights[span]
         assert (np.diff(indices) > 0).all()
         np.testing.assert_array_equal(indices[strata == 0], np.arange(8))
-        # The window, and the page that is open: 3,000 is 23 * 128 + 56.
+        # The window, and the open page: 3,000 is 23 * 128 + 56.
         np.testing.assert_array_equal(indices[strata == 1], np.arange(2944, 3000))
-        # Every hundredth key may be a stray, and then is read beside the 64.
+        # Every hundredth key may be a stray, and is then heavy in addition to the 64.
         heavy = indices[strata == 2]
         assert len(heavy) - (heavy % 100 == 0).sum() <= 64 <= len(heavy)
         assert (weights[strata <= 2] == 0).all()
         assert (weights[strata > 2] >= 0).all()
         assert 0 < (strata > 2).sum() < 2900
-        # Weights count every token once: sum of exp(w) is n.
+        # The weights count every token once: the sum of exp(w) is n.
         assert np.exp(weights.astype(np.float64)).sum() == pytest.approx(3000, rel=1e-4)
-    # The same request chooses the same rows, and attending to them with
-    # their weights is what attend returns.
+    # The same request selects the same rows. Attention over them with their weights equals the
+    # attend.
     result = sequence.attend(0, q)
     np.testing.assert_array_equal(result.touched_row_counts[0], np.diff(chosen.offsets))
     assert chosen.certificate is not None
@@ -594,7 +594,7 @@ def test_statistics_say_how_the_engine_is_reached(client: Client) -> None:
     if client.transport == "embedded":
         assert told == spillway.Transport("embedded", "in place", told.mps, "")
         return
-    # Another client, without regions that other tests have attached.
+    # A new client, because other tests have attached regions to the old one.
     with spillway.connect(client.target, native=client.transport != "grpcio") as fresh:
         told = fresh.statistics().transport
         assert ("not shared through MPS" in told.reason) == (bool(gpus) and not told.mps)
@@ -660,7 +660,7 @@ def test_statistics_come_in_pages(
     assert {m.name for m in [model, *others]} <= set(listed)
     for other in others:
         client.delete_model(other)
-    # The client follows them.
+    # The client follows the page tokens.
     whole = client.statistics(model)
     assert [s.sequence for s in whole.sequences] == names
     monkeypatch.setattr(client._stubs.admin, "GetStatistics", in_pages_of_two(call))
@@ -669,7 +669,7 @@ def test_statistics_come_in_pages(
 
 
 def in_pages_of_two(call: Any) -> Any:
-    """The call, with small pages."""
+    """The call, with small pages of results."""
 
     def small(request: admin.GetStatisticsRequest, **more: Any) -> Any:
         return call(

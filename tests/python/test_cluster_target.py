@@ -1,4 +1,4 @@
-"""Targets of several daemons are handed to the package that knows them."""
+"""Targets that name a cluster are passed to the package for clusters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import spillway
 
 
 class FakePackage(ModuleType):
-    """Notes what is to be connected to."""
+    """Stands for that package, and notes the targets."""
 
     def __init__(self) -> None:
         super().__init__("spillway_cluster")

@@ -1,4 +1,4 @@
-"""Connections: more than there are descriptors for, and more than the daemon takes."""
+"""More connections than there are descriptors, and more than the daemon accepts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DESCRIPTOR_COUNT = 64
 def limited_daemon(
     folder: Path, listen: str, soft: int, hard: int, *flags: str
 ) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """A daemon on the CPU with limits of descriptors, and the address that it says it serves."""
+    """A daemon on the CPU with limits on descriptors, and the address that it logs."""
     log = folder / "spillwayd.log"
     with log.open("wb") as output:
         daemon = [
@@ -39,8 +39,8 @@ def limited_daemon(
             "json",
             *flags,
         ]
-        # A program sets the limits: Python would fork for that, and threads that gRPC starts anew
-        # in the child may end it.
+        # prlimit sets the limits. With a preexec_fn, Python would fork, and threads that gRPC
+        # restarts in the child may end it.
         process = subprocess.Popen(["prlimit", f"--nofile={soft}:{hard}", *daemon], stderr=output)
     try:
         wait_for(lambda: bool(events(folder, "serving")))
@@ -51,20 +51,20 @@ def limited_daemon(
 
 
 def events(folder: Path, name: str) -> list[dict[str, Any]]:
-    """The log's whole lines of an event."""
+    """The complete lines of the log with this event."""
     lines = (folder / "spillwayd.log").read_text().splitlines(keepends=True)
     entries = [json.loads(line) for line in lines if line.endswith("\n")]
     return [entry for entry in entries if entry["event"] == name]
 
 
 def cpu_ticks(pid: int) -> int:
-    """What a process has used of the cores, in hundredths of a second."""
+    """The CPU time of a process, in hundredths of a second."""
     fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     return int(fields[11]) + int(fields[12])
 
 
 def connect(address: str) -> socket.socket:
-    """A connection that says nothing."""
+    """A connection that sends nothing."""
     if address.startswith("unix:"):
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(address.removeprefix("unix:"))
@@ -76,7 +76,7 @@ def connect(address: str) -> socket.socket:
 
 
 def is_served(connection: socket.socket) -> bool:
-    """Whether the daemon greets, as HTTP/2 has it; else it has closed the connection."""
+    """Whether the daemon sends the greeting of HTTP/2. If not, it has closed the connection."""
     try:
         return connection.recv(1) != b""
     except ConnectionError:
@@ -97,13 +97,13 @@ def test_the_daemon_accepts_again_after_its_descriptors_were_used_up(
             for _ in range(120):
                 held.enter_context(connect(address))
             wait_for(lambda: bool(events(tmp_path, "descriptors_short")))
-            # Who is there is served, with what takes descriptors of the daemon's own.
+            # Connected clients are served, including calls for which the daemon needs descriptors.
             assert before.health()
             if kind == "unix":
                 before.attach_region(4096).detach()
         with spillway.connect(address if kind == "unix" else f"tcp:{address}") as after:
             assert after.health()
-        # Not one line for each look.
+        # The daemon does not log a line for each of its checks.
         assert len(events(tmp_path, "descriptors_short")) < 30
 
 
@@ -129,7 +129,7 @@ def test_connections_beyond_the_most_are_closed_at_once(tmp_path: Path) -> None:
             for _ in range(40):
                 with connect(address) as extra:
                     assert not is_served(extra)
-            # Whoever goes makes room.
+            # A connection that closes makes room for another.
             taken.pop().close()
 
             def is_room() -> bool:
@@ -177,14 +177,14 @@ def test_sessions_of_regions_wait_for_descriptors_too(tmp_path: Path) -> None:
             wait_for(lambda: len(list(Path(f"/proc/{process.pid}/fd").iterdir())) > 62)
             before = cpu_ticks(process.pid)
             time.sleep(1)
-            # Of some hundred: it sleeps.
+            # It must be far below 100 ticks per second, because the daemon sleeps.
             assert cpu_ticks(process.pid) - before < 20
         with spillway.connect(listen) as client:
             client.attach_region(4096).detach()
 
 
 def test_a_new_client_does_not_take_up_an_older_ones_connection(tmp_path: Path) -> None:
-    """Which may be to a daemon that is gone, and break in the middle of a step."""
+    """The old connection may lead to a daemon that is gone, and break in the middle of a step."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         target = f"tcp:127.0.0.1:{taken.getsockname()[1]}"
     flags = ("--device", "cpu", "--memory-limit", "256MiB")

@@ -1,4 +1,4 @@
-"""The container file, the package and the Kubernetes manifest name the same things."""
+"""The Containerfile, the package and the Kubernetes manifest use the same names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if not FILE.exists():
 
 
 def instructions() -> list[tuple[str, str]]:
-    """Each with its value, of all stages."""
+    """The instructions of all stages, each with its value."""
     with FILE.open("rb") as file:
         parser = DockerfileParser(fileobj=file)
         return [
@@ -29,20 +29,20 @@ def instructions() -> list[tuple[str, str]]:
 
 
 def of_the_image() -> list[tuple[str, str]]:
-    """Of the last stage."""
+    """The instructions of the last stage."""
     steps = instructions()
     begin = max(i for i, (name, _) in enumerate(steps) if name == "FROM")
     return steps[begin + 1 :]
 
 
 def value(instruction: str) -> str:
-    """Of an instruction that the image has once."""
+    """The value of an instruction that the image has exactly once."""
     (found,) = [value for name, value in of_the_image() if name == instruction]
     return found
 
 
 def pairs(instruction: str) -> dict[str, str]:
-    """Of NAME=VALUE words."""
+    """The NAME=VALUE pairs of an instruction."""
     words = shlex.split(value(instruction))
     return dict(word.split("=", 1) for word in words)
 
@@ -56,7 +56,7 @@ def pod() -> Any:
 
 
 def options() -> dict[str, str]:
-    """Of the manifest's daemon."""
+    """The options of the daemon in the manifest."""
     return {
         name: rest
         for name, _, rest in (
@@ -66,14 +66,14 @@ def options() -> dict[str, str]:
 
 
 def mounted(path: str) -> bool:
-    """Whether a volume of the manifest's daemon has it."""
+    """Whether a volume of the manifest's daemon contains this path."""
     return any(
         path.startswith(f"{m['mountPath']}/") for m in pod()["containers"][0]["volumeMounts"]
     )
 
 
 def package_listen() -> str:
-    """Where a daemon with the Debian package's settings listens."""
+    """Where a daemon with the settings of the Debian package listens."""
     packaging = (ROOT / "cmake/packaging.cmake").read_text()
     (found,) = re.findall(r'set\(listen "listen = \\"(.*?)\\""\)', packaging)
     return str(found)
@@ -97,7 +97,7 @@ def test_the_program_is_the_packages() -> None:
     assert f'set(command "{entry[0]} {entry[1]} ${{config}}")' in packaging
     assert f"set(config {entry[2]})" in packaging
     assert not [value for name, value in of_the_image() if name == "CMD"]
-    # The manifest adds to it, and takes nothing away.
+    # The manifest adds arguments and does not replace the command.
     assert "command" not in pod()["containers"][0]
 
 
@@ -153,7 +153,7 @@ def test_the_label_is_the_version() -> None:
 
 
 def test_what_the_stages_build_from_is_in_reach() -> None:
-    """The context has what is copied: .dockerignore leaves out the rest of build/."""
+    """The build context has all copied files, although .dockerignore leaves out most of build/."""
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
     assert ignored.index("/build") < ignored.index("!/build/package")
     sources = [shlex.split(v)[-2] for name, v in instructions() if name == "COPY"]

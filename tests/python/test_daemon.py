@@ -1,4 +1,4 @@
-"""The process: its settings, where it listens, how it stops."""
+"""The daemon's process: its settings, where it listens, how it stops."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from spillway.errors import error_from_rpc
 
 
 def run(*flags: str) -> subprocess.CompletedProcess[str]:
-    """A start that is to end by itself."""
+    """Starts a daemon that must end by itself."""
     return subprocess.run([binary(), *flags], capture_output=True, text=True, timeout=30)
 
 
@@ -40,9 +40,9 @@ def write(folder: Path, text: str) -> str:
 def process(
     *flags: str, before: tuple[str, ...] = ()
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """A daemon with JSON logs, and the address that it says it serves.
+    """Runs a daemon with JSON logs; yields its process and the address that it logs.
 
-    `before` is a command that starts it.
+    `before` is a command that starts the daemon.
     """
     with subprocess.Popen(
         [*before, binary(), "--log-format", "json", *device_flags(*flags)],
@@ -64,13 +64,13 @@ def process(
 
 
 def modes(folder: Path) -> dict[str, tuple[int, int]]:
-    """Mode and group of what lies in a folder."""
+    """Mode and group of the entries of a folder."""
     found = {entry.name: entry.lstat() for entry in folder.iterdir()}
     return {name: (stat.S_IMODE(info.st_mode), info.st_gid) for name, info in found.items()}
 
 
 def test_printed_settings_are_a_file_that_sets_them(tmp_path: Path) -> None:
-    tomllib = pytest.importorskip("tomllib")  # Not in Python 3.10.
+    tomllib = pytest.importorskip("tomllib")  # Python 3.10 does not have it.
     first = run("--threads", "1", "--ttl", "7.5", "--memory-limit", "3GiB", "--print-config")
     settings = tomllib.loads(first.stdout)
     assert settings["device"]["thread_count"] == 1
@@ -170,7 +170,7 @@ def test_a_limit_above_the_machines_memory_is_refused(tmp_path: Path, limit: str
         assert f'"{limit}" is more memory than is available' in done.stderr
         assert f"the machine has {physical / 2**30:.1f} GiB" in done.stderr
         assert setting in done.stderr
-    # The largest that fits is taken: the control group may leave less.
+    # A limit that fits is accepted. It is small, because the control group may allow little.
     assert run("--memory-limit", "1GiB", "--print-config").returncode == 0
 
 
@@ -213,7 +213,7 @@ def test_only_its_user_reaches_the_socket(tmp_path: Path) -> None:
 def test_the_sockets_are_the_users_alone_whatever_the_umask(tmp_path: Path, umask: int) -> None:
     before = os.umask(umask)
     try:
-        # Of another umask it would be unusable itself.
+        # Set the folder's mode, because with some umasks it would be unusable.
         (tmp_path / "own").mkdir()
         (tmp_path / "own").chmod(0o700)
         with process("--listen", f"unix:{tmp_path}/own/spillwayd.sock") as (_, address):
@@ -456,7 +456,7 @@ def test_sigterm_lets_running_calls_end_within_the_grace(tmp_path: Path, grace: 
         if grace == "30":
             assert outcome == [(1024, 16, 32)]
         else:
-            # Many cores may be done by then.
+            # With many cores, the work may be finished before.
             assert isinstance(outcome[0], spillway.SpillwayError) or seconds < 0.5
             assert seconds < 10
     assert not (tmp_path / "spillwayd.sock").exists()

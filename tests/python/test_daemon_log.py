@@ -1,4 +1,4 @@
-"""What the daemon logs of calls that it refuses and of what ends by itself."""
+"""What the daemon logs about calls that it refuses, and about resources that expire."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from daemon_process import running_daemon
 from helpers import wait_for
 from spillway._proto import attention_service_pb2, sequence_service_pb2
 
-# Written at the start and at the end.
+# Events that every daemon logs at its start and end.
 FACTS = {
     "cores",
     "numa",
@@ -31,7 +31,7 @@ FACTS = {
 
 
 def entries(folder: Path) -> list[dict[str, Any]]:
-    """What the log says beside the facts of every run."""
+    """The log's entries without those that every daemon writes."""
     said = [json.loads(line) for line in (folder / "spillwayd.log").read_text().splitlines()]
     return [entry for entry in said if entry["event"] not in FACTS]
 
@@ -43,7 +43,7 @@ def new_model(client: spillway.Client) -> spillway.Model:
 
 
 def test_calls_that_succeed_leave_nothing(tmp_path: Path) -> None:
-    # However slow the machine is.
+    # With 0, no attend is logged as slow, even on a slow machine.
     flags = ("--log-format", "json", "--slow-attend-ms", "0")
     with running_daemon(tmp_path, *flags) as target, spillway.connect(target) as client:
         sequence = client.create_sequence(new_model(client))
@@ -68,7 +68,7 @@ def test_a_refusal_is_logged_with_its_reason(tmp_path: Path) -> None:
         with pytest.raises(spillway.ResourceExhausted) as caught:
             for i in range(1000):
                 sequence.append(0, i * 1000, rows, rows)
-    # The one before was for the rows too: it made the client give up a region of its own.
+    # The refusal before the last is of the same rows: it made the client give up its own region.
     missing, *_, full = entries(tmp_path)
     assert (missing["level"], missing["event"]) == ("info", "refused")
     assert (missing["code"], missing["reason"]) == ("NOT_FOUND", "SEQUENCE_NOT_FOUND")
@@ -88,7 +88,7 @@ def test_a_client_that_tries_over_and_over_fills_no_disk(tmp_path: Path) -> None
             with pytest.raises(spillway.NotFound):
                 client.get_sequence("sequences/none")
         seconds = time.monotonic() - begin
-        # Another kind is heard all the same.
+        # An error of another kind is logged nevertheless.
         with pytest.raises(spillway.InvalidArgument):
             client.get_sequence("sequences/NO NAME")
     said = entries(tmp_path)

@@ -1,4 +1,4 @@
-"""What builds against an installed libspillway does, as the example's page says."""
+"""Programs build against an installed libspillway, as the example's page says."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if not EXAMPLE.exists() or not (BUILD / "CMakeCache.txt").exists():
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files of spillway-dev with the library of spillway, in a folder that is no root."""
+    """The files of spillway-dev and the library of spillway, in a folder that is not the root."""
     root = tmp_path_factory.mktemp("installed")
     subprocess.run(
         ["cmake", "--install", BUILD, "--prefix", root, "--component", "development"],

@@ -1,4 +1,4 @@
-"""Every snippet of the pages runs, and every command that they show exists."""
+"""Every snippet of the pages runs, and every command in them exists."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PAGES = sorted(
 
 
 def model_and_prompt(names: dict[str, Any]) -> None:
-    """What a reader of a page on transformers has."""
+    """Defines the names that a page on transformers expects."""
     model = random_llama.llama()
     model.set_attn_implementation("spillway")
     ids = random_llama.prompt(1, 300)
@@ -46,7 +46,7 @@ def model_and_prompt(names: dict[str, Any]) -> None:
 
 
 def open_sequence(names: dict[str, Any]) -> None:
-    """What a reader of a page on the Python client has: the model of its first snippet."""
+    """Defines what a page on the Python client expects: the model of its first snippet."""
     client = spillway.connect(os.environ["SPILLWAY_TARGET"])
     model = client.create_model(
         layer_count=2, query_head_count=16, kv_head_count=4, head_dim=64, dtype="float32"
@@ -80,7 +80,7 @@ def prefill(names: dict[str, Any]) -> None:
 
 
 def train_hash(names: dict[str, Any]) -> None:
-    """The file that the page's command trains: MLPs of 30 layers and 3 KV heads, untrained."""
+    """Makes the file that the page's command trains, untrained: MLPs of 30 layers, 3 KV heads."""
     generator = torch.Generator().manual_seed(0)
     tensors: dict[str, torch.Tensor] = {}
     for layer in range(30):
@@ -89,7 +89,7 @@ def train_hash(names: dict[str, Any]) -> None:
     save_hash(Path("hash.safetensors"), tensors, 30, spillway.MlpHash())
 
 
-# Snippets of a page that run, by their place there, and what they need before.
+# By page: the snippets that run, by their index, and the functions that prepare them.
 GIVEN: dict[str, dict[int, Any]] = {
     "README.md": {0: model_and_prompt},
     "docs/quickstart.md": {0: None},
@@ -99,7 +99,7 @@ GIVEN: dict[str, dict[int, Any]] = {
     "docs/training.md": {0: train_hash},
     "clients/python/README.md": {0: None, 1: model_and_prompt, 2: None},
 }
-# These need what a test of their own has, which says where they are tested.
+# Snippets of these pages need more, and other tests run them.
 ELSEWHERE = {
     "docs/quickstart.md": "tests/model/test_readme.py",
     "docs/cluster.md": "tests/cluster_ray/test_ray_cluster.py",
@@ -140,7 +140,7 @@ def help_of(*command: str) -> str:
 
 
 def program(name: str) -> list[str] | None:
-    """How to start a program of ours; None of another's."""
+    """The command for one of this project's programs; None for other programs."""
     scripts = Path(sys.executable).parent
     return {
         "spillwayd": [str(binary())],
@@ -151,7 +151,7 @@ def program(name: str) -> list[str] | None:
 
 
 def commands(text: str) -> list[list[str]]:
-    """The simple commands of a shell script, without what stands before and after them."""
+    """The simple commands of a shell script, without pipes and other syntax around them."""
     found = []
     for line in text.replace("\\\n", " ").splitlines():
         words = shlex.split(line, comments=True)
@@ -190,7 +190,7 @@ def test_commands_exist(page: str) -> None:
 
 
 def test_gpu_snippets(target: str) -> None:
-    """Those of docs/gpu.md, with what their reader has: a model of one layer, and its loop."""
+    """Runs the snippets of docs/gpu.md, with a model of one layer and a loop."""
     if not on_gpu():
         pytest.skip("needs a GPU")
     decode, append = fences("docs/gpu.md", "python")
@@ -205,7 +205,7 @@ def test_gpu_snippets(target: str) -> None:
         q = torch.randn(1, 1, 32, 128, device="cuda", dtype=torch.bfloat16)
 
         class Loop:
-            """True three times."""
+            """A condition that is true three times."""
 
             left = 3
 

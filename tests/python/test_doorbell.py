@@ -1,4 +1,4 @@
-"""Decode steps by a daemon's doorbell: refused, misused, cut and left behind."""
+"""Decode steps through a daemon's doorbell: refused, misused, interrupted and abandoned."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from spillway import Client, Model, Sequence
 from spillway._proto import attention_service_pb2 as attention
 from spillway._proto import memory_service_pb2 as memory
 
-LAYERS, HEADS, KV_HEADS, DIM = 2, 4, 2, 16  # of the model fixture
+LAYERS, HEADS, KV_HEADS, DIM = 2, 4, 2, 16  # as in the fixture `model`
 BEGIN, ATTEND, RESULTS, END = 1, 2, 3, 4
 OPEN, NEXT, ATTEND_ON_GPU, FINISH, DECODER_RESULTS, SUMS, CLOSE = range(5, 12)
 F32 = 1
-# Of host/ipc/bell.h and daemon/doorbell/doorbell_memory.h.
+# Offsets from host/ipc/bell.h and daemon/doorbell/doorbell_memory.h.
 RUNG, ANSWERED, CALL, ANSWER, TEXT, DATA = 0, 64, 128, 192, 256, 16 << 10
 FUTEX, FUTEX_WAKE = {"x86_64": 202, "aarch64": 98}[platform.machine()], 1
 CALL_FORM, ANSWER_FORM = "<IiIIIIqq", "<iIqq"
@@ -50,7 +50,7 @@ def step_tensors(rng: np.random.Generator, count: int = 1) -> tuple[Any, Any, An
 
 
 def expect_steps_answered(client: Client) -> None:
-    """A step with a model of its own; one token attends to itself."""
+    """Runs a step with a new model, in which one token attends to itself."""
     model = client.create_model(
         layer_count=1, query_head_count=1, kv_head_count=1, head_dim=16, dtype="float32"
     )
@@ -60,12 +60,12 @@ def expect_steps_answered(client: Client) -> None:
 
 
 def other_memory(client: Client) -> int:
-    """Bytes beside rows and codes, which regions are of."""
+    """Bytes of memory other than rows and codes. They include regions."""
     return client.statistics().memory.other_bytes
 
 
 class RawDoorbell:
-    """A client of a doorbell that writes what it likes."""
+    """A client of a doorbell that can write anything to the shared memory."""
 
     def __init__(self, client: Client, byte_count: int = 0) -> None:
         path = client.target.removeprefix("unix:") + ".regions"
@@ -89,7 +89,7 @@ class RawDoorbell:
         byte_count: int = 0,
         data: bytes = b"",
     ) -> tuple[int, str]:
-        """Rings and waits; returns the answer's code and text."""
+        """Rings and waits. Returns the code and the text of the answer."""
         self.memory[DATA : DATA + len(data)] = data
         struct.pack_into(
             CALL_FORM, self.memory, CALL, kind, layer, *dtypes, 1, 0, offset, byte_count
@@ -141,18 +141,18 @@ def test_it_is_what_carries_steps_and_is_kept(
         with client.begin_step(sequences) as step:
             for layer in range(LAYERS):
                 step.attend(layer, *step_tensors(rng, 2))
-    # Steps one after the other use one, which may have been there before.
+    # Consecutive steps share one doorbell, which may have existed before.
     assert other_memory(client) == taken >= before
 
 
-# What is refused.
+# Refused calls.
 
 
 def test_none_where_no_memory_is_shared(tmp_path: Path) -> None:
     with running_daemon(tmp_path) as target:
         with spillway.connect(target, native=False) as client:
             assert client.step_transport == "grpcio"
-        # The second socket is not where the first one is seen.
+        # The socket for regions is not beside a link to the daemon's socket.
         elsewhere = tmp_path / "elsewhere"
         elsewhere.mkdir()
         (elsewhere / "spillwayd.sock").symlink_to(tmp_path / "spillwayd.sock")
@@ -197,7 +197,7 @@ def test_memory_and_the_number_of_doorbells_are_bounded(tmp_path: Path) -> None:
         RawDoorbell(client).close()
 
 
-# What is written to it wrongly.
+# Wrong contents of the shared memory.
 
 
 def test_calls_that_make_no_sense(raw: RawDoorbell, client: Client, model: Model) -> None:
@@ -230,7 +230,7 @@ def test_calls_that_make_no_sense(raw: RawDoorbell, client: Client, model: Model
     ):
         told, text = raw.call(**call)
         assert (told, said in text) == (code, True), (call, told, text)
-    # Results come in pieces where they must.
+    # Results that are too long for one answer are read in pieces.
     pieces = []
     for offset in (0, 10):
         assert raw.call(RESULTS, offset=offset)[0] == 0
@@ -239,7 +239,7 @@ def test_calls_that_make_no_sense(raw: RawDoorbell, client: Client, model: Model
     assert pieces[0][10:] == pieces[1]
     (result,) = attention.AttendResponse.FromString(pieces[0]).results
     assert set(result.certificate.visible_token_counts) == {1}
-    # The last attend is the only one that appended.
+    # Only the last attend has appended.
     assert sequence.refresh().layer_token_counts == (1, 0)
 
 
@@ -268,7 +268,7 @@ def test_decoder_calls_that_make_no_sense(raw: RawDoorbell, client: Client, mode
     if not on_gpu():
         told, text = raw.call(**{**opening, "offset": 100})
         assert (told, "cpu:0 has no streams" in text) == (12, True), (told, text)
-    # Nothing of that holds the sequence, nor the doorbell.
+    # After this, neither the sequence nor the doorbell is blocked.
     assert raw.call(BEGIN, byte_count=len(named), data=named)[0] == 0
     assert raw.call(ATTEND)[0] == 0
     sequence.delete()
@@ -283,7 +283,7 @@ def test_tensors_that_do_not_fit(client: Client) -> None:
     raw = RawDoorbell(client)
     assert raw.call(BEGIN, byte_count=len(named), data=named)[0] == 0
     code, text = raw.call(ATTEND)
-    # Four tensors of 8 * 64 heads, 1 KiB each, and the sums.
+    # Four tensors of 8 * 64 heads of 1 KiB, and the log-sum-exps.
     assert code == 9
     assert f"take {4 * 8 * 64 * 1024 + 8 * 64 * 4} bytes" in text
     assert sequences[0].refresh().token_count == 0
@@ -294,7 +294,7 @@ def test_tensors_that_do_not_fit(client: Client) -> None:
 def test_noise_in_it_harms_nobody(
     raw: RawDoorbell, client: Client, model: Model, rng: np.random.Generator
 ) -> None:
-    """Random bytes everywhere but in the bells' numbers, which are rung."""
+    """Random bytes everywhere, except in the numbers of the bells, which are rung normally."""
     sequence = client.create_sequence(model)
     named = description(sequence)
     for _ in range(200):
@@ -310,7 +310,7 @@ def test_noise_in_it_harms_nobody(
         assert np.isfinite(out).all()
 
 
-# Who goes away.
+# Clients and daemons that end.
 
 
 def test_a_detached_or_closed_one_is_freed(client: Client, no_leak: Callable[[], None]) -> None:
@@ -356,7 +356,7 @@ def test_the_daemon_goes_in_the_middle_of_a_step(tmp_path: Path, rng: np.random.
 def test_runners_that_stop_in_mid_step_hold_nobody_up(
     client: Client, model: Model, rng: np.random.Generator
 ) -> None:
-    """More stalled steps than any device serves at once, and one that goes on."""
+    """More stalled steps than any device serves at once, and one step that continues."""
     lanes = client.server_info.devices[0].thread_count
     sequences = [client.create_sequence(model) for _ in range(lanes + 3)]
     stalled = []
@@ -368,7 +368,7 @@ def test_runners_that_stop_in_mid_step_hold_nobody_up(
         with client.begin_step(sequences[-1:]) as step:
             for layer in range(LAYERS):
                 step.attend(layer, *step_tensors(rng))
-    # Even those that have stopped go on when they will.
+    # Stalled steps can also continue later.
     for step in reversed(stalled):
         step.attend(1, *step_tensors(rng))
         step.close()
@@ -376,7 +376,7 @@ def test_runners_that_stop_in_mid_step_hold_nobody_up(
 
 
 def test_a_hundred_cuts(client: Client) -> None:
-    """Runners that are killed anywhere, each followed by another, lose no token."""
+    """Runners are killed at random points, and the next runner loses no token."""
     model = client.create_model(
         layer_count=runner.LAYERS,
         query_head_count=runner.HEADS,
@@ -406,7 +406,7 @@ def test_a_hundred_cuts(client: Client) -> None:
 def test_nobody_spins_while_nobody_rings(
     raw: RawDoorbell, client: Client, model: Model, rng: np.random.Generator
 ) -> None:
-    """Both sides of a step that rests take no time of a processor."""
+    """If a step waits, neither the client nor the daemon uses CPU time."""
     peer = raw.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     daemon = Path("/proc", str(struct.unpack("3i", peer)[0]), "stat")
 

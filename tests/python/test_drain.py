@@ -1,4 +1,4 @@
-"""A daemon that is about to end: what it still does, what it refuses, and what it says of that."""
+"""A daemon that is about to end: what it still does, what it refuses, and what it reports."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Ending:
         self._done = threading.Event()
 
     def begin_append(self) -> Any:
-        """Ten rows at once, and ten more when the stream is to end."""
+        """Appends ten rows at once, and ten more when the stream is to end."""
         sent = threading.Event()
 
         def requests() -> Iterator[attention_service_pb2.AppendRequest]:
@@ -74,13 +74,13 @@ class Ending:
         self._done.set()
 
     def statistics(self) -> dict[str, float]:
-        """GetStatistics: metrics without labels."""
+        """The metrics without labels, from GetStatistics."""
         request = admin_service_pb2.GetStatisticsRequest(include_metrics=True)
         response = self.client._stubs.admin.GetStatistics(request)
         return {f.name: f.metrics[0].value for f in response.metrics if len(f.metrics) == 1}
 
     def ask(self, path: str) -> tuple[int, Any]:
-        """Status and JSON of the HTTP server."""
+        """Status and JSON from the HTTP server."""
         address = next(e["address"] for e in self.events() if e["event"] == "serving_http")
         try:
             with urllib.request.urlopen(f"http://{address}{path}", timeout=10) as answer:
@@ -161,7 +161,7 @@ def test_what_runs_goes_on_new_work_is_refused_and_all_see_how_far_it_is(tmp_pat
             assert re.fullmatch(
                 r"Draining: open calls: 0, open streams: 1, \d+ s left", stopping["STATUS"]
             )
-            # What is left, and a minute to give memory back.
+            # The rest of the grace time, and a minute to free memory.
             assert 100e6 < float(stopping["EXTEND_TIMEOUT_USEC"]) <= 120e6
 
         daemon.end_append()

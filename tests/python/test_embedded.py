@@ -1,4 +1,4 @@
-"""The engine in this process: how it is opened, refused, closed and left behind."""
+"""The embedded engine: how it is opened, refused, closed and abandoned."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SETTINGS: dict[str, str | int] = {"memory.limit": "256MiB", "device.name": devic
 
 @pytest.fixture(autouse=True)
 def library() -> None:
-    """The one under test."""
+    """Uses the library under test."""
     prefer_library(binary())
 
 
@@ -99,7 +99,7 @@ def test_wrong_settings_are_named(settings: dict[str, str | int], told: str) -> 
 
 
 def test_a_gpu_that_is_not_there() -> None:
-    # Or, in a build without CUDA, UNIMPLEMENTED.
+    # A build without CUDA answers UNIMPLEMENTED.
     with pytest.raises(spillway.SpillwayError, match="cuda:77") as caught:
         spillway.connect("embedded:", settings={"device.name": "cuda:77"})
     assert caught.value.code in ("NOT_FOUND", "UNIMPLEMENTED")
@@ -145,7 +145,7 @@ def test_closing_ends_what_runs(rng: np.random.Generator) -> None:
 
 
 def run(script: str) -> subprocess.CompletedProcess[str]:
-    # A copy of libspillway finds what lies with the original.
+    # A copy of libspillway must find the libraries beside the original.
     folder = str(Path(os.environ["SPILLWAY_LIBRARY"]).parent)
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)],
@@ -184,7 +184,7 @@ def test_a_program_may_end_with_it_open() -> None:
 
 
 def test_it_is_loaded_twice() -> None:
-    # A host may bring a copy of its own: the second must not end the process.
+    # A program may load its own copy of libspillway. The second copy must not end the process.
     ended = run(
         f"""
         import os, pathlib, shutil, tempfile, ctypes, spillway

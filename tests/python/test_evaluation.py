@@ -1,4 +1,4 @@
-"""The evaluation harness, on a tiny random model."""
+"""The evaluation, on a tiny random model."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ TOKEN_COUNT = 2400
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A random model with its tokenizer, and a text of words that it knows."""
+    """A random model with its tokenizer, and a text of words in its vocabulary."""
     folder = tmp_path_factory.mktemp("tiny")
-    # Weights large enough that attention is not flat.
+    # The weights are large enough that attention is not flat.
     save_tiny_llama(
         folder, num_hidden_layers=2, max_position_embeddings=4096, initializer_range=0.2
     )
@@ -100,7 +100,7 @@ def test_fidelity_from_end_to_end(tiny: tuple[Path, Path], target: str, tmp_path
     assert told["setting"]["token_count"] == TOKEN_COUNT
     assert told["versions"]["daemon"]
 
-    # What is finished is not measured again, and pictures come from JSON alone.
+    # Finished parts are not measured again, and the plots are made from the JSON files alone.
     parts = sorted((tmp_path / "work/parts").iterdir())
     times = [part.stat().st_mtime_ns for part in parts]
     again = evaluate(tiny, target, tmp_path, "fidelity", "--methods", methods)
@@ -152,8 +152,8 @@ def test_retrieval_and_ablation(tiny: tuple[Path, Path], target: str, tmp_path: 
     assert mass["lsh-32"] < mass["lsh-128"] < mass["codes-4"] <= mass["oracle"] * 1.01
     bytes_per_key = {r["name"]: r["bytes_per_key"] for r in told["found"]["rankings"]}
     assert bytes_per_key["lsh-128"] == 16
-    # Planes of 16 bits are padded to 32.
-    # With a factor, a norm and, rounded up, the key's part of its page's centre.
+    # Planes of 16 bits are padded to 32. A key also has a factor, a norm and, rounded up, its part
+    # of the page's centre.
     assert bytes_per_key["codes-4"] == 4 * 4 + 2 + 1 + 1
 
     told = evaluate(tiny, target, tmp_path, "ablation", "--parts", "inflation,bands,group")
@@ -303,12 +303,12 @@ def test_errors_at_equal_rows_are_interpolated_in_logarithms() -> None:
 
 
 def test_intervals_cover() -> None:
-    """Draws that fail together are known to be few."""
+    """Intervals must account for draws that fail together."""
     rng = np.random.default_rng(0)
     positions = np.arange(64)
     covered = independent = 0
     for _ in range(200):
-        chances = np.where(rng.random(64) < 0.2, 0.5, 0.0)  # mean .1
+        chances = np.where(rng.random(64) < 0.2, 0.5, 0.0)  # the mean is 0.1
         beyond = rng.random((10, 64, 6)) < chances[None, :, None]
         low, high = intervals.of_share(beyond, positions)
         covered += low <= 0.1 <= high

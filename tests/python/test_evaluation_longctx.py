@@ -1,4 +1,4 @@
-"""`spillway-lab eval longctx` on a tiny random model, and the questions about sources."""
+"""`spillway-lab eval longctx` on a tiny random model, and questions about source code."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_what_a_text_has_twice_is_not_asked() -> None:
     found = facts_of(text_of(plumbing=CODE, other=other))
     assert "LIMIT" not in found
     assert "SIZE" not in found
-    # Of two files; each is named in the question.
+    # This name is in two files, and each question names its file.
     assert found["refill(patience)"] in ("86400", "12")
     twice = "def go(a=314):\n    pass\n\n\ndef go(a=315):\n    pass\n"
     assert facts_of(text_of(twice=twice)) == {}
@@ -129,7 +129,7 @@ def test_questions_of_sources() -> None:
         assert question.score(f"{question.answers[0]}` and") == 1
         assert question.score("something else`") == 0
     assert len({question.answers for question in task.questions}) == 6
-    # Only of what the context holds.
+    # Only questions about pieces that are in the context.
     few = make(random.Random(1), pieces, 3)
     assert {question.answers[0] for question in few.questions} == {"4711", "cautious"}
     questions = {question.text for question in make(random.Random(0), pieces, 99).questions}
@@ -159,7 +159,7 @@ def test_the_text_of_this_pythons_library(tmp_path: Path) -> None:
     assert sources.is_sources(text)
     pieces = sources.read(text)
     assert {piece.file for piece in pieces} == {"cmd.py", "argparse.py"}
-    # Cut after a statement.
+    # Files are cut at the end of a statement.
     long = "".join(piece.text for piece in pieces if piece.file == "argparse.py")
     assert sources.FILE_BYTE_COUNT_MAX * 0.8 < len(long) <= sources.FILE_BYTE_COUNT_MAX
     assert (folder / "argparse.py").read_text().startswith(long)
@@ -173,7 +173,7 @@ def test_the_text_of_this_pythons_library(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
-    """A random model, a text of words that it knows, and one of sources."""
+    """A random model, a text of words in its vocabulary, and one of source code."""
     folder = tmp_path_factory.mktemp("tiny")
     save_tiny_llama(
         folder, num_hidden_layers=2, max_position_embeddings=4096, initializer_range=0.2
@@ -224,7 +224,7 @@ def test_longctx_from_end_to_end(
     dense = points["exact"]
     assert dense["row_share"] == 1
     assert dense["all"]["more_than_dense"] == 0
-    # Three needles, two tasks, four questions about sources.
+    # Three needles, two RULER tasks, four questions about sources.
     counts = {kind: found["count"] for kind, found in dense["kinds"].items()}
     assert counts == {"needles": 3, "ruler": 2, "sources": 4}
     assert dense["all"]["count"] == 9
@@ -232,18 +232,18 @@ def test_longctx_from_end_to_end(
         assert dense["texts"][text]["agreement"]["mean"] == 1
         assert abs(dense["texts"][text]["divergence"]["mean"]) < 1e-6
         exact, default = (points[name]["texts"][text] for name in ("exact", "default"))
-        # Those of a model this small are hardly above rounding.
+        # The divergences of such a small model are hardly larger than rounding.
         assert exact["divergence"]["mean"] < default["divergence"]["mean"] + 1e-6
     shares = {name: point["row_share"] for name, point in points.items()}
-    # Contexts of sources end where a statement does, some of them early.
+    # Contexts of source code end at the end of a statement, so some are shorter.
     assert 128 / LENGTH <= shares["window"] < 1.5 * 128 / LENGTH
     assert shares["window"] < shares["fast"] < shares["default"] < shares["high"] < 1
-    # Budgets are chosen on code.
+    # Budgets are chosen by the rows on code.
     rows = {name: point["texts"]["code"]["rows"]["share"] for name, point in points.items()}
     for name in ("codes", "quest", "twilight-quest", "vattention-codes"):
         assert rows[name] == pytest.approx(rows["default"], rel=0.35), name
 
-    # Finished parts are not measured again, and more rounds add to them.
+    # Finished parts are not measured again. More rounds add to them.
     parts = sorted((tmp_path / "work/parts").iterdir())
     times = [part.stat().st_mtime_ns for part in parts]
     assert evaluate()["found"] == told["found"]
@@ -271,7 +271,7 @@ def bench(tiny: tuple[Path, Path, Path], target: str, tmp_path: Path) -> Any:
 
 
 def test_one_index_serves_all_as_their_own_do(bench: Workbench) -> None:
-    """The rows that a method reads do not depend on what else is kept of keys."""
+    """The rows that a method reads do not depend on which other indices the keys have."""
     asker = Asker(bench, LENGTH)
     tokens = torch.tensor(draw_words(LENGTH))
     for policy in (Policy(), policy_of("fast") or Policy(), Policy(heavy=TopK(fraction=0.05))):
@@ -318,7 +318,7 @@ def test_accuracy_and_what_is_lost() -> None:
 
 
 def test_the_page_tells_all_lengths_together() -> None:
-    """Methods that differ in two of eight questions, and dense attention, the first."""
+    """The first method is dense attention. The second differs from it in two of eight questions."""
 
     def point(length: int, row_share: float, score: float) -> dict[str, Any]:
         found = {
@@ -356,8 +356,8 @@ def test_the_page_tells_all_lengths_together() -> None:
     dense, worse, same = (next(x for x in lines if x.startswith(f"| {w} |"))
                           for w in ("dense", "worse", "same"))  # fmt: skip
     assert dense.endswith("| 100 %: 100 (0-100) | - |")
-    # A loss of 1 and a gain of 0.25 of eight.
+    # Over eight questions, one loses 1 and another gains 0.25.
     assert "| -9.4 (-" in worse
     assert worse.endswith("), 1, 1 |")
-    # Wilson's bound of none in eight.
+    # Wilson's bound for 0 of 8.
     assert same.endswith("| +0.0 (-32.4 to +32.4), 0, 0 |")

@@ -1,4 +1,4 @@
-"""How the evaluation's report writes numbers."""
+"""How the report of the evaluation writes numbers."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ needs_results = pytest.mark.skipif(
 
 @pytest.fixture
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pictures are named and take long to write."""
+    """Does not draw pictures, which takes long, but still names them."""
     monkeypatch.setattr(style, "save", lambda _figure, _told, path: path)
 
 
 def made(folder: Path) -> str:
-    """The page that a report makes in a folder."""
+    """The page that the report makes in a folder."""
     report.make(folder, Console(quiet=True))
     return (folder / "README.md").read_text()
 
@@ -61,7 +61,7 @@ def test_what_is_committed_is_what_the_report_makes(folder: Path, tmp_path: Path
         (tmp_path / told.name).write_bytes(told.read_bytes())
     written = made(tmp_path)
     assert written == (folder / "README.md").read_text()
-    # But for families' names.
+    # Only names of families may have this form.
     assert re.findall(r"(?<![\w-])[0-9.]+e[+-][0-9]+", written) == []
 
 
@@ -102,10 +102,10 @@ def test_the_best_other_method_at_equal_rows() -> None:
     values = ("0.1", "0.2")
     methods = [
         method("oracle", False, (100, 0.001), (10_000, 0.001)),
-        # At 1,000 rows, half-way between the logarithms: 0.02.
+        # At 1,000 rows, half-way between the points on logarithmic scales: 0.02.
         method("near", True, (100, 0.2), (10_000, 0.002)),
         method("far", True, (100, 0.3), (10_000, 0.3)),
-        # Its curve does not reach 1,000 rows.
+        # This curve does not reach 1,000 rows.
         method("short", True, (10, 0.001), (900, 0.0001)),
         method("ours", True, (1_000, 0.005)),
     ]
@@ -118,11 +118,11 @@ def test_the_best_other_method_at_equal_rows() -> None:
     assert found[0] == "NEAR"
     assert found[1] == pytest.approx(4)
     assert curves.times_ours(methods[:4], divergence) is None
-    # One of a kind, and Spillway.
+    # The nearest method of the only kind, and Spillway.
     assert [each["name"] for each in curves.nearest_methods(methods, divergence)] == [
         "near",
         "ours",
     ]
-    # A choice among one is none.
+    # With only one method there is no choice.
     assert curves.nearest_methods([methods[1], methods[4]], divergence) == []
     assert curves.nearest_methods(methods[:4], divergence) == []

@@ -15,13 +15,13 @@ from spillway_lab.evaluation.reuse import (
 
 def test_a_cache_drops_what_was_used_longest_ago() -> None:
     steps = [{1, 2}, {2, 3}, {1, 3}, {1, 2, 3}]
-    # Of 2 rows: {1, 2}; 2 hits, then {2, 3}; 3 hits, then {1, 3}; 1 and 3 hit.
+    # A cache of 2 rows: {1, 2}; 2 hits, then it holds {2, 3}; 3 hits, then {1, 3}; 1 and 3 hit.
     assert hit_share(steps, 2, 0) == 4 / 9
-    # Of 3 rows everything but the first two and the first 3 hits.
+    # A cache of 3 rows: everything hits except the first two rows and the first 3.
     assert hit_share(steps, 3, 0) == 6 / 9
     assert hit_share(steps, 3, 2) == 1
     assert hit_share(steps, 2, 3) == 2 / 3
-    # More rows than it holds: the last of them stay.
+    # With more rows than the cache holds, the last ones stay.
     assert hit_share([{1, 2, 3}, {1, 2, 3}], 2, 1) == 2 / 3
     assert hit_share([set(), set()], 2, 0) == 0
 

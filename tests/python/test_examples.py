@@ -1,4 +1,4 @@
-"""The pages' examples are the files that run here."""
+"""The examples on the pages are files that run here."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_decode_loop(target: str) -> None:
     loop = ROOT / "clients/python/examples/decode.py"
     tokens, told = run(target, sys.executable, loop, "--check", "--device", where).splitlines()
     assert len(set(tokens.split())) > 30
-    # Attention of a random model is flat: the error bound leaves some logits close.
+    # The attention of a random model is flat, so the error bound leaves some logits close.
     same = int(told.removesuffix(" of 64 tokens follow by attention over all K/V too"))
     assert same >= 48
 
@@ -69,7 +69,7 @@ def test_cpp(target: str) -> None:
     assert "rows of 5000 read" in made
 
 
-# Of the engine in the example's process, where no daemon is named.
+# Settings of the example's embedded engine, if no daemon is given.
 SETTINGS = ["--setting", f"device.name={device() or 'cpu'}"]
 
 
@@ -84,14 +84,14 @@ def run_decode(
 
 
 def decode(folder: Path, ids: list[int], *flags: str | Path) -> list[int]:
-    """The new tokens."""
+    """Runs the example and returns the new tokens."""
     done = run_decode(folder, ids, *flags)
     assert done.returncode == 0, done.stderr
     return [int(token) for token in done.stdout.split()]
 
 
 def save_llama(folder: Path, dtype: torch.dtype = torch.float32, **config: Any) -> None:
-    """A random Llama; its norms have weights that differ."""
+    """Saves a random Llama with random norm weights."""
     model = random_llama.llama(**config)
     generator = torch.Generator().manual_seed(3)
     for name, weight in model.cpu().named_parameters():
@@ -102,14 +102,14 @@ def save_llama(folder: Path, dtype: torch.dtype = torch.float32, **config: Any) 
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its folder: 3 layers of 8 query heads over 2 KV heads of 32, 257 words, float32."""
+    """The folder of a Llama: 3 layers, 8 query heads over 2 KV heads of 32, 257 words, float32."""
     folder = tmp_path_factory.mktemp("llama")
     save_llama(folder)
     return folder
 
 
 def greedy(folder: Path, ids: list[int], count: int) -> list[int]:
-    """The tokens that transformers decodes in float32."""
+    """The tokens that transformers decodes greedily in float32."""
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     made = random_llama.generate(model, torch.tensor([ids]), max_new_tokens=count)
     return [int(token) for token in made[0, len(ids) :]]
@@ -120,7 +120,7 @@ def draw_ids(count: int) -> list[int]:
     return ids
 
 
-# 1, 16 and 17 tokens: one step, a full one, and one beside it.
+# 1, 16 and 17 tokens: a short step, a full one, and a full one followed by another.
 @pytest.mark.parametrize("prompt", [1, 16, 17, 100])
 def test_cpp_decodes_as_transformers(llama: Path, prompt: int) -> None:
     ids = draw_ids(prompt)
@@ -175,7 +175,7 @@ def change_config(folder: Path, **members: Any) -> None:
 
 
 def change_header(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Changes the header of model.safetensors, and leaves the tensors' bytes."""
+    """Changes the header of model.safetensors, without changing the tensors' bytes."""
     path = folder / "model.safetensors"
     file = path.read_bytes()
     (size,) = struct.unpack("<Q", file[:8])
@@ -186,7 +186,7 @@ def change_header(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None
 
 
 def cut(folder: Path, size: int) -> None:
-    """Keeps bytes of model.safetensors; of its end, where size is negative."""
+    """Cuts model.safetensors to `size` bytes, or removes -size bytes if it is negative."""
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:size])
 

@@ -1,4 +1,4 @@
-"""Rows fetched into arrays: in memory that the engine sees, and in messages."""
+"""Rows fetched into arrays: through memory that the engine shares, and in messages."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from spillway._proto import attention_service_pb2 as attention
 from spillway._proto import tensor_pb2 as tensors
 
 MIB = 1 << 20
-LAYERS, HEADS, DIM, TOKENS = 2, 2, 16, 1000  # of the model fixture
+LAYERS, HEADS, DIM, TOKENS = 2, 2, 16, 1000  # as in the fixture `model`
 INVALID, MISSING, RANGE = "INVALID_ARGUMENT", "NOT_FOUND", "OUT_OF_RANGE"
 EVERY_TRANSPORT = pytest.mark.transports("grpcio", "libspillway", "regions", "embedded")
 SPANS = [(0, TOKENS), (5, 6), (127, 129), (128, 256), (300, 999)]
-# Page edges, neighbours, and the last token; heads differ in length, as do pages.
+# Edges of pages, neighbours, and the last token. Heads and pages have different numbers of rows.
 CHOSEN = ([0, 1, 127, 128, 700, 999], [3])
 
 Allocate = Callable[[tuple[int, ...]], Any]
@@ -35,7 +35,7 @@ def region(client: Client) -> Iterator[Region]:
 
 @pytest.fixture
 def allocate(client: Client) -> Iterator[Allocate]:
-    """Makes poisoned float32 arrays that the client's engine sees."""
+    """Makes float32 arrays filled with poison, in memory that the engine can write to."""
     region = None if client.transport == "embedded" else client.attach_region(4 * MIB)
 
     def make(shape: tuple[int, ...]) -> Any:
@@ -50,7 +50,7 @@ def allocate(client: Client) -> Iterator[Allocate]:
 
 
 def filled(client: Client, model: Model, rng: np.random.Generator) -> tuple[Sequence, Any, Any]:
-    """A sequence, and its keys and values [LAYERS, HEADS, TOKENS, DIM]."""
+    """A sequence, and its K and V [LAYERS, HEADS, TOKENS, DIM]."""
     k, v = rng.standard_normal((2, LAYERS, HEADS, TOKENS, DIM), np.float32)
     sequence = client.create_sequence(model)
     sequence.append(0, 0, k, v)
@@ -117,7 +117,7 @@ def test_a_long_selection_is_split(
 def test_views_are_written_as_they_lie(
     client: Client, model: Model, allocate: Allocate, rng: np.random.Generator
 ) -> None:
-    # As models have them, [T, H, d], every second token, keys beside values.
+    # The layout of models, [T, H, d], every second token, with K and V side by side.
     sequence, k, v = filled(client, model, rng)
     held = allocate((2 * TOKENS, 2, HEADS, DIM))
     views = tuple(held[::2, side].swapaxes(0, 1) for side in (0, 1))
@@ -178,7 +178,7 @@ def test_kinds_and_element_types(client: Client, rng: np.random.Generator) -> No
 
 
 def test_long_fetches_in_messages(client: Client, rng: np.random.Generator) -> None:
-    # Several messages a head.
+    # Each head needs several messages.
     model = client.create_model(
         layer_count=1, query_head_count=2, kv_head_count=2, head_dim=256, dtype="float32"
     )
@@ -194,7 +194,7 @@ def test_long_fetches_in_messages(client: Client, rng: np.random.Generator) -> N
     client.delete_model(model)
 
 
-# While the sequence goes on.
+# Fetches while the sequence changes.
 
 
 @EVERY_TRANSPORT
@@ -311,7 +311,7 @@ def test_bad_arrays(client: Client, model: Model, rng: np.random.Generator) -> N
     same(sequence.fetch(0)[0], k[0])
 
 
-SIZE = HEADS * 10 * DIM * 4  # of ten tokens' K
+SIZE = HEADS * 10 * DIM * 4  # bytes of ten tokens' K
 BAD_SLICES: dict[str, tuple[dict[str, Any], str, str]] = {
     "no name": ({"region": ""}, INVALID, "k.region"),
     "no such name": ({"region": "sequences/x"}, INVALID, "k.region"),
@@ -377,7 +377,7 @@ def test_an_answer_in_place_has_no_message(
     assert list(client._stubs.attention.FetchPages(asked)) == []
     same(shared[0], k[0, :, 990:])
     same(shared[1], v[0, :, 990:])
-    # All rows in one place: the client's affair.
+    # All rows at the same place. This is the client's decision.
     asked.k.strides.extend([0, 0, 4])
     assert list(client._stubs.attention.FetchPages(asked)) == []
     same(shared[1], v[0, :, 990:])
@@ -427,11 +427,11 @@ def test_bad_choices(
         asked = request(sequence, tokens=tokens(0, 1), **half)
         error = refused(lambda asked=asked: list(client._stubs.attention.FetchPages(asked)))  # type: ignore[misc]
         assert (error.code, error.fields[0].field) == (INVALID, field)
-    # Queries choose a number of rows that nobody knows before.
+    # Queries select a number of rows that is not known before.
     asked = request(sequence, k=place, v=place)
     error = refused(lambda: list(client._stubs.attention.FetchPages(asked)))
     assert (error.code, error.fields[0].field) == (INVALID, "k")
-    # A count whose bytes pass what numbers hold.
+    # A count of tokens whose bytes overflow.
     far = request(sequence, tokens=tokens(0, 2**32 - 1), k=place, v=place)
     error = refused(lambda: list(client._stubs.attention.FetchPages(far)))
     assert (error.code, error.fields[0].field) == (INVALID, "k.offset")

@@ -1,4 +1,4 @@
-"""A process that is forked from one with a client: the client stays the parent's alone."""
+"""A process forked from one with a client: only the parent may use the client."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_a_client_is_of_the_process_that_made_it(
     )
     assert len(told["said"]) == 10
     if transport == "grpcio":
-        # They are here already.
+        # The results have arrived already, so this call succeeds.
         assert told["said"].pop("results") is None
     for use, said in told["said"].items():
         assert said == ["RuntimeError", error], use

@@ -1,4 +1,4 @@
-"""A daemon whose memory is full: what it still does, and what is left when it empties."""
+"""A daemon whose memory is full: what it still does, and what is left after it is emptied."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HEAD_COUNT = 4
 
 @pytest.fixture
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[spillway.Client]:
-    """A daemon of its own for each test."""
+    """A new daemon for each test."""
     folder = tmp_path_factory.mktemp("full")
     with (
         running_daemon(folder, "--memory-limit", str(LIMIT_BYTES)) as target,
@@ -45,7 +45,7 @@ def rows_of(model: spillway.Model, token_count: int) -> np.ndarray:
 
 
 def fill(sequence: spillway.Sequence, rows: np.ndarray) -> spillway.ResourceExhausted:
-    """Appends until the daemon refuses; the refusal."""
+    """Appends until the daemon refuses; returns the error."""
     with pytest.raises(spillway.ResourceExhausted) as caught:
         for start in itertools.count(0, rows.shape[2]):
             sequence.append(0, start, rows, rows)
@@ -55,7 +55,7 @@ def fill(sequence: spillway.Sequence, rows: np.ndarray) -> spillway.ResourceExha
 def test_a_daemon_that_was_full_and_is_empty_takes_a_prompt(client: spillway.Client) -> None:
     model = new_model(client)
     rows = rows_of(model, 500)
-    # Twice: what the first fill left behind is there for the second.
+    # Two times: the second fill must get the memory that the first one released.
     token_counts = []
     for _ in range(2):
         sequence = client.create_sequence(model)
@@ -91,7 +91,7 @@ def test_what_one_model_leaves_another_takes(client: spillway.Client) -> None:
 def test_a_full_daemon_attends_and_forks_and_shortens(client: spillway.Client) -> None:
     model = new_model(client)
     sequence = client.create_sequence(model)
-    # Ever smaller chunks: no room is left for a page more.
+    # Smaller and smaller chunks, until there is no room for another page.
     for token_count in (500, 128, 1):
         rows = rows_of(model, token_count)
         with pytest.raises(spillway.ResourceExhausted):
@@ -119,7 +119,7 @@ def test_memory_that_stays_free_goes_back_to_the_system(client: spillway.Client)
     full = client.statistics().memory.arena_committed_bytes
     assert full > LIMIT_BYTES / 2
     delete_model(client, model)
-    # Not at once: the next context would have to obtain it again.
+    # The memory is not released at once, because the next context would have to get it again.
     assert client.statistics().memory.arena_committed_bytes > full / 2
     deadline = time.monotonic() + 60
     while client.statistics().memory.arena_committed_bytes > 0:
@@ -134,7 +134,7 @@ def test_a_refusal_names_the_limit_and_who_holds_the_memory(client: spillway.Cli
     error = fill(large, rows_of(model, 500))
     memory = client.statistics().memory
     held = large.refresh()
-    # On a GPU the index lies in memory of its own.
+    # On a GPU, the index has its own memory.
     large_bytes = held.row_bytes + (0 if on_gpu() else held.index_bytes)
     assert error.needed_bytes is not None
     assert error.free_bytes is not None

@@ -1,4 +1,4 @@
-"""Appends of K/V that lie in GPU memory, to an engine in this process."""
+"""Appends of K/V in GPU memory, to an embedded engine."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def rows(model: Model, tokens: int, seed: int = 2) -> torch.Tensor:
 
 
 def answers(sequence: Sequence, model: Model) -> list[Any]:
-    """What rows and codes come to: outputs by the default policy and exactly."""
+    """Outputs that depend on rows and codes: by the default policy, and exact."""
     generator = torch.Generator().manual_seed(9)
     q = torch.randn((1, HEADS, DIM), generator=generator).to(getattr(torch, model.dtype))
     made = []
@@ -64,7 +64,7 @@ def expect_same(mine: list[Any], theirs: list[Any]) -> None:
     [
         (3000,),
         (20000,),  # several stages
-        (100, 1000, 1029),  # the first pages close in the second
+        (100, 1000, 1029),  # the first pages fill in the second append
         (1023, 1024, 1025, 5000),
         (2047, 9000, 9001, 9130),
     ],
@@ -77,13 +77,13 @@ def test_gives_the_bits_of_appends_from_the_host(
     start = 0
     for end in cuts:
         part = slice(start, end)
-        # Views with the whole's strides.
+        # Views with the strides of the whole tensors.
         mine.append(0, start, k.cuda()[:, :, part], v.cuda()[:, :, part])
         theirs.append(0, start, k[:, :, part], v[:, :, part])
         start = end
         expect_same(answers(mine, model), answers(theirs, model))
     assert mine.refresh().layer_token_counts == (cuts[-1],) * LAYERS
-    # What follows goes on from what is there.
+    # Later appends continue after these.
     more = rows(model, 200, seed=4)
     for sequence in (mine, theirs):
         sequence.append(0, cuts[-1], *more)
@@ -146,7 +146,7 @@ def test_rows_follow_what_is_there(engine: Client, model: Model) -> None:
         sequence.append(0, 200, k, v)
     with pytest.raises(OutOfRange, match="layer 0 has 300 tokens"):
         sequence.append(0, 400, k, v)
-    # Others' memory, or none of a GPU's.
+    # An address in host memory, and one that is not the GPU's.
     chunk = chunk_at(sequence, k.cpu().data_ptr(), 300)
     error = refused(lambda: append(engine, chunk))
     assert "k is not in the memory of cuda" in error.message

@@ -1,4 +1,4 @@
-"""Rows fetched into GPU memory, by an engine in this process."""
+"""Rows fetched into GPU memory by an embedded engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GPU = on_gpu()
 needs_gpu = pytest.mark.skipif(not GPU, reason="needs SPILLWAY_TEST_DEVICE=cuda:N")
 
 LAYERS, KV_HEADS, DIM, TOKENS = 2, 3, 48, 5000
-# Whole, one row, across a page's edge, within one page, and from a page's middle on.
+# All tokens, one token, across a page's edge, one whole page, and from the middle of a page on.
 SPANS = [(0, TOKENS), (5, 6), (127, 129), (128, 256), (333, 4999)]
 
 
@@ -72,7 +72,7 @@ def test_tokens(engine: Client, model: Model) -> None:
 
 @needs_gpu
 def test_many_launches(engine: Client) -> None:
-    # More pages and more chosen rows than one launch takes.
+    # More pages and more selected rows than one launch takes.
     model = engine.create_model(
         layer_count=1, query_head_count=3, kv_head_count=3, head_dim=16, dtype="float16"
     )
@@ -90,11 +90,11 @@ def test_many_launches(engine: Client) -> None:
 
 @needs_gpu
 def test_long_stretches(engine: Client) -> None:
-    """Of a long append a head's rows lie together; of short ones heads take turns."""
+    """After a long append, a head's rows are contiguous; after short ones, heads alternate."""
     model = engine.create_model(
         layer_count=1, query_head_count=2, kv_head_count=2, head_dim=128, dtype="float16"
     )
-    count = 60_000  # 30 MiB a head
+    count = 60_000  # 30 MiB per head
     rows = torch.randn((2, 2, count, 128), generator=torch.Generator().manual_seed(6)).half()
     sequence = engine.create_sequence(model)
     cuts = (25_000, 25_001, *range(25_128, 28_000, 128), count)
@@ -104,7 +104,7 @@ def test_long_stretches(engine: Client) -> None:
         start = end
     for begin, end in ((0, count), (77, 59_900), (24_999, 28_001)):
         into = poisoned(rows, 2, end - begin, 2, 256)
-        # [T, H_kv, d] in memory, with room between; and in C order.
+        # [T, H_kv, d] in memory with gaps, and in C order.
         k, v = (side[:, :, 8:136].transpose(0, 1) for side in into)
         expect(sequence.fetch(0, begin, end, into=(k, v)), rows[:, :, begin:end])
         assert into[..., :8].isnan().all()
@@ -178,7 +178,7 @@ def test_waits_for_the_stream(engine: Client, model: Model) -> None:
 
 
 def request(sequence: Sequence, k: int, v: int, region: str) -> attention.FetchPagesRequest:
-    """Ten tokens to addresses."""
+    """A request to fetch ten tokens to these addresses."""
     return attention.FetchPagesRequest(
         item=attention.AttendItem(sequence=sequence.name),
         tokens=attention.TokenRange(count=10),

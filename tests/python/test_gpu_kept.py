@@ -1,4 +1,4 @@
-"""What outlives the process of a decoder on a GPU: whatever a caller has seen the output of."""
+"""What outlives the process of a decoder on a GPU: every step whose output the caller has seen."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from spillway.transformers import SpillwayCache
 pytestmark = pytest.mark.skipif(not on_gpu(), reason="needs a GPU")
 
 STEPS = 37
-# A daemon is its parent's; an engine of its own dies with it.
+# The runner. A daemon belongs to its parent process, but an embedded engine dies with the runner.
 RUNNER = f"""
 import os, signal, sys
 import numpy as np
@@ -67,12 +67,12 @@ def run(target: str, arena: Path, way: str, killed: int) -> subprocess.Completed
 
 
 def as_floats(rows: Any) -> np.ndarray:
-    """Of bfloat16 rows' bits."""
+    """The values of bfloat16 rows, as float32."""
     return (rows.bits.astype(np.uint32) << 16).view(np.float32)
 
 
 def check(client: spillway.Client, arena: Path, lengths: tuple[int, int]) -> None:
-    """All rows of steps are there."""
+    """Checks that all rows of the steps are there."""
     sequence = client.get_sequence("sequences/s")
     assert sequence.layer_token_counts == lengths
     kept = torch.load(arena / "kept")
@@ -85,7 +85,7 @@ def check(client: spillway.Client, arena: Path, lengths: tuple[int, int]) -> Non
 
 
 def check_next_engine(way: str, lengths: tuple[int, int]) -> None:
-    """What an embedded engine that is killed leaves for the next one."""
+    """Checks that the next engine finds what an embedded engine had when it was killed."""
     with folder_in_memory() as arena:
         done = run("embedded:", arena, way, 0)
         assert done.returncode == -signal.SIGKILL, done.stderr
@@ -145,6 +145,6 @@ def test_generation_on_the_gpu_goes_on(tmp_path: Path) -> None:
             for hook in hooks:
                 hook.remove()
             assert count == 3
-            # Most steps were a decoder's.
+            # A decoder made most of the steps.
             assert sum(decoded) > len(decoded) // 2
             assert cache.sequences[0].refresh().token_count == 40 + 63

@@ -1,4 +1,4 @@
-"""A GPU whose memory for codes is full: refused by bytes, and nothing is lost."""
+"""A GPU whose memory for codes is full: appends are refused, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ pytestmark = pytest.mark.skipif(
 LIMIT_BYTES = 96 << 20
 HEADS = 16
 DIM = 16
-# Fits into one message, which is taken whole or not at all.
+# These tokens fit into one message, which is applied completely or not at all.
 STEP = 2048
-# Codes of these many tokens are larger than the limit: 4 bits a dimension.
+# The codes of this many tokens are larger than the limit: 4 bits per dimension.
 TOKENS_MAX = LIMIT_BYTES // (HEADS * DIM * 4 // 8)
 POLICIES = [Policy(selector="all"), Policy(), Policy(heavy=TopK(fraction=0.02), tail="none")]
 
 
 @pytest.fixture(scope="module")
 def small_client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    """A daemon that may take little of the GPU's memory."""
+    """A client of a daemon that may use little GPU memory."""
     folder = tmp_path_factory.mktemp("small-gpu")
     with (
         running_daemon(folder, "--gpu-memory-limit", str(LIMIT_BYTES)) as target,
@@ -40,7 +40,7 @@ def small_client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
 
 @pytest.fixture
 def codes_heavy_model(small_client: Client) -> Iterator[Model]:
-    """Codes are a large part of its bytes."""
+    """A model whose codes are a large part of its bytes."""
     model = small_client.create_model(
         layer_count=1,
         query_head_count=HEADS,
@@ -64,7 +64,7 @@ def attend(sequence: Sequence, visible: int) -> list[npt.NDArray[Any]]:
 
 
 def fill(sequence: Sequence, start: int, rows: npt.NDArray[np.float16]) -> spillway.SpillwayError:
-    """Appends until the daemon refuses."""
+    """Appends until the daemon refuses; returns the error."""
     for at in range(start, TOKENS_MAX + STEP, STEP):
         try:
             sequence.append(0, at, rows[0], rows[1])
@@ -99,12 +99,12 @@ def test_refused_by_bytes_and_nothing_is_lost(
     assert str(error.free_bytes) in error.message
     assert LIMIT_BYTES // 2 < used_bytes(small_client) <= LIMIT_BYTES
 
-    # What was refused left nothing, and what was there is as it was.
+    # The refused append left nothing, and earlier tokens are unchanged.
     assert sequence.refresh().token_count % STEP == 0
     for ours, wanted in zip(attend(sequence, STEP), earlier, strict=True):
         np.testing.assert_array_equal(ours, wanted)
 
-    # Once there is room again, the next one has it.
+    # When there is room again, the next sequence can use it.
     sequence.delete()
     assert used_bytes(small_client) < LIMIT_BYTES // 2
     again = small_client.create_sequence(codes_heavy_model)
@@ -120,7 +120,7 @@ def test_what_fills_the_memory_can_be_attended(
     sequence = small_client.create_sequence(codes_heavy_model)
     fill(sequence, 0, rows)
     count = sequence.refresh().token_count
-    # Every token counts alike, and the rows repeat.
+    # With a query of 0, every token has the same weight, and the rows repeat.
     zero = np.zeros((1, HEADS, DIM), np.float32)
     mean = rows[1].astype(np.float64).mean(axis=1)
     exact = sequence.attend(0, zero, POLICIES[0])

@@ -1,8 +1,8 @@
-"""Order on the GPU, where all that the runner enqueues comes late.
+"""Order on the GPU when all work of the runner is late.
 
-A wait that is missing shows only where a stream is far behind the host. Here what is read is
-poison until a long kernel has ended, becomes poison again right after the call, and outputs are
-read late. The bits are those of a run without delays.
+A missing wait shows only if a stream is far behind the host. In these tests, inputs are poison
+until a long kernel has ended, inputs become poison again right after the call, and outputs are read
+late. The bits must be those of a run without delays.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from helpers import delete_model
 from spillway import Client, Model, Policy, Selection, Sequence
 
 pytestmark = pytest.mark.skipif(not on_gpu(), reason="needs SPILLWAY_TEST_DEVICE=cuda:N")
-# To a daemon by its doorbell and in messages, and by an engine in this process.
+# To a daemon through its doorbell and in messages, and to an embedded engine.
 ALL_TRANSPORTS = pytest.mark.transports("libspillway", "embedded")
 
 LAYERS, HEADS, KV_HEADS, DIM = 2, 8, 2, 64
 STEPS = 10
-# A page closes under way, in the first sequence and in the second.
+# During the steps, a page fills in the first sequence and in the second.
 LENGTHS = (6136, 2044)
-# Of the GPU's clock: some ten milliseconds, and one to two seconds.
+# Cycles of the GPU's clock: about ten milliseconds, and one to two seconds.
 SHORT, LONG = 20_000_000, 3_000_000_000
-# One is refused where it is read, one is not noticed.
+# NaN is refused when it is read; 3.0 is not noticed.
 POISONS = pytest.mark.parametrize("poison", [float("nan"), 3.0])
 
 
 @pytest.fixture(params=["idle", "busy"])
 def load(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Long kernels of another stream beside the test's, or none: the engine's come late too."""
+    """Runs long kernels on another stream, or none. They make the engine's kernels late too."""
     if request.param == "idle":
         yield
         return
@@ -83,7 +83,7 @@ def wide(client: Client) -> Iterator[Model]:
 
 @pytest.fixture
 def wide_here(engine: Client) -> Iterator[Model]:
-    """The same of the engine in this process."""
+    """The same model in the embedded engine."""
     model = made_model(engine)
     yield model
     delete_model(engine, model)
@@ -101,19 +101,19 @@ def filled(client: Client, model: Model, length: int, seed: int = 3) -> Sequence
 
 
 def pause(cycles: int) -> None:
-    """A kernel on the current stream that does nothing for so long."""
+    """Enqueues a kernel on the current stream that only waits for this many cycles."""
     if cycles > 0:
         torch.cuda._sleep(cycles)
 
 
 class Late:
-    """Tensors whose values come behind a long kernel, are used once, and go again."""
+    """Tensors whose values arrive after a long kernel, are used once, and become poison again."""
 
     def __init__(self, poison: float, delay: int, *values: torch.Tensor) -> None:
         self.poison, self.delay = poison, delay
         self.values = [x.cuda() for x in values]
         self.places = [torch.full_like(x, poison) for x in self.values]
-        # The poison is there from now on.
+        # From now on, the tensors hold the poison.
         torch.cuda.synchronize()
 
     def come(self, *at: int) -> list[torch.Tensor]:
@@ -139,7 +139,7 @@ def step_tensors(poison: float, delay: int, batch: int, steps: int = STEPS) -> L
 
 
 def read_late(tensors: Late, outputs: tuple[torch.Tensor, torch.Tensor]) -> list[torch.Tensor]:
-    """What outputs hold behind a long kernel; their memory is poison then."""
+    """The outputs as a long kernel later finds them. Their memory becomes poison then."""
     pause(tensors.delay)
     kept = [x.clone() for x in outputs]
     for x in outputs:
@@ -148,7 +148,7 @@ def read_late(tensors: Late, outputs: tuple[torch.Tensor, torch.Tensor]) -> list
 
 
 def expect_behind(delay: int) -> None:
-    """The host is ahead of the current stream: else these tests show nothing."""
+    """Asserts that the host is ahead of the current stream. Otherwise the tests show nothing."""
     if delay > 0:
         end = torch.cuda.Event()
         end.record()
@@ -164,7 +164,7 @@ def expect_same(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
 
 
 def exact(sequences: list[Sequence]) -> list[torch.Tensor]:
-    """What the rows that are there come to, by way of the host."""
+    """Exact attends over the rows, through the host."""
     q = normal(11, 1, HEADS, DIM)
     return [
         torch.as_tensor(sequence.attend(layer, q, Policy(selector="all")).out)
@@ -199,7 +199,7 @@ def test_attends_of_a_decoder(engine: Client, wide_here: Model, load: None, pois
 
 
 class Captured:
-    """All layers in a graph: what they read comes late in it, and their outputs are read late."""
+    """A graph of all layers, in which inputs arrive late and outputs are read late."""
 
     def __init__(self, decoder: Any, inputs: Late) -> None:
         self.inputs = inputs
@@ -208,7 +208,7 @@ class Captured:
         self.answers: list[torch.Tensor] = []
         torch.cuda.synchronize()
         self.graph = torch.cuda.CUDAGraph()
-        # Other threads use the GPU meanwhile.
+        # Other threads use the GPU during the capture.
         with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
             for layer in range(LAYERS):
                 pause(inputs.delay)
@@ -244,17 +244,18 @@ def replayed(engine: Client, model: Model, poison: float, delay: int) -> list[to
 
 @POISONS
 def test_a_decoder_in_a_graph(engine: Client, wide_here: Model, load: None, poison: float) -> None:
-    # The bits of what is enqueued one by one, too.
+    # The bits must also be those of attends without a graph.
     expected = decoded(engine, wide_here, poison, 0)
     for delay in (0, SHORT):
         expect_same(replayed(engine, wide_here, poison, delay), expected)
 
 
 def both_decoded(engine: Client, model: Model, delay: int) -> list[torch.Tensor]:
-    """Two decoders on two streams, of which the first is behind."""
+    """Two decoders on two streams. The first stream is late."""
     sequences = [filled(engine, model, length, i) for i, length in enumerate(LENGTHS)]
     inputs = [step_tensors(float("nan"), 0, 1, steps=2) for _ in sequences]
-    # Of another priority: streams of one may share a queue, in which they would wait.
+    # With different priorities: streams of the same priority may share a queue, and would then wait
+    # for each other.
     streams = [torch.cuda.Stream(), torch.cuda.Stream(priority=-1)]
     done = [torch.cuda.Event() for _ in streams]
     answers = []
@@ -264,7 +265,7 @@ def both_decoded(engine: Client, model: Model, delay: int) -> list[torch.Tensor]
             for i, stream in enumerate(streams):
                 with torch.cuda.stream(stream):
                     decoders[i].next()
-                    # Not the first step, where kernels are loaded.
+                    # Not in the first step, in which kernels are loaded.
                     pause(delay if i == 0 and t == 1 else 0)
                     for layer in range(LAYERS):
                         outputs = decoders[i].attend(layer, *inputs[i].come(t, layer))
@@ -287,7 +288,7 @@ def test_decoders_do_not_wait_for_one_another(engine: Client, wide_here: Model) 
     expect_same(both_decoded(engine, wide_here, LONG), expected)
 
 
-# Steps that are waited for.
+# Steps, for which the host waits.
 
 
 def stepped(client: Client, model: Model, poison: float, delay: int) -> list[torch.Tensor]:
@@ -314,9 +315,10 @@ def test_steps(client: Client, wide: Model, load: None, poison: float) -> None:
     expect_same(stepped(client, wide, poison, SHORT), expected)
 
 
-# Rows to and fro.
+# Appends and fetches.
 
-# Within one stage of the engine's, several, and the rest of a page that was open.
+# An append within one stage of the engine, one of several stages, and one that continues an open
+# page.
 CUTS = (3000, 20_000, 20_100)
 
 
@@ -326,7 +328,7 @@ def appended(client: Client, model: Model, poison: float, delay: int) -> list[to
     with torch.cuda.stream(torch.cuda.Stream()):
         start = 0
         for end in CUTS:
-            # [1, LAYERS, ...] each, of which the one piece comes and goes.
+            # Tensors [1, LAYERS, ...], whose only element arrives late and becomes poison again.
             late = Late(poison, delay, *rows[:, None, :, :, start:end])
             k, v = late.come(0)
             expect_behind(delay)
@@ -384,7 +386,7 @@ def test_fetches(
     for round_ in range(3):
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
-            # Late on the stream: what is there is read, and is written over.
+            # Late on the stream, the target is read and then overwritten.
             pause(SHORT)
             into.copy_(before)
             pause(SHORT)
@@ -392,7 +394,8 @@ def test_fetches(
             into.fill_(float("nan"))
             expect_behind(SHORT)
             fetch(sequence, (into[0], into[1]))
-            # What is written in place is there, whatever stream reads it now.
+            # An embedded engine has written the rows when the call returns, so any stream may read
+            # them.
             with torch.cuda.stream(beside if client.transport == "embedded" else stream):
                 got = into.clone()
             pause(SHORT)

@@ -1,4 +1,4 @@
-"""Regions of a GPU's memory, shared with a daemon by CUDA IPC: used well, misused, left behind."""
+"""Regions of a GPU's memory, shared with a daemon by CUDA IPC: used, misused, left behind."""
 
 from __future__ import annotations
 
@@ -67,17 +67,17 @@ def rows(model: Model, tokens: int, seed: int = 2) -> torch.Tensor:
 
 
 def placed(region: GpuRegion, values: torch.Tensor, dtype: Any) -> torch.Tensor:
-    """The values, in the region."""
+    """A copy of the values in the region."""
     tensor = region.tensor(tuple(values.shape), dtype)
     return tensor.copy_(values)
 
 
 def beside(client: Client, model: Model, region: GpuRegion) -> Sequence:
-    """A new sequence on the region's GPU, where there are several."""
+    """A new sequence on the region's GPU. This matters if there are several GPUs."""
     row = region.tensor((1, model.kv_head_count, 1, model.head_dim), model.dtype).zero_()
     torch.cuda.synchronize()
     for _ in range(8):
-        # One that is elsewhere stays until its model goes, so that the next is placed anew.
+        # A sequence on another GPU is kept, so that the next one is placed elsewhere.
         sequence = client.create_sequence(model)
         try:
             sequence.append(0, 0, row, row)
@@ -91,7 +91,7 @@ def beside(client: Client, model: Model, region: GpuRegion) -> Sequence:
 
 
 def answers(sequence: Sequence, model: Model) -> list[Any]:
-    """What rows and codes come to: outputs by the default policy and exactly."""
+    """Outputs that depend on rows and codes: by the default policy, and exact."""
     generator = torch.Generator().manual_seed(9)
     q = torch.randn((1, HEADS, DIM), generator=generator).to(getattr(torch, model.dtype))
     made = []
@@ -198,7 +198,7 @@ def test_what_lies_in_none_goes_through_one_of_the_clients_own(target: str) -> N
             assert not client._regions.stages(*there)
             return
         before = shared_bytes(client)
-        # Views, with rows that are apart.
+        # Views, whose rows are not contiguous.
         assert mine.append(0, 0, *(x[:, :, :1000] for x in there)).appended_chunk_count == 1
         assert shared_bytes(client) == before + 128 * MIB
         assert mine.append(0, 1000, *(x[:, :, 1000:] for x in there)).layer_token_counts == (
@@ -207,7 +207,7 @@ def test_what_lies_in_none_goes_through_one_of_the_clients_own(target: str) -> N
         )
         theirs.append(0, 0, k, v)
         expect_same(answers(mine, model), answers(theirs, model))
-        # What is there is compared, as ever.
+        # Rows that exist are compared, as always.
         assert mine.append(0, 0, *there).already_present_chunk_count > 0
         with pytest.raises(spillway.AlreadyExists):
             mine.append(0, 0, there[1], there[0])
@@ -369,7 +369,7 @@ def test_what_is_not_finite_is_found_in_it(client: Client, region: GpuRegion) ->
 # Misuse.
 
 
-SIZE = KV_HEADS * 10 * DIM * 4  # of ten tokens' K in one layer
+SIZE = KV_HEADS * 10 * DIM * 4  # bytes of ten tokens' K in one layer
 BAD_SLICES: dict[str, tuple[dict[str, Any], str, str]] = {
     "unknown": ({"region": "regions/unknown"}, MISSING, ""),
     "of an embedded engine": ({"region": "regions/gpu"}, MISSING, ""),
@@ -380,7 +380,7 @@ BAD_SLICES: dict[str, tuple[dict[str, Any], str, str]] = {
     "a last stride": ({"strides": [0, 10 * DIM * 4, DIM * 4, 8]}, INVALID, "chunk.k.strides"),
     "strides beyond": ({"strides": [0, 64 * MIB, DIM * 4, 4]}, INVALID, "chunk.k.offset"),
     "overflow": ({"strides": [0, DIM * 4, 2**62, 4]}, INVALID, "chunk.k.strides"),
-    # Of elements, but not of what kernels read at a time.
+    # Aligned to elements, but not to what kernels read at a time.
     "unaligned": ({"offset": 4}, INVALID, ""),
     "unaligned rows": ({"strides": [0, 10 * DIM * 4, DIM * 4 + 4, 4]}, INVALID, ""),
 }
@@ -407,7 +407,7 @@ def test_bad_slices(
     if not field and code == INVALID:
         assert "not aligned to 16 bytes" in error.message
     assert sequence.refresh().token_count == 0
-    # One of the two in a message.
+    # K in the message and V in the region.
     chunk.k.ClearField("slice")
     chunk.k.data = bytes(SIZE)
     request = attention.AppendRequest(chunk=chunk)
@@ -472,10 +472,10 @@ def test_detached_while_in_use(client: Client, model: Model) -> None:
         got = sequence.fetch(0, like=values)
         assert torch.equal(got[0], values[0, 0])
         assert torch.equal(got[1], values[1, 0])
-    # The client's own kernels still see it.
+    # The client's own kernels can still use this memory.
     assert torch.equal(k.cpu(), values[0])
     wait_for(lambda: shared_bytes(client) == before)
-    # And the daemon's other regions are others.
+    # Other regions of the daemon have other memory.
     again = client.attach_region(128 * MIB, device=first_gpu())
     again.tensor((128 * MIB // 4,), "float32").fill_(3)
     assert torch.equal(k.cpu(), values[0])
@@ -577,7 +577,7 @@ def test_a_daemon_that_restarted_knows_no_region(tmp_path: Path) -> None:
         sequence = client.create_sequence(model)
         with pytest.raises(spillway.NotFound, match=region.name):
             sequence.append(0, 0, k, k)
-        # What is mapped is still this process's.
+        # The memory that this process mapped is still valid.
         assert bool((k == 1).all())
         with spillway.connect(target) as anew:
             fresh = anew.attach_region(2 * MIB, device=first_gpu())

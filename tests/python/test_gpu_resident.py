@@ -1,4 +1,4 @@
-"""All rows of the sequences in use kept in GPU memory: the same bits, and none over the link."""
+"""All rows of used sequences are kept in GPU memory: same bits, and no rows over the link."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 
 LAYERS, HEADS, KV_HEADS, DIM = 2, 8, 2, 64
 TOKENS = 4096
-# A sequence of TOKENS takes 4 MiB; one fits, and a part of a second one.
+# A sequence of TOKENS takes 4 MiB. So one fits, and a part of a second one.
 LIMIT = 6 << 20
 POLICIES = [Policy(), Policy(selector="all"), Policy(heavy=TopK(fraction=0.02), tail="none")]
 
@@ -76,7 +76,7 @@ def filled(client: Client, model: Model, seed: int, where: str = "cpu") -> Seque
 def step(
     client: Client, sequence: Sequence, seed: int, policy: Policy
 ) -> tuple[list[torch.Tensor], int]:
-    """Outputs and log-sum-exps of all layers, and the rows that came over the link."""
+    """Outputs and log-sum-exps of all layers, and the number of rows that came over the link."""
     q = normal(seed, LAYERS, 1, 1, HEADS, DIM)
     k, v = normal(seed + 1, 2, LAYERS, 1, KV_HEADS, 1, DIM)
     outs, moved = [], 0
@@ -100,7 +100,7 @@ def test_the_same_bits_without_the_link(plain: Client, resident: Client, where: 
     other = filled(plain, create_model(plain), 1, where)
     assert used(resident) == 4 << 20
     assert used(plain) == 0
-    for seed in range(300):  # pages close on the way
+    for seed in range(300):  # pages fill during these steps
         policy = POLICIES[seed % 3]
         outs, moved = step(resident, mine, seed, policy)
         wanted, over_the_link = step(plain, other, seed, policy)
@@ -134,7 +134,7 @@ def test_a_decoder_reads_them_too(plain: Client, resident: Client) -> None:
                 q = normal(t, LAYERS, 1, 1, HEADS, DIM).cuda()
                 k, v = normal(t + 1, 2, LAYERS, 1, KV_HEADS, 1, DIM).cuda()
                 outs += [decoder.attend(i, q[i], k[i], v[i])[0].clone() for i in range(LAYERS)]
-        # What the decoder appended is whole too.
+        # What the decoder appended is also complete.
         sequence_outs, moved = step(client, sequence, 9, POLICIES[1])
         outs += sequence_outs
         assert (moved == 0) == (client is resident)
@@ -146,8 +146,8 @@ def test_the_idle_give_theirs_up_and_get_them_back(plain: Client, resident: Clie
     model = create_model(resident)
     first = filled(resident, model, 1)
     assert step(resident, first, 0, POLICIES[1])[1] == 0
-    # The first was used just now. Of the second there is room for one layer of the first
-    # chunk, 17 pages of 128 tokens a head; the second chunk needs 15 more, and 14 are free.
+    # The first sequence was just used. For the second there is room for one layer of the first
+    # chunk, 17 pages of 128 tokens per head. The second chunk needs 15 more, and 14 are free.
     second = filled(resident, model, 2)
     assert step(resident, first, 1, POLICIES[1])[1] == 0
     assert step(resident, second, 1, POLICIES[1])[1] == KV_HEADS * (
@@ -156,7 +156,7 @@ def test_the_idle_give_theirs_up_and_get_them_back(plain: Client, resident: Clie
     time.sleep(1.1)
     third = filled(resident, model, 3)
     assert step(resident, third, 2, POLICIES[1])[1] == 0
-    # The first gave its room up, and attends are as they were.
+    # The first sequence gave up its room, and its attends are unchanged.
     other = filled(plain, create_model(plain), 1)
     for seed in (0, 1):
         step(plain, other, seed, POLICIES[1])
@@ -164,7 +164,7 @@ def test_the_idle_give_theirs_up_and_get_them_back(plain: Client, resident: Clie
     wanted, over_the_link = step(plain, other, 4, POLICIES[1])
     assert all(torch.equal(a, b) for a, b in zip(outs, wanted, strict=True))
     assert moved == over_the_link == LAYERS * KV_HEADS * (TOKENS + 3)
-    # As many bytes went over the link as a copy takes; but nobody is idle.
+    # As many bytes came over the link as a copy takes, but no other sequence is idle.
     assert step(resident, third, 5, POLICIES[1])[1] == 0
     assert step(resident, first, 5, POLICIES[1])[1] > 0
     third.delete()

@@ -1,4 +1,4 @@
-"""What people and their tools start from names what is there."""
+"""Files with which people and tools start name only what exists."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TARGETS = set(re.findall(r"^([a-z-]+):.*## ", MAKEFILE, re.MULTILINE))
 
 
 def hooks() -> list[dict[str, Any]]:
-    """Of the one repository that is named, this one."""
+    """The hooks of the only repository in the file, which is this one."""
     configured = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
     (repository,) = configured["repos"]
     assert repository["repo"] == "local"

@@ -1,4 +1,4 @@
-"""What the daemon serves by HTTP: metrics, health, readiness, and the numbers of its page."""
+"""What the daemon serves over HTTP: metrics, health, readiness, and the data of its page."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OPERATIONS = ROOT / "docs" / "operations"
 
 
 class Answer(NamedTuple):
-    """An answer by HTTP."""
+    """An answer over HTTP."""
 
     status: int
     headers: dict[str, str]
@@ -35,15 +35,15 @@ class Answer(NamedTuple):
 
 
 class Watched(NamedTuple):
-    """A daemon that is looked at."""
+    """A daemon, with a client and its HTTP address."""
 
     client: spillway.Client
-    address: str  # of HTTP
+    address: str  # of the HTTP server
     sequence: spillway.Sequence
 
 
 def ask(address: str, path: str, method: str = "GET", **headers: str) -> Answer:
-    """Asks without a client's ideas of redirects and hosts."""
+    """A request that follows no redirects and may have any Host header."""
     connection = http.client.HTTPConnection(address, timeout=10)
     connection.request(method, path, headers=headers)
     answer = connection.getresponse()
@@ -53,14 +53,14 @@ def ask(address: str, path: str, method: str = "GET", **headers: str) -> Answer:
 
 
 def http_address(log: Path) -> str:
-    """Where a daemon serves HTTP, by its log."""
+    """The address of a daemon's HTTP server, from its log."""
     found = re.search(r"serving_http address=(\S+)", log.read_text())
     assert found, log.read_text()
     return found[1]
 
 
 def decode(sequence: spillway.Sequence, steps: int) -> None:
-    """Decodes a few tokens with queries that look for some keys."""
+    """Decodes several tokens with queries that look for some of the keys."""
     rng = np.random.default_rng(2)
     for _ in range(steps):
         token = 3 * rng.standard_normal((2, 1, 2, 1, 32), dtype=np.float32)
@@ -72,7 +72,7 @@ def decode(sequence: spillway.Sequence, steps: int) -> None:
 
 @contextmanager
 def decoded(folder: Path) -> Iterator[Watched]:
-    """A daemon that has decoded twenty tokens, with an audit of all."""
+    """A daemon that has decoded twenty tokens and audited all of them."""
     audit = ("--audit-share", "1", "--audit-cpu-share", "1")
     with (
         running_daemon(folder, *ANY_PORT, *audit) as target,
@@ -101,7 +101,7 @@ def watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
 
 
 def metrics_of(text: str) -> dict[str, float]:
-    """Series by name and labels."""
+    """The series, by name and labels."""
     series = {}
     for line in text.splitlines():
         if not line.startswith("#"):
@@ -111,7 +111,7 @@ def metrics_of(text: str) -> dict[str, float]:
 
 
 def families(client: spillway.Client) -> dict[str, Any]:
-    """What GetStatistics says of every metric."""
+    """All metrics in GetStatistics."""
     request = admin_service_pb2.GetStatisticsRequest(include_metrics=True)
     response = client._stubs.admin.GetStatistics(request)
     return {family.name: family for family in response.metrics}
@@ -122,7 +122,7 @@ def test_metrics_say_what_was_done(watched: Watched) -> None:
     assert answer.status == 200
     assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
     seen = metrics_of(answer.body)
-    # Twenty tokens over two layers, by two KV heads.
+    # Twenty tokens over two layers and two KV heads.
     assert seen["spillway_attends_total"] == 40
     assert seen['spillway_model_attended_tokens_total{model="seen"}'] == 20
     assert seen["spillway_rows_appended_total"] == 2 * 2 * 3020
@@ -179,7 +179,7 @@ def test_the_api_has_the_same_metrics(watched: Watched) -> None:
     (durations,) = told["spillway_attend_duration_seconds"].metrics
     assert durations.histogram.cumulative_counts[-1] == 40
     assert durations.histogram.upper_bounds[-1] == float("inf")
-    # Nobody who does not ask pays for them.
+    # Clients that do not ask for metrics do not get them.
     plain = watched.client._stubs.admin.GetStatistics(admin_service_pb2.GetStatisticsRequest())
     assert not plain.metrics
 
@@ -200,7 +200,7 @@ def test_dashboard_and_alerts_ask_for_what_there_is(watched: Watched, name: str)
         family = re.sub(r"_(bucket|sum|count)$", "", metric)
         assert types.get(family) is not None, metric
         assert (metric != family) == (types[family] == "histogram"), metric
-    # What only rises is asked for its rise.
+    # Counters are only used with rate() or increase().
     for function, metric in re.findall(r"(\w*)\(?\b(spillway_[a-z_]+)", text):
         assert (function in ("rate", "increase")) == (types.get(metric) != "gauge"), metric
 
@@ -268,7 +268,7 @@ def test_it_serves_and_is_ready(watched: Watched) -> None:
 
 
 def start(*flags: str) -> subprocess.CompletedProcess[str]:
-    """Runs a daemon that cannot start."""
+    """Starts a daemon that must fail."""
     return subprocess.run(
         [binary(), *flags], capture_output=True, text=True, timeout=30, check=False
     )

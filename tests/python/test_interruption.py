@@ -1,4 +1,4 @@
-"""Deadlines, cancellation, clients that die, memory that runs out: nothing leaks."""
+"""Deadlines, cancellation, clients that die, full memory: nothing leaks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TOKENS = 600_000 if on_gpu() else 24_000
 
 @pytest.fixture(scope="module")
 def heavy(client: Client) -> Iterator[Sequence]:
-    """A sequence whose attends are long."""
+    """A sequence whose attends take long."""
     model = client.create_model(
         layer_count=1, query_head_count=16, kv_head_count=1, head_dim=32, dtype="float16"
     )
@@ -64,7 +64,7 @@ def test_deadline_in_mid_attend(heavy: Sequence, no_leak: Callable[[], None]) ->
     start = time.monotonic()
     with pytest.raises(spillway.DeadlineExceeded):
         heavy.attend(0, np.ones((QUERIES, 16, 32), np.float16), timeout=0.1)
-    # The daemon stopped: what comes next on the sequence need not wait.
+    # The daemon stopped the attend, so the next one does not wait.
     assert seconds_of_a_small_attend(heavy) < 1.0
     assert time.monotonic() - start < 1.5
     assert heavy.refresh().layer_token_counts == (TOKENS,)
@@ -80,7 +80,7 @@ def test_cancelled_attend(client: Client, heavy: Sequence, no_leak: Callable[[],
 
 
 def test_the_attend_would_have_been_long(heavy: Sequence) -> None:
-    # What the two tests above rely on.
+    # The two tests above depend on this.
     start = time.monotonic()
     heavy.attend(0, np.ones((QUERIES, 16, 32), np.float16))
     assert time.monotonic() - start > 0.3
@@ -134,7 +134,7 @@ def test_one_thread_sends_while_another_receives(client: Client, model: Model) -
         sender.start()
         ids: list[int] = []
         while len(ids) < 300:
-            # Nothing may be in flight yet.
+            # There may be nothing in flight yet.
             with suppress(ValueError):
                 ids.append(stream.recv()[0])
         sender.join()
@@ -144,7 +144,7 @@ def test_one_thread_sends_while_another_receives(client: Client, model: Model) -
 
 @EVERY_TRANSPORT
 def test_bursts_are_served_in_order(client: Client, model: Model) -> None:
-    """The daemon reads a message while it answers others: none may overtake another."""
+    """The daemon reads messages while it answers others. None may overtake another."""
     rows = np.ones((2, 1, 16), F32)
     for _ in range(10):
         sequence = client.create_sequence(model)
@@ -158,7 +158,7 @@ def test_bursts_are_served_in_order(client: Client, model: Model) -> None:
 
 
 def test_interrupted_decode(target: str, heavy: Sequence) -> None:
-    """Ctrl-C ends a wait, whatever is waited in."""
+    """Ctrl-C ends every kind of wait."""
     script = Path(__file__).with_name("decode_for_ever.py")
     for library in (None, ""):
         process = subprocess.Popen(
@@ -177,7 +177,7 @@ def test_interrupted_decode(target: str, heavy: Sequence) -> None:
 
 
 def test_interrupted_step(target: str, heavy: Sequence) -> None:
-    """The same of a step that the daemon has begun; the client goes on meanwhile."""
+    """The same during a step that the daemon has begun. Afterwards the client continues."""
     script = Path(__file__).with_name("step_for_ever.py")
     process = subprocess.Popen(
         [sys.executable, script, target, heavy.name, str(QUERIES // 4)],
@@ -198,7 +198,7 @@ def test_interrupted_step(target: str, heavy: Sequence) -> None:
 
 @contextmanager
 def stopped(target: str) -> Iterator[None]:
-    """The daemon does nothing meanwhile."""
+    """Stops the daemon for the duration of the block."""
     with socket.socket(socket.AF_UNIX) as peer:
         peer.connect(target.removeprefix("unix:"))
         told = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
@@ -209,7 +209,7 @@ def stopped(target: str) -> Iterator[None]:
         return {stat.read_text().rpartition(")")[2].split()[0] for stat in threads}
 
     os.kill(daemon, signal.SIGSTOP)
-    # Who waits for it for ever is to fail, not to hang.
+    # A test that would wait for the stopped daemon forever must fail instead of hanging.
     watchdog = threading.Timer(10, os.kill, (daemon, signal.SIGCONT))
     watchdog.start()
     try:
@@ -232,7 +232,7 @@ def test_an_interrupted_step_that_was_not_begun_never_is(
         if wakes_who_waits:
             os.kill(os.getpid(), signal.SIGINT)
         else:
-            signal.raise_signal(signal.SIGINT)  # to this thread
+            signal.raise_signal(signal.SIGINT)  # goes to this thread
 
     q = rng.standard_normal((2, 1, 1, 4, 16), F32)
     k, v = rng.standard_normal((2, 2, 1, 2, 1, 16), F32)
@@ -286,7 +286,7 @@ def test_cancelled_append(client: Client, model: Model, no_leak: Callable[[], No
     assert sent.wait(10)
     wait_for(lambda: sequence.refresh().token_count == 100)
     call.cancel()
-    # What was committed stays, and the append can go on.
+    # Committed tokens stay, and the append can continue.
     sequence.append(0, 100, rows, rows)
     assert sequence.refresh().layer_token_counts == (200, 200)
     sequence.delete()
@@ -323,7 +323,7 @@ def kill_in_mid_attend(client: Client, target: str, heavy: Sequence, other: Sequ
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "sent\n"
-    # Others are served meanwhile.
+    # Meanwhile, other clients are served.
     assert seconds_of_an_attend(other, (1, 4, 16), F32) < 10
     wait_for(lambda: client.statistics().memory.other_bytes > before)
     process.send_signal(signal.SIGKILL)
@@ -339,8 +339,8 @@ def test_client_killed_in_mid_attend(
     rows = np.full((2, 2, 50, 16), 3, F32)
     other.append(0, 0, rows, rows)
     kill_in_mid_attend(client, target, heavy, other)
-    # A device keeps what attends used for the next ones, each of which may
-    # meet another part of it: that settles, while a leak goes on.
+    # A device keeps workspaces of attends for later ones, and each attend may use another of them.
+    # So memory settles after some attends, but grows without an end if there is a leak.
     for _ in range(4):
         before = client.statistics().memory
         kill_in_mid_attend(client, target, heavy, other)
@@ -352,7 +352,7 @@ def test_client_killed_in_mid_attend(
 
 
 def test_cycles_do_not_leak(client: Client, model: Model) -> None:
-    """What is charged settles: the tenth cycle holds what the second held."""
+    """The charged memory settles: the tenth cycle holds as much as the second."""
     rows = np.ones((2, 2, 1500, 16), F32)
     used = []
     for _ in range(10):
@@ -380,7 +380,7 @@ def append_for_ever(sequence: Sequence, rows: Any) -> None:
 
 @pytest.fixture(scope="module")
 def small_client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    """A daemon that may hold 64 MiB."""
+    """A client of a daemon that may hold 64 MiB."""
     folder = tmp_path_factory.mktemp("small")
     with (
         running_daemon(folder, "--memory-limit", str(64 << 20)) as target,
@@ -405,10 +405,10 @@ def test_memory_runs_out(small_client: Client) -> None:
     assert error.needed_bytes > error.free_bytes >= 0
     memory = client.statistics().memory
     assert memory.used_bytes <= memory.limit_bytes
-    # Rows took most of what there was.
+    # Rows took most of the memory.
     assert memory.row_bytes > memory.limit_bytes // 2
     counts = sequence.refresh().layer_token_counts
-    # The chunk that failed left nothing; reading goes on.
+    # The chunk that failed left nothing, and sequences can still be read.
     assert all(count % 400 == 0 for count in counts)
     assert sequence.attend(0, np.ones((1, 4, 64), F32)).out.shape == (1, 4, 64)
     sequence.delete()

@@ -1,4 +1,4 @@
-"""Models with indices beside the codes: their settings, uploads and attends."""
+"""Models with indices in addition to the codes: their settings, uploads and attends."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Create = Callable[..., Model]
 
 @pytest.fixture
 def create(client: Client) -> Iterator[Create]:
-    """Creates models of six query heads over two KV heads."""
+    """A function that creates models of six query heads over two KV heads."""
     made = []
 
     def create(**options: Any) -> Model:
@@ -170,7 +170,7 @@ def test_upload_of_deep_mlps(
             client.upload_hash_weights(model, save(path, rest))
         assert not client.get_model(model.name).ready
     assert client.upload_hash_weights(model, save(path, tensors)).ready
-    # What is uploaded stays.
+    # Uploaded weights cannot be replaced.
     with pytest.raises(spillway.FailedPrecondition):
         client.upload_hash_weights(model, path)
 
@@ -186,7 +186,7 @@ def test_nothing_to_upload(client: Client, create: Create, tmp_path: Path) -> No
 def sequence(
     client: Client, create: Create, tmp_path: Path, rng: np.random.Generator
 ) -> tuple[spillway.Sequence, Any, Any]:
-    """1,500 tokens of a model with every index."""
+    """A sequence of 1,500 tokens, of a model with every index."""
     model = create(
         key_indices=EVERY_INDEX,
         policy=Policy(sink_token_count=4, window_token_count=16, dense_token_count=1024),
@@ -220,7 +220,7 @@ def test_attends_keep_their_promise(
         error = np.linalg.norm(result.out - out, axis=-1) / np.linalg.norm(out, axis=-1)
         assert (error < 0.2).all()
         within = result.certificate.relative_errors <= 0.1
-        # Other ranks were found too weak for a guarantee.
+        # The ranks of other selectors are too weak for a guarantee.
         carried = policy.selector in (None, "int4_keys") and policy.candidates is None
         statistical = result.certificate.promises == "statistical"
         np.testing.assert_array_equal(statistical, within & carried)

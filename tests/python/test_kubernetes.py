@@ -1,4 +1,4 @@
-"""The Kubernetes manifest is one that Kubernetes takes."""
+"""The Kubernetes manifest is valid."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_misspelt_field_does_not_fit() -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="another user's process")
 def test_the_daemon_starts_as_the_manifest_says() -> None:
-    """As its user, with volumes as Kubernetes makes them: root's, writable for all."""
+    """Runs as the manifest's user, with volumes as in Kubernetes: root's, writable for all."""
     pod = yaml.safe_load(MANIFEST.read_text())["spec"]["template"]["spec"]
     assert pod["securityContext"]["runAsUser"] == USER
     daemon, runner = pod["containers"]
@@ -64,8 +64,8 @@ def test_the_daemon_starts_as_the_manifest_says() -> None:
             target = target.replace(there, place)
         log = Path(folder) / "log"
         with log.open("wb") as output:
-            # A program changes the user: Python would fork for that, and threads that gRPC starts
-            # anew in the child may end it.
+            # setpriv changes the user. With a preexec_fn, Python would fork, and threads that gRPC
+            # restarts in the child may end it.
             process = subprocess.Popen(
                 ["setpriv", f"--reuid={USER}", f"--regid={USER}", "--clear-groups", program, *args],
                 stdout=output,

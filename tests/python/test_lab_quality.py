@@ -1,4 +1,4 @@
-"""Qualities as a method that `spillway-lab eval` measures."""
+"""Policy qualities as methods that `spillway-lab eval` measures."""
 
 from __future__ import annotations
 

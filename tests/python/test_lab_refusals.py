@@ -1,4 +1,4 @@
-"""What the research tools say of files that are not there, or of another kind: no traceback."""
+"""The research tools report missing or wrong files without a traceback."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def run(app: typer.Typer, *words: str | Path) -> Result:
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is asked of the hub."""
+    """Does not use the hub."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
 
 
@@ -36,7 +36,7 @@ def text(tmp_path: Path) -> Path:
 
 @pytest.fixture(params=["fidelity", "needle", "train-hash"])
 def command(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[typer.Typer, list[str | Path]]:
-    """A command, its words before the model and the text, and its output."""
+    """A command: its words before the model and the text, and its output."""
     output: list[str | Path] = ["--output", tmp_path / "output"]
     if request.param == "train-hash":
         return training, output

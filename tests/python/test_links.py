@@ -1,4 +1,4 @@
-"""No link inside the pages leads nowhere: those of the checkout, and those of `make reference`."""
+"""All links inside the pages work: those of the checkout, and those of `make reference`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OUTSIDE = ("http://", "https://", "mailto:", "data:")
 
 
 def pages() -> list[Path]:
-    """Markdown that git knows."""
+    """The Markdown files that git tracks."""
     listed = subprocess.run(
         ["git", "ls-files", "*.md"], cwd=ROOT, check=True, capture_output=True, text=True
     ).stdout.splitlines()
@@ -31,13 +31,13 @@ def pages() -> list[Path]:
 
 
 def prose(text: str) -> str:
-    """The text without code, which holds no links."""
+    """The text without code, because links in code do not count."""
     text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     return re.sub(r"(`+)(?:(?!\1).)+?\1(?!`)", "", text, flags=re.DOTALL)
 
 
 def anchors(text: str) -> set[str]:
-    """Of headings, as the places where Markdown is shown name them."""
+    """The anchors of headings, as Markdown viewers name them."""
     found: set[str] = set()
     text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     for heading in re.findall(r"^#{1,6} +(.*?) *#*$", text, re.MULTILINE):
@@ -52,7 +52,7 @@ def anchors(text: str) -> set[str]:
 
 
 def links(text: str) -> Iterator[str]:
-    """Where the links and pictures of a page lead."""
+    """The targets of the links and pictures of a page."""
     text = prose(text)
     yield from re.findall(r"\]\(<?([^)\s>]+)>?(?: \"[^\"]*\")?\)", text)
     yield from re.findall(r"^\[[^\]]+\]: +(\S+)", text, re.MULTILINE)
@@ -84,7 +84,7 @@ def test_anchors_are_as_pages_are_shown() -> None:
 
 
 class Page(html.parser.HTMLParser):
-    """Where a page leads, and what it may be led to by."""
+    """The link targets of an HTML page, and its anchors."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class Page(html.parser.HTMLParser):
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Notes them."""
+        """Notes the targets and anchors of a tag."""
         for name, value in attrs:
             if value is None:
                 continue
@@ -131,7 +131,7 @@ def test_links_of_the_reference(reference: dict[Path, Page]) -> None:
 
 
 def described() -> Iterator[descriptor_pb2.FileDescriptorProto]:
-    """The API's files, as the package has them."""
+    """The files of the API, from the package's descriptors."""
     for module in sorted(Path(str(_proto.__file__)).parent.glob("*_pb2.py")):
         name = f"spillway._proto.{module.stem}"
         __import__(name)

@@ -1,4 +1,4 @@
-"""Who reads the daemon's log, slowly or no more, and what the libraries under it say."""
+"""Readers of the daemon's log that are slow or gone, and messages of the daemon's libraries."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ import spillway
 from daemon_process import binary, running_daemon
 from spillway.starting import wait_until_serving
 
-# GetSequence of a name that is no UTF-8, which libprotobuf complains of.
+# A GetSequence with a name that is not UTF-8. libprotobuf prints a message about it.
 NO_UTF8 = b"\x0a\x0bsequences/\xff"
 
 
 def get_sequences(target: str, count: int) -> None:
-    """Asks so often, and is refused each time."""
+    """Sends this request `count` times, and is refused each time."""
     with grpc.insecure_channel(target) as channel:
         call = channel.unary_unary(
             "/spillway.v1.SequenceService/GetSequence",
@@ -40,7 +40,7 @@ def get_sequences(target: str, count: int) -> None:
 def daemon_before_a_pipe(
     folder: Path,
 ) -> Iterator[tuple[subprocess.Popen[bytes], str, int]]:
-    """A daemon that serves and logs to a pipe of one page: its process, target and reader."""
+    """A daemon that logs to a pipe of one page: its process, target, and the pipe's reading end."""
     reader, writer = os.pipe()
     fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
     target = f"unix:{folder}/spillwayd.sock"
@@ -58,7 +58,7 @@ def daemon_before_a_pipe(
 
 
 def fill(process: subprocess.Popen[bytes]) -> None:
-    """Fills the pipe that a daemon logs to; a description of its own does not block."""
+    """Fills the pipe that a daemon logs to. Only the file description made here is non-blocking."""
     with open(f"/proc/{process.pid}/fd/2", "wb", buffering=0) as writer:
         os.set_blocking(writer.fileno(), False)
         while writer.write(b"."):
@@ -93,7 +93,7 @@ def test_libraries_messages_are_lines_of_the_log(tmp_path: Path) -> None:
         get_sequences(target, 50)
     said = [json.loads(line) for line in (tmp_path / "spillwayd.log").read_text().splitlines()]
     lines = [entry for entry in said if entry["event"] == "library"]
-    # A few of a kind a second.
+    # Only a few lines of each kind per second.
     assert 5 <= len(lines) < 50
     assert {(entry["level"], entry["library"]) for entry in lines} == {("warning", "protobuf")}
     assert "invalid UTF-8" in lines[0]["message"]

@@ -1,4 +1,4 @@
-"""A model whose rotations take long: calls end when they are told to, and others do not wait."""
+"""A model whose rotations take long: calls can be ended, and other calls do not wait."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from spillway.starting import wait_until_serving
 
 pytestmark = pytest.mark.skipif(on_gpu(), reason="models that take long are the CPU's")
 
-# Half a minute and half a GiB of rotations.
+# A model that needs half a minute and half a GiB for its rotations.
 LONG = models.CreateModelRequest(
     model=models.Model(
         layer_count=1024,
@@ -41,14 +41,14 @@ PROJECTIONS.model.key_indices.lsh_bits = 8
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A daemon that others do not use."""
+    """The target of a daemon that only these tests use."""
     with running_daemon(tmp_path_factory.mktemp("long"), "--memory-limit", "4GiB") as target:
         yield target
 
 
 @pytest.fixture(scope="module")
 def client(target: str) -> Iterator[Client]:
-    """A connection to it."""
+    """A client of that daemon."""
     with spillway.connect(target, native=False) as client:
         yield client
 
@@ -65,12 +65,12 @@ def used_bytes(client: Client) -> int:
 
 
 def starts(client: Client) -> bool:
-    """Whether rotations are being made: their memory is charged."""
+    """Whether the daemon has begun with the rotations: their memory is charged."""
     return settles(lambda: used_bytes(client) > 1 << 28)
 
 
 def leaves_nothing(client: Client) -> bool:
-    """Whether the work ends, and nothing is created: the client itself takes some memory."""
+    """Whether the work ends and no model is created. The client itself takes some memory."""
     return settles(lambda: used_bytes(client) < 1 << 14) and list(client.list_models()) == []
 
 
@@ -114,7 +114,7 @@ def test_a_stop_ends_the_work_with_the_grace(tmp_path: Path) -> None:
             call = stubs.ModelServiceStub(channel).CreateModel.future(LONG, timeout=120)
             assert starts(client)
             process.send_signal(signal.SIGTERM)
-            # The rotations alone would take longer.
+            # The rotations alone would take longer than this.
             assert process.wait(timeout=10) == 0
             assert call.code() in (grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE)
     finally:

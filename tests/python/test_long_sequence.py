@@ -1,4 +1,4 @@
-"""A million tokens against float64 over the rows that were chosen."""
+"""Attends over a million tokens, compared with float64 over the selected rows."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ SCALE = DIM**-0.5
 
 
 class Long(NamedTuple):
-    """A sequence and its rows, and a query that looks for one key a head.
+    """A sequence, its rows, and queries that look for one key per head.
 
     Attributes:
         sequence: The sequence.
         k: Keys [H_kv, n, d].
         v: Values, the same shape.
         q: Queries [1, H_q, d].
-        planted: Each query head's key.
+        planted: The key that each query head looks for.
     """
 
     sequence: Sequence
@@ -115,7 +115,8 @@ def test_all_rows(long: Long) -> None:
     error = np.linalg.norm(result.out - wanted, axis=-1) / np.linalg.norm(wanted, axis=-1)
     assert error.max() < 1e-5
     np.testing.assert_allclose(result.lse, lse, atol=1e-5)
-    # The default keeps its word; one attend of eight heads may miss it a little.
+    # The default policy keeps its error bound; in one attend of eight heads, an error may be
+    # slightly larger.
     sparse = long.sequence.attend(0, long.q)
     error = np.linalg.norm(sparse.out - wanted, axis=-1) / np.linalg.norm(wanted, axis=-1)
     assert (error < 2 * 0.1).all()

@@ -1,4 +1,4 @@
-"""Man pages and completions have all that the programs take, and completion works in bash."""
+"""Man pages and completions have all commands and options, and completion works in bash."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ VERSION = (ROOT / "VERSION").read_text().strip()
 
 
 class Program(NamedTuple):
-    """A program, as it is called here, and the folder with its pages."""
+    """A program: its name, how it is called here, and the folder with its pages."""
 
     name: str
     command: list[str]
@@ -32,7 +32,7 @@ class Program(NamedTuple):
 
 
 def typer_program(name: str, module: str, folder: Path) -> Program:
-    """One of Python's, with pages made here."""
+    """A program written in Python, with pages that are made here."""
     make = ["--version", VERSION, "--output", str(folder), "--typer", name, module]
     subprocess.run([sys.executable, "-B", str(MANUAL), *make], check=True)
     return Program(name, [sys.executable, "-m", module], folder)
@@ -42,7 +42,7 @@ def typer_program(name: str, module: str, folder: Path) -> Program:
     scope="module", params=["spillway", "spillwayd", "spillway-cluster", "spillway-lab"]
 )
 def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Program:
-    """Those of the build, with the pages that it made, and those of Python's."""
+    """The programs of the build with the pages that the build made, and those written in Python."""
     share = BUILT / "packaging/share"
     if request.param == "spillway":
         return Program("spillway", [str(BUILT / "clients/cpp/spillway")], share)
@@ -54,11 +54,11 @@ def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def helps(command: list[str], *path: str) -> Iterator[tuple[tuple[str, ...], str]]:
-    """What --help says of the program and of all commands below it."""
+    """The --help of the program and of all commands below it."""
     environment = {"PATH": "/usr/bin:/bin", "TYPER_USE_RICH": "0", "COLUMNS": "80"}
     environment["PYTHONPATH"] = ":".join(p for p in sys.path if p)
     if command[0] == sys.executable:
-        # In one process: some modules take seconds to load.
+        # Runs in one process, because some modules take seconds to load.
         reader = str(Path(__file__).with_name("typer_helps.py"))
         told = [sys.executable, reader, command[-1]]
         done = subprocess.run(told, env=environment, capture_output=True, text=True, check=True)
@@ -74,18 +74,18 @@ def helps(command: list[str], *path: str) -> Iterator[tuple[tuple[str, ...], str
 
 
 def options_in(text: str) -> set[str]:
-    """Names with two dashes."""
+    """The option names with two dashes."""
     return set(re.findall(r"^  (?:-\w,)?(--[\w-]+)", text, re.MULTILINE))
 
 
 def page(program: Program) -> str:
-    """The man page, without roff's escapes."""
+    """The man page without roff's escapes."""
     (path,) = program.share.glob(f"man/man?/{program.name}.?.gz")
     return gzip.decompress(path.read_bytes()).decode().replace("\\-", "-")
 
 
 def section(text: str, path: tuple[str, ...], name: str) -> str:
-    """What the page says of a command."""
+    """The section of the page for a command."""
     if not path:
         return text.split(".SH OPTIONS\n")[1].split(".SH COMMANDS\n")[0]
     wanted = re.escape(" ".join((name, *path)))
@@ -94,7 +94,7 @@ def section(text: str, path: tuple[str, ...], name: str) -> str:
 
 
 def completed(program: Program, *words: str) -> list[str]:
-    """What bash offers for the last of the words."""
+    """The completions of bash for the last word."""
     script = (
         'source "$1"; shift; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); '
         f"_{program.name.replace('-', '_')}; "
@@ -129,7 +129,7 @@ def test_all_is_there(program: Program) -> None:
             assert path[-1] in completed(program, *path[:-1], ""), path
             assert f"{path[-1]}) {function} ;;" in zsh
         count += len(options)
-    # None is left over: a command or an option that is gone would be one more.
+    # There are no other entries, such as those of commands or options that no longer exist.
     assert manual.count(".TP\n\\fB") == count - len(list(helps(program.command))) + 1
 
 
@@ -140,7 +140,7 @@ def test_values_are_completed(program: Program, tmp_path: Path) -> None:
     if program.name == "spillway":
         assert completed(program, "--format", "") == ["table", "json"]
         assert completed(program, "attend-bench", "--dtype", "b") == ["bf16"]
-        # Options of the program stand after a command too.
+        # The program's options are also completed after a command.
         assert completed(program, "models", "delete", "--form") == ["--format"]
         assert completed(program, "tokens", "new", "--file", here + "a") == [here + "a.toml"]
         assert completed(program, "--timeout", "") == []

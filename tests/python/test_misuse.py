@@ -1,4 +1,4 @@
-"""Every RPC misused: a clear status, and no state changed."""
+"""Misuse of every RPC: a clear status, and no changed state."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ HUGE = 2**62
 
 @dataclass
 class Scene:
-    """A model with a sequence of ten tokens in both layers, and raw stubs."""
+    """A model with a sequence of ten tokens in both layers, and the raw stubs."""
 
     client: Client
     model: Model
@@ -55,11 +55,11 @@ class Scene:
     v: Any
 
     def state(self) -> Any:
-        """All that misuse might change."""
+        """All state that misuse might change."""
         stubs = self.client._stubs
         listed = stubs.sequences.ListSequences(sequences.ListSequencesRequest()).sequences
         for sequence in listed:
-            sequence.ClearField("expire_time")  # Every call renews it.
+            sequence.ClearField("expire_time")  # every call renews it
         return (
             [str(m) for m in stubs.models.ListModels(models.ListModelsRequest()).models],
             [str(s) for s in listed],
@@ -81,7 +81,7 @@ def scene(client: Client, model: Model, rng: np.random.Generator) -> Iterator[Sc
 
 
 def refuse(call: Callable[[], Any], codes: str | tuple[str, ...]) -> spillway.SpillwayError:
-    """Runs the call, which must fail with one of the codes and say something."""
+    """Runs the call, which must fail with one of the codes and have a message."""
     error = refused(call)
     assert error.code in codes, str(error)
     assert len(error.message) > 8, str(error)
@@ -205,7 +205,7 @@ BAD_SPECS = {
     },
 }
 
-# Field of the policy that is to be named, and the policy.
+# The policy's field that the error must name, and the policy.
 BAD_POLICIES = {
     "sink": ("sink_token_count", policy(sink_token_count=-1)),
     "sink large": ("sink_token_count", policy(sink_token_count=2**20 + 1)),
@@ -478,7 +478,7 @@ def test_bad_uploads(client: Client) -> None:
 
 
 def chunk(scene: Scene, **changes: Any) -> attention.KvChunk:
-    """One good new token for both layers, but for the changes."""
+    """A valid chunk of one new token for both layers, with changes."""
     fields: dict[str, Any] = {
         "sequence": scene.sequence.name,
         "token_start": 10,
@@ -537,17 +537,17 @@ def test_bad_append(scene: Scene, codes: Any, changes: dict[str, Any]) -> None:
     request = attention.AppendRequest(chunk=chunk(scene, **changes))
     error = refuse(lambda: scene.client._stubs.attention.Append(iter([request])), codes)
     if error.code == RANGE and changes.get("token_start", -1) >= 0:
-        assert "10" in error.message  # The layer's length.
+        assert "10" in error.message  # the layer's length
 
 
 def new_rows(**changes: Any) -> attention.NewRows:
-    """One good new token of a layer, but for the changes."""
+    """A valid new token of one layer, with changes."""
     fields: dict[str, Any] = {"token_start": 10, **both((2, 1, 16)), **changes}
     return attention.NewRows(**{name: value for name, value in fields.items() if value is not None})
 
 
 def queries(scene: Scene, **changes: Any) -> dict[str, Any]:
-    """The fields that a DecodeRequest shares with an AttendItem, but for the changes."""
+    """The fields that DecodeRequest and AttendItem share, with changes."""
     fields: dict[str, Any] = {"sequence": scene.sequence.name, "q": tensor((1, 4, 16)), **changes}
     return {name: value for name, value in fields.items() if value is not None}
 
@@ -607,7 +607,7 @@ def test_append_of_what_is_not_finite_names_the_position(
     changes = {n: tensor(shape, a.tobytes()) for n, a in arrays.items()}
     request = attention.AppendRequest(chunk=chunk(scene, **changes))
     error = refuse(lambda: scene.client._stubs.attention.Append(iter([request])), EITHER)
-    assert "13" in error.message  # Position 10 + 3.
+    assert "13" in error.message  # position 10 + 3
 
 
 def test_empty_append(scene: Scene) -> None:
@@ -735,7 +735,7 @@ def test_bad_decodes(scene: Scene, client: Client) -> None:
     assert sorted(answers) == list(range(len(requests)))
     for index in range(len(requests) - 1):
         status = answers[index].result.status
-        # A message of a layer that failed before may be refused for that.
+        # If an earlier message of the layer failed, this one may be refused for that reason.
         expected = (INVALID, MISSING, "FAILED_PRECONDITION")
         assert code_pb2.Code.Name(status.code) in expected, (index, status)
     # The stream is still open, and an attend without an append works.
@@ -751,7 +751,7 @@ def test_select_takes_one_query(scene: Scene) -> None:
 
 @pytest.fixture
 def lsh_sequence(scene: Scene) -> Iterator[Sequence]:
-    """Of a model with LSH tables, by whose sampling it is attended."""
+    """A sequence of a model with LSH tables and a policy with LSH sampling."""
     model = scene.client.create_model(
         layer_count=2,
         query_head_count=4,
@@ -780,7 +780,7 @@ def test_no_rows_of_lsh_sampling(scene: Scene, lsh_sequence: Sequence) -> None:
         assert "TAIL_LSH_SAMPLING" in error.message
     (result,) = stubs.Attend(attention.AttendRequest(items=[asked])).results
     assert result.status.code == 0
-    # Nor where a policy of the request's own asks for it, but with another.
+    # A policy of the request that uses another tail is accepted.
     other = item(scene, sequence=lsh_sequence.name, policy=policy(tail=policies.TAIL_NONE))
     stubs.Select(attention.SelectRequest(item=other))
     assert list(stubs.FetchPages(attention.FetchPagesRequest(item=other)))
@@ -828,7 +828,7 @@ def test_bad_selection(scene: Scene, selection: attention.Selection) -> None:
 
 
 def test_message_too_large(scene: Scene, target: str) -> None:
-    # A client that sends more than the limit is refused by the daemon itself.
+    # The daemon itself refuses messages above the limit.
     options = [("grpc.max_send_message_length", 64 << 20)]
     with grpc.insecure_channel(target, options) as channel:
         append = channel.stream_unary(

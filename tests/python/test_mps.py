@@ -1,5 +1,4 @@
-"""How the daemon treats the control daemon of CUDA MPS: one that a script stands for, and,
-on a GPU, NVIDIA's own."""
+"""The daemon and the control daemon of CUDA MPS: a script in its place or, on a GPU, NVIDIA's."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ WITH_MPS = pytest.mark.skipif(
     not on_gpu() or shutil.which(CONTROL_NAME) is None, reason="needs a GPU and its MPS"
 )
 
-# Answers while the file `running` is there, and writes down what it is told.
+# Answers while the file `running` exists, and writes its commands to a file.
 CONTROL = """#!/bin/sh
 cd "$FAKE_MPS"
 if [ "$1" = -d ]; then
@@ -42,7 +41,7 @@ echo "$command" >>told
 
 
 class FakeMps:
-    """A control daemon's program, first in PATH, and what it was told."""
+    """A control daemon that is first in PATH, and the commands that it got."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -52,7 +51,7 @@ class FakeMps:
         program.chmod(0o755)
 
     def set(self, state: str) -> None:
-        """running, silent or broken."""
+        """Sets the state: running, silent or broken."""
         (self.folder / state).touch()
 
     @property
@@ -65,7 +64,7 @@ class FakeMps:
         return file.read_text().splitlines() if file.exists() else []
 
     def start(self, *flags: str) -> tuple[int, str]:
-        """Exit status and error of a start that is to fail."""
+        """Exit status and error output of a daemon that must fail to start."""
         done = subprocess.run(
             [binary(), "--log-format", "json", "--listen", f"unix:{self.folder}/s/s.sock", *flags],
             capture_output=True,
@@ -166,7 +165,7 @@ def test_off_and_auto_serve_without_a_gpu(mps: FakeMps, tmp_path: Path, mode: st
         told = client.statistics().transport
         assert not told.mps
         assert "MPS" not in told.reason
-    # Auto asks, and neither starts nor ends one.
+    # In the mode auto, the daemon only asks the control daemon. It neither starts nor ends one.
     assert mps.told == (["get_server_list"] if mode == "auto" else [])
 
 
@@ -180,7 +179,7 @@ def test_the_cpu_asks_no_control_daemon(mps: FakeMps, tmp_path: Path) -> None:
 
 
 def answers() -> bool:
-    """Whether NVIDIA's control daemon does, at the environment's directory."""
+    """Whether NVIDIA's control daemon answers at the directory in the environment."""
     done = subprocess.run(
         [CONTROL_NAME], input="get_server_list\n", capture_output=True, text=True, timeout=30
     )
@@ -188,7 +187,7 @@ def answers() -> bool:
 
 
 def wait_until_gone() -> None:
-    """It ends when its last client has."""
+    """Waits until the control daemon has ended. It ends with its last client."""
     deadline = time.monotonic() + 30
     while answers():
         assert time.monotonic() < deadline, "the control daemon goes on"
@@ -197,7 +196,7 @@ def wait_until_gone() -> None:
 
 @pytest.fixture
 def pipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where a control daemon of this test's own would be."""
+    """The pipe directory of a control daemon for this test only."""
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path / "pipe"))
     monkeypatch.setenv("CUDA_MPS_LOG_DIRECTORY", str(tmp_path / "log"))
     return tmp_path / "pipe"
@@ -205,7 +204,7 @@ def pipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @contextmanager
 def control_daemon(pipes: Path) -> Iterator[None]:
-    """NVIDIA's control daemon, that somebody else has started."""
+    """NVIDIA's control daemon, started by the test and not by the daemon."""
     for folder in (pipes, pipes.parent / "log"):
         folder.mkdir()
     subprocess.run(
@@ -222,7 +221,7 @@ def control_daemon(pipes: Path) -> Iterator[None]:
 
 
 def served(folder: Path, *flags: str) -> dict[str, str]:
-    """Serves an attend, and gives the log's line about MPS."""
+    """Serves an attend, and returns the log's line about MPS."""
     with running_daemon(folder, "--log-format", "json", *flags) as target:
         with spillway.connect(target) as client:
             (gpu,) = client.server_info.devices

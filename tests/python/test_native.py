@@ -1,4 +1,4 @@
-"""Which libspillway is taken, and what is said where there is none."""
+"""Which libspillway is loaded, and the message if there is none."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from daemon_process import binary
 from spillway import _native
 from spillway_lab.serving import prefer_library
 
-NAMED = os.environ.get("SPILLWAY_LIBRARY")  # before tests change it
+NAMED = os.environ.get("SPILLWAY_LIBRARY")  # its value before tests change it
 
 
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
-    """No library is known from before, nor afterwards what a test named."""
+    """Forgets the library that was loaded, before the test and after it."""
     _native.library.cache_clear()
     yield
     _native.library.cache_clear()
@@ -58,7 +58,7 @@ def test_not_installed(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def own(monkeypatch: pytest.MonkeyPatch, path: Path) -> Path:
-    """Where the package's own library is, and no other is named or installed."""
+    """The path of the package's own library, while no other is named or installed."""
     monkeypatch.delenv("SPILLWAY_LIBRARY")
     monkeypatch.setattr(_native, "_OWN", path)
     monkeypatch.setattr(_native, "_INSTALLED", "libspillway-is-not-here.so.1")
@@ -66,7 +66,7 @@ def own(monkeypatch: pytest.MonkeyPatch, path: Path) -> Path:
 
 
 def built() -> Path:
-    """The library under test: the one that was named, else the daemon's build's."""
+    """The library under test: $SPILLWAY_LIBRARY, or else the one beside the daemon."""
     return Path(NAMED or binary().resolve().parents[1] / "clients/c/libspillway.so.1")
 
 
@@ -81,7 +81,7 @@ def test_the_package_own_comes_before_the_system(
     loaded = _native.library()
     assert loaded is not None
     assert loaded._name == str(path)
-    # What is named comes before both.
+    # The environment variable comes before both.
     _native.library.cache_clear()
     monkeypatch.setenv("SPILLWAY_LIBRARY", str(tmp_path / "mine.so"))
     with pytest.raises(OSError, match=r"mine\.so"):

@@ -1,4 +1,4 @@
-"""The commands of docs/operations.md are what runs here."""
+"""The commands of docs/operations.md run here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from daemon_process import ROOT, binary
 from test_cli import BINARY as CLI
 
 PAGE = ROOT / "docs/operations.md"
-# A daemon in the background, and then the wait until it serves.
+# Matches a daemon in the background, so that a wait can be added after it.
 STARTED = re.compile(r"(spillwayd (?:[^\n]|\\\n)*?) &\n")
 BEGIN = f"""set -euo pipefail
 export PATH={binary().resolve().parent}:{Path(CLI).resolve().parent}:$PATH
@@ -24,7 +24,7 @@ trap 'kill $(jobs -p) 2>/dev/null; wait' EXIT
 
 
 def script_of(*sections: str) -> str:
-    """The commands of sections that build on each other, ready to run."""
+    """The commands of several sections, which build on each other, as a script that can run."""
     page = PAGE.read_text()
     text = "".join(
         page.split(f"\n## {section}\n", 1)[1].split("\n## ", 1)[0] for section in sections
@@ -46,7 +46,7 @@ def script_of(*sections: str) -> str:
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """A port that is not in use."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port: int = taken.getsockname()[1]

@@ -1,4 +1,4 @@
-"""What the two wheels hold: the client without a program, the research tools with one."""
+"""Contents of the two wheels: the client without a program, the research tools with one."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from packages import build, copied, files
 if not (ROOT / "clients/python/pyproject.toml").exists():
     pytest.skip("no checkout here, only what a bundle has of it", allow_module_level=True)
 
-# Of the project, whose packages have no other.
+# All packages have the version of the project.
 VERSION = (ROOT / "VERSION").read_text().strip()
 
 
 class Wheels(NamedTuple):
-    """Built from one copy of the sources, the one with libspillway first."""
+    """Wheels built from one copy of the sources. The first contains libspillway."""
 
     platform: Path
     pure: Path
@@ -35,11 +35,11 @@ def real_library() -> Path:
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> Wheels:
-    """Both wheels, and the client's with libspillway."""
+    """Builds both wheels, and the client's also with libspillway."""
     folder = tmp_path_factory.mktemp("wheels")
     clients = copied(folder, "python", "lab")
     platform = build(clients / "python", folder / "platform", real_library())
-    # What an earlier build left behind is in no wheel.
+    # Files of earlier builds are not in the wheels.
     stale = clients / "python/build/lib/spillway/stale.py"
     stale.parent.mkdir(parents=True)
     stale.touch()
@@ -107,7 +107,7 @@ def test_a_library_that_is_not_there(tmp_path: Path) -> None:
 
 
 def run(unpacked: Path, code: str) -> str:
-    """Runs code with a wheel's files before all else that is installed."""
+    """Runs code with the wheel's files before all other installed packages."""
     environment = {k: v for k, v in os.environ.items() if k != "SPILLWAY_LIBRARY"}
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -1,4 +1,4 @@
-"""Policies to messages and back."""
+"""Conversion of policies to messages and back."""
 
 from __future__ import annotations
 

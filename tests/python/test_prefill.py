@@ -1,4 +1,4 @@
-"""Exact attention of a prompt's chunks, against double precision."""
+"""Exact attention of a prompt's chunks, compared with double precision."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from spillway.prefill_kernels import kernel_of, trials, window_attention
 
 GPU = on_gpu()
 DEVICE = torch.device("cuda:0" if GPU else "cpu")
-# What rounding of inputs' products and of outputs of deviation one explains.
+# Differences that rounding explains, for inputs and outputs with standard deviation 1.
 TOLERANCES = {torch.float32: 2e-3 if GPU else 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 DTYPES = list(TOLERANCES)
 
@@ -37,7 +37,7 @@ def reference(
     scale: float,
     seen: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output [T, H_q, d] and log-sum-exp [T, H_q], float64; seen: which keys [T, L]."""
+    """Output [T, H_q, d], log-sum-exp [T, H_q], in float64. seen: which keys are visible [T, L]."""
     query, keys, values = (x.cpu().double() for x in (q, k, v))
     group = q.shape[1] // k.shape[0]
     keys, values = (x.repeat_interleave(group, 0) for x in (keys, values))
@@ -64,7 +64,7 @@ def expect(mine: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> None
 
 
 class Held:
-    """K and V that a sequence would hold, and the fetches that were asked for."""
+    """Stands for a sequence with K and V, and notes the fetches."""
 
     def __init__(self, k: torch.Tensor, v: torch.Tensor) -> None:
         self.k, self.v = k, v
@@ -112,7 +112,7 @@ def test_attention_with_lse(dtype: torch.dtype, head_dim: int, group: int) -> No
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["cudnn", "flash", "efficient", "flash_cpu", "plain"])
 def test_each_kernel(name: str, dtype: torch.dtype) -> None:
-    """What is taken as it is returned: the log-sum-exp's base and layout above all."""
+    """A kernel's results are used as returned, above all the base and layout of the log-sum-exp."""
     for head_dim, group in ((64, 1), (128, 4), (128, 8)):
         known = {trial.kernel: trial.refusal for trial in trials(DEVICE, dtype, head_dim, group)}
         if name != "plain" and known.get(name, "of another device"):
@@ -137,7 +137,7 @@ def test_kernels_of_this_device(dtype: torch.dtype) -> None:
     tried = trials(DEVICE, dtype, 128, 4)
     assert kernel_of(q, k, causal=False) == expected, tried
     if GPU and dtype != torch.float32:
-        # A length that will not come again.
+        # A length that occurs only once, so no plan is made for it.
         assert kernel_of(q[:500], k, causal=False) == "flash", tried
 
 
@@ -162,7 +162,7 @@ def test_kernels_of_this_device(dtype: torch.dtype) -> None:
 def test_parts(
     monkeypatch: pytest.MonkeyPatch, count: int, length: int, expected: list[Any]
 ) -> None:
-    """Lengths that cuDNN would plan anew for are cut to those that come again."""
+    """Lengths for which cuDNN would make a new plan are split into lengths that occur again."""
     ran: list[Any] = []
 
     def noted(name: str) -> Any:
@@ -250,7 +250,7 @@ def test_merge() -> None:
 
 
 def test_merge_of_far_apart_sums() -> None:
-    # Logits in the hundreds: neither part's weights may overflow.
+    # With logits in the hundreds, the weights of neither part may overflow.
     q, (k, v) = made(4, 2, 16), made(2, 2, 40, 16, seed=2)
     k[:, :20] *= 100
     parts = [
@@ -334,7 +334,7 @@ def test_window(window: int) -> None:
 
 
 def test_views_of_a_model() -> None:
-    # As transformers has them: [B, H, T, d] of a projection [B, T, H * d].
+    # The layout of transformers: [B, H, T, d], as a view of a projection [B, T, H * d].
     q = made(1, 300, 8 * 32).view(1, 300, 8, 32).transpose(1, 2)
     k, v = (made(1, 300, 2 * 32, seed=s).view(1, 300, 2, 32).transpose(1, 2) for s in (2, 3))
     wanted, _ = reference(q[0].transpose(0, 1), k[0], v[0], 0.2, causal(300, 300))
@@ -374,11 +374,11 @@ def test_misuse() -> None:
 
 
 class Interrupted(BaseException):
-    """As Ctrl-C."""
+    """An exception like Ctrl-C."""
 
 
 class Failing(Held):
-    """Fails at a token, slowly, or has the caller fail while a fetch runs."""
+    """Slow fetches. The fetch at one token fails."""
 
     def __init__(self, k: torch.Tensor, v: torch.Tensor, at: int, error: BaseException) -> None:
         super().__init__(k, v)
@@ -408,16 +408,16 @@ def test_failed_fetch(at: int) -> None:
         with pytest.raises(spillway.Unavailable, match="gone"):
             prefill.attend(held, 3, q, k, v, start=100, scale=0.25)
         assert held.running == 0
-        # Blocks far behind it were not asked for.
+        # Blocks far behind the failed one were not requested.
         assert max(held.asked, default=(0, 0))[0] <= at + 10
-        # It serves on.
+        # It can be used again.
         out = prefill.attend(Held(k, v), 3, q, k, v, start=100, scale=0.25)
     keys, values = (torch.cat([x, x], dim=1) for x in (k, v))
     expect(out, reference(q, keys, values, 0.25, causal(100, 200))[0], torch.float32)
 
 
 def test_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever ends the caller, no thread writes to the buffers after it."""
+    """After the caller is interrupted, no thread writes to the buffers any more."""
     k, v = made(2, 2, 100, 16)
     held = Failing(k, v, -1, ValueError())
     calls = itertools.count()
@@ -498,7 +498,7 @@ def test_prompt_by_chunks(of_engine: tuple[spillway.Sequence, torch.dtype]) -> N
 
 @pytest.mark.transports("grpcio", "libspillway", "embedded")
 def test_modes_of_torch(of_engine: tuple[spillway.Sequence, torch.dtype]) -> None:
-    """Buffers serve whatever mode they were made in, and nothing is recorded for gradients."""
+    """Buffers work in any torch mode, and nothing is recorded for gradients."""
     sequence, dtype = of_engine
     k, v = made(2, 2, 300, 64, dtype=dtype)
     q = made(100, 8, 64, dtype=dtype, seed=5)
@@ -524,14 +524,14 @@ def test_rows_that_are_not_there(of_engine: tuple[spillway.Sequence, torch.dtype
 
 @pytest.mark.skipif(not GPU, reason="needs SPILLWAY_TEST_DEVICE=cuda:N")
 def test_memory() -> None:
-    """A prompt eight times what fits takes two blocks and one chunk."""
+    """A prompt eight times as large as what fits needs only two blocks and one chunk."""
     dtype, chunk, block, heads = torch.bfloat16, 1024, 1024, 32
     length = 16 * chunk
     k, v = (x.cpu().pin_memory() for x in made(2, 8, length, 128, dtype=dtype))
     q = made(chunk, heads, 128, dtype=dtype)
     new = k[:, :chunk].to(DEVICE), v[:, :chunk].to(DEVICE)
     with Prefill(block_token_count=block) as prefill:
-        # The trials' memory, and cuDNN's own, are no part of it.
+        # The memory of the trials and of cuDNN does not count.
         prefill.attend(Held(k, v), 3, q, *new, start=2 * block, scale=0.1)
         held = buffer_bytes(kv_heads=8, head_dim=128, dtype=dtype, block_token_count=block)
         assert prefill.buffer_bytes == held
@@ -546,14 +546,14 @@ def test_memory() -> None:
 
 @pytest.mark.skipif(not GPU, reason="needs SPILLWAY_TEST_DEVICE=cuda:N")
 def test_buffers_are_not_overwritten_while_they_are_read() -> None:
-    """Fetches wait for the kernels of the block before, however late those come."""
+    """Fetches wait for the kernels of the block before, even if those are late."""
     k, v = made(2, 2, 4096, 64, dtype=torch.float16)
     q = made(512, 8, 64, dtype=torch.float16, seed=5)
     keys, values = (torch.cat([x, x[:, :512]], dim=1) for x in (k, v))
     wanted, _ = reference(q, keys, values, 0.125, causal(512, 4608))
 
     class Eager(Held):
-        """Writes as an engine does: on a stream of its own, after the current one."""
+        """Writes like an engine: on its own stream, after the current one."""
 
         def __init__(self, k: torch.Tensor, v: torch.Tensor) -> None:
             super().__init__(k, v)

@@ -1,7 +1,7 @@
-"""Tokens of a prompt attend to all tokens, in whatever chunks they come; decoding is sparse.
+"""All tokens of a prompt are attended exactly, in any chunks, and decoding is sparse.
 
-Layer 0's attends in the daemon are written out as (queries, whether all rows
-were read). Only forwards of 16 tokens and fewer get there: others attend in this process.
+Attends of layer 0 in the daemon are noted as (queries, whether all rows were read). Only forward
+passes of at most 16 tokens use the daemon; others are attended in this process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from spillway import Client, Policy, TopK
 from spillway.transformers import AttendEvent, SpillwayCache
 from transformers import DynamicCache
 
-# Of 1,100 tokens and more it reads 64 + 64 + 16: what is sparse is seen to be.
+# Of 1,100 or more tokens, it reads 64 + 64 + 16, so that sparse attends can be recognised.
 SPARSE = Policy(dense_token_count=1024, heavy=TopK(count=16), tail="none")
 EXACT = True
 STEP = (1, not EXACT)
@@ -34,14 +34,14 @@ def dense() -> Any:
 
 @pytest.fixture(scope="module")
 def spilled() -> Any:
-    """The same model with Spillway's."""
+    """The same model with Spillway's attention."""
     model = llama()
     model.set_attn_implementation("spillway")
     return model
 
 
 class Seen(list[tuple[int, bool]]):
-    """Attends of layer 0, and what they read."""
+    """The attends of layer 0, with their query counts and whether they read all rows."""
 
     def __call__(self, event: AttendEvent) -> None:
         """Notes an attend."""
@@ -50,14 +50,14 @@ class Seen(list[tuple[int, bool]]):
         touched = event.result.touched_row_counts
         visible = event.result.certificate.visible_token_counts[:, :1]
         whole = bool((touched == visible).all())
-        # 16 heavy tokens, the sink, and a window that may reach back to a page.
+        # 16 heavy tokens, the sink, and a window that may be longer by most of a page.
         assert whole or (touched <= 16 + 64 + 127).all()
         self.append((len(event.query), whole))
 
 
 @contextmanager
 def watched(client: Client, model: Any, **options: Any) -> Iterator[tuple[SpillwayCache, Seen]]:
-    """A cache whose sparse attends are known from its exact ones."""
+    """A cache, and a list of its attends. SPARSE makes sparse and exact attends distinguishable."""
     seen = Seen()
     with SpillwayCache(model.config, client, policy=SPARSE, on_attend=seen, **options) as cache:
         yield cache, seen
@@ -70,12 +70,12 @@ def watched(client: Client, model: Any, **options: Any) -> Iterator[tuple[Spillw
         (1210, 400, [(10, EXACT), (1, EXACT), STEP, STEP]),
         (1217, 400, [(1, EXACT), STEP, STEP]),
         (1202, 400, [(2, EXACT), (1, EXACT), STEP, STEP]),
-        # The last chunk is one token.
+        # The last chunk has one token.
         (1201, 400, [(1, EXACT), STEP, STEP, STEP]),
-        # It is not, but cannot be told from the case above.
+        # Here the prompt is complete before this token, but that looks like the case above.
         (1200, 400, [(1, EXACT), STEP, STEP]),
         (1120, 10, [(10, EXACT)] * 111 + [(1, EXACT), STEP, STEP]),
-        # The second chunk of two is one token, as is a first step.
+        # The second of two chunks has one token, like a first decode step.
         (1101, 1100, [STEP, STEP, STEP, STEP]),
         (1100, 1100, [STEP, STEP, STEP]),
     ],
@@ -106,7 +106,7 @@ def test_logits_after_a_short_chunk(client: Client, dense: Any, spilled: Any, re
 
 def test_short_part_of_a_padded_row(client: Client, spilled: Any) -> None:
     ids = prompt(2, 1300)
-    # Of the last chunk's 50 tokens the second row has 5.
+    # The second row has 5 of the last chunk's 50 tokens.
     ids[1, :1295] = 0
     ids[0, :50] = 0
     with watched(client, spilled) as (cache, seen):
@@ -121,7 +121,7 @@ def test_second_turn(client: Client, spilled: Any, length: int) -> None:
         first = generate(spilled, ids, cache, max_new_tokens=3)
         assert seen == [STEP, STEP]
         seen.clear()
-        # The first turn's last token is new to the cache too.
+        # The last token of the first turn is also new to the cache.
         turn = torch.cat([first, prompt(1, length)], dim=1)
         generate(spilled, turn, cache, max_new_tokens=3)
         first_part = [(length + 1, EXACT)] if length < 16 else []
@@ -141,25 +141,26 @@ def kinds(seen: Seen) -> set[bool]:
 
 
 def test_candidates_are_no_prompt(client: Client, spilled: Any) -> None:
-    # Every continuation is found in what came before.
+    # Every continuation occurs earlier in the prompt.
     ids = prompt(1, 100).repeat(1, 12)
     assisted = {"prompt_lookup_num_tokens": 5}
     with watched(client, spilled) as (cache, seen):
         first = generate(spilled, ids, cache, max_new_tokens=20, **assisted)
         assert max(count for count, _ in seen) > 1
         assert kinds(seen) == {not EXACT}
-        # A turn after it is a prompt, though generate() cropped the cache last.
+        # The next turn is a prompt, even though generate() cropped the cache last.
         seen.clear()
         generate(spilled, torch.cat([first, prompt(1, 9)], dim=1), cache, max_new_tokens=3)
         assert seen == [(10, EXACT), STEP, STEP]
 
 
-# Before, its assisted decoding reads all of a cache that is not empty once more.
+# In older versions, assisted decoding reads a non-empty cache's tokens once more.
 @pytest.mark.skipif(
     Version(transformers.__version__) < Version("5.23"), reason="not with this transformers"
 )
 def test_first_candidates_are_a_prompt(client: Client, spilled: Any) -> None:
-    # What comes with the first candidates of a turn is its prompt, and attended here.
+    # Tokens that come with the first candidates of a turn are its prompt, and are attended in this
+    # process.
     ids = prompt(1, 100).repeat(1, 12)
     with watched(client, spilled) as (cache, seen):
         first = generate(spilled, ids, cache, max_new_tokens=3)

@@ -1,4 +1,4 @@
-"""What a prompt in chunks takes of memory, as it is told and as it is measured."""
+"""The memory that a prompt in chunks takes: as computed and as measured."""
 
 from __future__ import annotations
 
@@ -28,21 +28,22 @@ def test_an_8b_shape() -> None:
     taken = prompt_memory(config, token_count=1 << 20, chunk_token_count=8192)
     # Two blocks of 16,384 tokens, K and V, 8 heads of 128, two bytes each.
     assert taken.buffers == 2 * 2 * 16384 * 8 * 128 * 2 == 128 << 20
-    # The output in float32 and two in bfloat16, 32 bytes a query and head, and workspaces.
+    # The output in float32 and two in bfloat16, 32 bytes per query and head, and workspaces.
     assert taken.attend == 8192 * 32 * (128 * 8 + 32) + (32 << 20)
-    # 32 layers of a chunk's K and V.
+    # K and V of a chunk in 32 layers.
     assert taken.appends == 32 * 8192 * 2 * 8 * 128 * 2 == 1 << 30
     assert taken.sliding == 0
     assert taken.codes == 32 * 8 * (1 << 20) * 53
-    # 1 % of the tokens, 10,486, and four deviations of 102 rows; with the 64 of the sink they are
-    # 172 pages of 64 rows of 512 bytes. The last 128 tokens come on top.
+    # 1 % of the tokens is 10,486; four standard deviations of 102 rows are added. With the 64
+    # tokens of the sink, these are 172 pages of 64 rows of 512 bytes. The last 128 tokens are
+    # added.
     assert taken.resident_rows == 32 * 8 * (172 * 64 + 128) * 512
     assert 2 << 30 < taken.of_torch < 4 << 30
     assert sum(taken) == taken.of_torch + taken.codes + taken.resident_rows
     longer = prompt_memory(config, token_count=4 << 20, chunk_token_count=8192)
     assert longer.of_torch == taken.of_torch
     assert longer.codes == 4 * taken.codes
-    # No more K/V than that wait to be appended, but for one layer's.
+    # At most 2 GiB of K/V wait to be appended, in addition to one layer's.
     larger = prompt_memory(config, token_count=1 << 20, chunk_token_count=65536)
     assert larger.appends == (2 << 30) + (256 << 20)
 
@@ -70,7 +71,7 @@ def test_sliding_layers_keep_their_windows() -> None:
 
 @contextmanager
 def limited(byte_count: int) -> Iterator[None]:
-    """Lets torch take so much more of the GPU's memory than it holds."""
+    """Lets torch use at most `byte_count` more GPU memory than now."""
     torch.cuda.empty_cache()
     most = torch.cuda.memory_reserved() + byte_count
     torch.cuda.set_per_process_memory_fraction(
@@ -85,7 +86,7 @@ def limited(byte_count: int) -> Iterator[None]:
 @pytest.mark.skipif(not on_gpu(), reason="needs SPILLWAY_TEST_DEVICE=cuda:N")
 @pytest.mark.transports("libspillway", "embedded")
 def test_peak(client: Client) -> None:
-    """A prompt whose K/V are many times the budget stays within it."""
+    """A prompt whose K/V are many times the budget stays within the budget."""
     chunk, block, length = 1024, 2048, 64 * 1024
     model = llama(
         4,
@@ -114,14 +115,14 @@ def test_peak(client: Client) -> None:
         torch.no_grad(),
         SpillwayCache(model.config, client, prefill_block_token_count=block) as cache,
     ):
-        # What libraries allocate once, and the kernels' trials.
+        # Memory that libraries allocate once, and the trials of the kernels.
         for start in (0, chunk):
             forward(cache, start)
         cache.reset()
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        # The allocator rounds up, and its pieces do not fit together.
+        # The allocator rounds up, and its memory becomes fragmented.
         with limited(2 * told.of_torch):
             for start in range(0, length, chunk):
                 forward(cache, start)

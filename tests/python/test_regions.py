@@ -1,4 +1,4 @@
-"""Memory that client and daemon share: used well, misused, and left behind."""
+"""Memory that client and daemon share: used, misused, and left behind."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from spillway._proto import memory_service_pb2 as memory
 from spillway._proto import tensor_pb2 as tensors
 
 MIB = 1 << 20
-HEADS, DIM = 2, 16  # of the model fixture, with two layers and four query heads
+HEADS, DIM = 2, 16  # as in the fixture `model`, which has two layers and four query heads
 INVALID, MISSING, RANGE = "INVALID_ARGUMENT", "NOT_FOUND", "OUT_OF_RANGE"
 BOTH = pytest.mark.transports("libspillway", "embedded")
 
@@ -39,7 +39,7 @@ def region(client: Client) -> Iterator[Region]:
 
 
 def rows_of(sequence: Sequence, layer: int, count: int) -> Any:
-    """Every row [H_kv, T, 2, d] of a layer, as the daemon has them."""
+    """All rows of a layer [H_kv, T, 2, d], as the daemon returns them."""
     everything = spillway.Selection(
         offsets=np.arange(HEADS + 1) * count,
         indices=np.tile(np.arange(count, dtype=np.uint32), HEADS),
@@ -51,7 +51,7 @@ def rows_of(sequence: Sequence, layer: int, count: int) -> Any:
 
 
 def expect_rows(sequence: Sequence, k: Any, v: Any) -> None:
-    """k, v: [layers, H_kv, T, d]."""
+    """Checks the rows of both layers; k and v are [layers, H_kv, T, d]."""
     for layer in range(2):
         expected = np.stack([k[layer], v[layer]], axis=2)
         np.testing.assert_array_equal(rows_of(sequence, layer, k.shape[2]), expected)
@@ -67,7 +67,7 @@ def test_appends_from_a_region(
     k, v = region.array((2, HEADS, 300, DIM)), region.array((2, HEADS, 300, DIM))
     k[:], v[:] = normal(rng, *k.shape), normal(rng, *v.shape)
     sequence = client.create_sequence(model)
-    # One message for both layers, which carries no rows.
+    # One message for both layers. It has no rows.
     assert sequence.append(0, 0, k, v).appended_chunk_count == 1
     expect_rows(sequence, k, v)
     assert sequence.append(0, 0, k, v).already_present_chunk_count == 1
@@ -91,7 +91,7 @@ def test_a_region_has_tensors(client: Client, region: Region) -> None:
 
 @BOTH
 def test_views_are_read_as_they_lie(client: Client, model: Model, rng: np.random.Generator) -> None:
-    # As a model has them: [T, H, d], every second token.
+    # The layout of models: [T, H, d], every second token.
     held = normal(rng, 2, 400, 2, HEADS, DIM)
     if client.transport != "embedded":
         shared = client.attach_region(MIB).array(held.shape)
@@ -151,7 +151,7 @@ def test_what_is_not_finite_is_named_and_appends_nothing(
 # Misuse.
 
 
-SIZE = HEADS * 10 * DIM * 4  # of ten tokens' K in one layer
+SIZE = HEADS * 10 * DIM * 4  # bytes of ten tokens' K in one layer
 BAD_SLICES: dict[str, tuple[dict[str, Any], str, str]] = {
     "no name": ({"region": ""}, INVALID, "chunk.k.region"),
     "no such name": ({"region": "sequences/x"}, INVALID, "chunk.k.region"),
@@ -256,7 +256,7 @@ def test_bad_queries_and_outputs(
     def fields_of(error: spillway.SpillwayError) -> list[str]:
         return [violation.field for violation in error.fields]
 
-    # A thousand billion queries that all lie in one place.
+    # 10^12 queries, all at the same place.
     many = attend(q=tensor(region.name, 0, 2**40, 4, DIM, strides=(0, DIM * 4, 4)))
     assert (many.code, fields_of(many)) == (INVALID, ["items[0].q.shape"])
     end = 4 * MIB - 4 * DIM * 4
@@ -270,7 +270,7 @@ def test_bad_queries_and_outputs(
     error = attend(lse=tensors.RegionSlice(region=region.name, offset=4 * MIB - 12))
     assert (error.code, fields_of(error)) == (INVALID, ["items[0].lse.offset"])
     assert attend(out=tensors.RegionSlice(region="regions/unknown")).code == MISSING
-    # What takes no slice.
+    # A request that accepts no slice.
     request = attention.FetchPagesRequest(
         item=attention.AttendItem(sequence=sequence.name),
         selection=attention.Selection(offsets=[0, 1, 2], indices=tensor(region.name, 0, 2)),
@@ -306,7 +306,7 @@ def test_a_session_has_its_own(client: Client, target: str, region: Region) -> N
         assert [one.name for one in listed] == [theirs.name]
         taken = memory.DetachRegionRequest(session=session, name=region.name)
         assert refused(lambda: stub.DetachRegion(taken)).reason == "REGION_NOT_FOUND"
-        # Nor does its socket hand out another's.
+        # Its socket does not return another client's region either.
         connection = other._regions._socket
         assert connection is not None
         connection.send(region.name.encode())
@@ -322,7 +322,7 @@ def test_the_most_regions_of_a_session(target: str) -> None:
 
 
 def other_bytes(client: Client) -> int:
-    """Memory that holds neither rows nor codes, regions among it."""
+    """Bytes of memory other than rows and codes. They include regions."""
     return client.statistics().memory.other_bytes
 
 
@@ -346,7 +346,7 @@ def test_detached_while_in_use(client: Client, model: Model, rng: np.random.Gene
     thread.start()
     time.sleep(0.01)
     region.detach()
-    k[:], v[:] = 7, 7  # of nobody else any more, or used in part
+    k[:], v[:] = 7, 7  # the daemon does not use these values any more, or only for some rows
     thread.join()
     if isinstance(outcome[0], spillway.NotFound):
         assert outcome[0].reason == "REGION_NOT_FOUND"
@@ -355,7 +355,7 @@ def test_detached_while_in_use(client: Client, model: Model, rng: np.random.Gene
         got = rows_of(sequence, 0, count)
         sent = np.stack([k_sent[0], v_sent[0]], axis=2)
         assert (got[got != sent] == 7).all()
-    # But for page tables of what was appended.
+    # Only the page tables of appended rows may remain.
     wait_for(lambda: other_bytes(client) < held - 60 * MIB)
 
 
@@ -439,7 +439,7 @@ def test_a_daemon_that_restarted_knows_no_region(tmp_path: Path) -> None:
 
 
 def own_regions(client: Client) -> int:
-    """Regions of the client's session; all of them are its own, for the test attaches none."""
+    """How many regions the client's session has. The client itself has attached all of them."""
     request = memory.ListRegionsRequest(session=client._regions._session)
     return len(client._stubs.memory.ListRegions(request).regions)
 
@@ -462,9 +462,9 @@ def test_large_appends_go_by_a_region_of_the_clients_own(
     with running_daemon(tmp_path) as target, spillway.connect(target) as client:
         sequence = client.create_sequence(two_layers(client))
         sequence.append(0, 0, k[:, :, :10], v[:, :, :10])
-        assert client._regions._session == ""  # that was small
+        assert client._regions._session == ""  # that append was small
         result = sequence.append(0, 10, k[:, :, 10:], v[:, :, 10:])
-        # One message could not hold it.
+        # The rows went through a region: they would not fit into one message.
         assert (result.appended_chunk_count, result.layer_token_counts) == (1, (20_000, 20_000))
         expect_rows(sequence, k, v)
         again = sequence.append(0, 10, k[:, :, 10:], v[:, :, 10:])
@@ -475,7 +475,7 @@ def test_large_appends_go_by_a_region_of_the_clients_own(
         with pytest.raises(spillway.OutOfRange):
             client.create_sequence(sequence.model).append(0, 0, k, v)
         assert own_regions(client) == 1
-        # It is the daemon's to count, and goes with the client.
+        # The daemon counts the region's memory, and releases it with the client.
         assert other_bytes(client) >= 16 * MIB
         with spillway.connect(target) as other:
             client.close()
@@ -508,7 +508,8 @@ def test_large_appends_after_a_restart(tmp_path: Path, rng: np.random.Generator)
         assert own_regions(client) == 1
     with running_daemon(tmp_path):
         wait_for(client.health)
-        for _ in range(2):  # in messages where the region is gone, and by a new one
+        # first in messages, because the region is gone, then through a new region
+        for _ in range(2):
             sequence = client.create_sequence(two_layers(client))
             sequence.append(0, 0, k, v)
             expect_rows(sequence, k, v)
@@ -529,7 +530,7 @@ def test_large_appends_where_there_is_no_memory_for_a_region(
         assert client.statistics().transport.rows == "regions"
         sequence.append(0, 0, k, v)
         expect_rows(sequence, k, v)
-        assert own_regions(client) == 1  # the test's
+        assert own_regions(client) == 1  # only the test's region
         assert client.statistics().transport.rows == "messages"
         region.detach()
 
@@ -542,7 +543,7 @@ def test_an_embedded_engine_has_its_process_memory_alone(client: Client) -> None
     assert refused(lambda: client._stubs.memory.AttachRegion(request)).code == "UNIMPLEMENTED"
 
 
-# Regions of a GPU's memory, where there is none (test_gpu_regions.py has the rest).
+# GPU regions on a machine without a GPU. test_gpu_regions.py has the other tests.
 
 
 @pytest.mark.parametrize(
@@ -582,5 +583,5 @@ def test_what_is_no_handle_is_not_mapped(client: Client) -> None:
     for handle, codes in ((b"short", {INVALID}), (bytes(64), {MISSING})):
         with pytest.raises(spillway.SpillwayError) as caught:
             client._native.map_gpu_region(nowhere, handle)
-        # A build without CUDA maps nothing.
+        # A build without CUDA cannot map.
         assert caught.value.code in codes | {"UNIMPLEMENTED"}, caught.value

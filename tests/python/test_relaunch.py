@@ -1,4 +1,4 @@
-"""A daemon that takes its own place, and one whose GPU does not come back."""
+"""A daemon that replaces its own process, and one whose GPU does not come back."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_a_signal_starts_it_anew_in_its_place(tmp_path: Path) -> None:
         writer = Writer(1, "sequences/s")
         writer.append(sequence, 700)
         for number in range(3):
-            # What is asked meanwhile waits, and is answered by the next process.
+            # Calls during this time wait, and the next process answers them.
             os.kill(pid, signal.SIGUSR2)
             writer.append(sequence, 10)
             wait_for_log(log, "signal=SIGUSR2", 2 * (number + 1))
@@ -35,7 +35,7 @@ def test_a_signal_starts_it_anew_in_its_place(tmp_path: Path) -> None:
         assert before.store_id == after.store_id
         assert each.served.pid == pid
         assert Path(f"/proc/{pid}/comm").read_text() == "spillwayd\n"
-        # Nothing of the processes before is left: neither descriptors nor rows of theirs.
+        # Nothing is left of the earlier processes: neither descriptors nor rows.
         assert len(os.listdir(f"/proc/{pid}/fd")) < 64
         k, _ = sequence.fetch(0, 0, 760)
         np.testing.assert_array_equal(k, rows(1, 0, 760)[0])
@@ -53,7 +53,7 @@ def test_without_an_arena_directory_the_signal_is_refused(tmp_path: Path) -> Non
 
 
 def after_a_loss(folder: Path, attempts: int, *flags: str) -> serving.Daemon:
-    """A daemon whose predecessor lost a GPU that is not here, not started."""
+    """A daemon, not started, whose predecessor lost a GPU that this machine does not have."""
     wrapper = folder / "after-a-loss"
     left = {
         "losses": 3,
@@ -82,7 +82,8 @@ def test_the_cpu_goes_on_where_that_is_allowed(tmp_path: Path) -> None:
             told = wait_for_log(tmp_path / "log", "serving_http")
             with spillway.connect(each.target) as client:
                 assert [device.name for device in client.server_info.devices] == ["cpu:0"]
-            # The ninth and the tenth time are waited for, each by a process of its own.
+            # The process waits for the device at the ninth and tenth attempt, each in a new
+            # process.
             assert told.count("device_not_back") == 2
             assert told.count("relaunched") == 3
             assert 'cpu_instead lost="cuda:77: an illegal address"' in told

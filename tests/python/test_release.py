@@ -1,4 +1,4 @@
-"""`make release` refuses what is not ready, and collects and sums what is."""
+"""`make release` refuses what is not ready, and otherwise collects the files and their sums."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CHANGELOG = """# Changelog
 
 - An old thing.
 """
-# In place of what takes minutes.
+# Stands for make targets that take minutes.
 MAKEFILE = """
 package wheels:
 \tmkdir -p build/$@ && cd build/$@ && $(foreach n,$(FILES_$@),echo $(n) > $(n);)
@@ -40,7 +40,7 @@ FILES_wheels = spillway-1.2.3-py3-none-any.whl spillway_lab-1.2.3-py3-none-any.w
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """One that is ready, with its files committed."""
+    """A checkout that is ready for a release, with its files committed."""
     (tmp_path / "scripts").mkdir()
     shutil.copy(SCRIPT, tmp_path / "scripts")
     (tmp_path / "scripts/wheels-test.sh").write_text("#!/bin/sh\necho wheels are tried\n")

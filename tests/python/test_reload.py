@@ -1,4 +1,4 @@
-"""SIGHUP has a daemon read its settings again, and take what may change while it serves."""
+"""After SIGHUP, a daemon reads its settings again, and applies those that may change."""
 
 from __future__ import annotations
 
@@ -43,20 +43,20 @@ Event = dict[str, Any]
 
 
 class Reloading:
-    """A daemon with a file of settings, which tests change."""
+    """A daemon with a file of settings that tests change."""
 
     def __init__(self, folder: Path) -> None:
         self._file, self._log = folder / "spillwayd.toml", folder / "log"
         self._file.write_text("")
         self.target = f"unix:{folder}/spillwayd.sock"
         flags = ["--config", str(self._file), "--memory-limit", "256MiB", "--log-format", "json"]
-        # Flags win over the file, at a reload too.
+        # Flags take precedence over the file, also at a reload.
         flags += ["--stream-idle", "77", *device_flags()]
         self.daemon = serving.Daemon(binary(), self.target, self._log, *flags, timeout=30)
         self.daemon.start()
 
     def reload(self, text: str, last: str = "reloaded") -> list[Event]:
-        """What is logged about a new file, to the event that comes last."""
+        """Writes a new file and reloads. Returns the logged events up to one named `last`."""
         before = len(self.events())
         self._file.write_text(text)
         os.kill(self.daemon.pid, signal.SIGHUP)
@@ -68,7 +68,7 @@ class Reloading:
         return said()
 
     def events(self) -> list[Event]:
-        """What is logged, in whole lines, without times and levels."""
+        """The logged events, without times and levels. Ignores an incomplete line."""
         lines = self._log.read_text().splitlines(keepends=True)
         said = [json.loads(line) for line in lines if line.endswith("\n")]
         return [{k: v for k, v in e.items() if k not in ("time", "level")} for e in said]
@@ -76,7 +76,7 @@ class Reloading:
 
 @pytest.fixture(scope="module")
 def reloading(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reloading]:
-    """One for all tests, which each set all that they are about."""
+    """One daemon for all tests. Each test sets the settings that it needs."""
     reloading = Reloading(tmp_path_factory.mktemp("reload"))
     yield reloading
     assert reloading.daemon.end() == 0
@@ -103,7 +103,7 @@ def test_what_may_change_changes_and_the_rest_waits(reloading: Reloading) -> Non
         changed("sequences.ttl_seconds", "3600", "30"),
         {"event": "reloaded", "changed": "2", "need_restart": "1"},
     ]
-    # What changed is in force; what waits is told each time.
+    # Changed settings are in force. Settings that need a restart are logged each time.
     again = reloading.reload(
         "[sequences]\nttl_seconds = 30\n[device]\nthread_count = 7\n[server]\ngrace_seconds = 5\n"
     )
@@ -116,7 +116,7 @@ def test_what_may_change_changes_and_the_rest_waits(reloading: Reloading) -> Non
         ("[sequences]\nttl_seconds = 40\n[server\n", "spillwayd.toml"),
         ("[sequences]\nttl_seconds = 40\n[log]\nlevel = 'loud'\n", '"loud" is not one of'),
         ("[sequences]\nttl_seconds = 40\ncount = 3\n", "unknown key sequences.count"),
-        # Each by itself is fine.
+        # Each setting is valid, but not both together.
         ("[sequences]\nttl_seconds = 40\n[tls]\nclient_ca = '/ca.pem'\n", "tls.client_ca"),
     ],
 )
@@ -165,7 +165,7 @@ def test_limits_and_defaults_hold_for_what_comes_then(reloading: Reloading) -> N
             client.create_model(
                 layer_count=1, query_head_count=1, kv_head_count=1, head_dim=16, dtype="float32"
             )
-        # What is there beyond a limit stays.
+        # Sequences above a new limit stay.
         reloading.reload("[sequences]\ncount_max = 1\n")
         assert {before.name, after.name} == {s.name for s in client.list_sequences()}
         for sequence in (before, after):
@@ -182,7 +182,8 @@ def test_sequences_of_clients_that_are_gone_go_by_the_grace_of_now(reloading: Re
         with spillway.connect(reloading.target) as gone:
             sequence = gone.create_sequence(model)
         wait_for(lambda: [s.abandoned for s in client.list_sequences()] == [True])
-        # Not before the ttl, and at once: one that was there before.
+        # With 0, the sequence stays until its ttl ends. With 0.01, it goes at once, although it is
+        # older than the setting.
         reloading.reload("[sequences]\nunnamed_grace_seconds = 0\n")
         assert [s.name for s in client.list_sequences()] == [sequence.name]
         reloading.reload("[sequences]\nunnamed_grace_seconds = 0.01\n")
@@ -209,10 +210,10 @@ def test_beyond_the_connections_that_are_allowed_then_new_ones_are_closed(
         reloading.reload("[server]\nconnection_count_max = 1\n")
         told = len(reloading.events())
         assert not served(second)
-        # The reason was logged before the connection was closed; who writes lines may be behind.
+        # The reason was logged before the connection was closed, but the log may be written later.
         shed = {"event": "connection_shed", "connection_count_max": "1"}
         wait_for(lambda: shed in reloading.events()[told:])
-        # Who was there stays.
+        # Earlier connections stay.
         first.settimeout(0)
         with pytest.raises(BlockingIOError):
             while first.recv(4096):
@@ -222,7 +223,7 @@ def test_beyond_the_connections_that_are_allowed_then_new_ones_are_closed(
 
 def test_the_log_says_as_much_as_it_is_told_to(reloading: Reloading) -> None:
     reloading.reload("")
-    # The new level holds after the line that says so.
+    # The new level applies after the line that reports it.
     quiet = reloading.reload("[log]\nlevel = 'warning'\n", last="setting_changed")
     assert quiet == [changed("log.level", "info", "warning")]
     said = reloading.reload("[device]\nthread_count = 7\n[log]\nlevel = 'info'\n")
@@ -233,7 +234,7 @@ def test_the_log_says_as_much_as_it_is_told_to(reloading: Reloading) -> None:
 
 
 def marked(lines: list[str]) -> set[str]:
-    """Settings of the example above whose line the comment has the mark."""
+    """The settings in the example file whose comment has the mark (SIGHUP)."""
     found, section, comment = set(), "", ""
     for line in lines:
         if line.startswith("["):

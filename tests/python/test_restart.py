@@ -1,4 +1,4 @@
-"""What the client says, and how it goes on, when the daemon has restarted."""
+"""What the client reports, and how it continues, after the daemon has restarted."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SHAPES: dict[str, Any] = {
 
 @contextmanager
 def lost_by_restart() -> Iterator[None]:
-    """Expects to be told that the daemon has restarted."""
+    """Expects an error that says that the daemon has restarted."""
     with pytest.raises(spillway.NotFound, match="the daemon has restarted") as caught:
         yield
     assert isinstance(caught.value, spillway.DaemonRestarted)
@@ -35,7 +35,7 @@ def lost_by_restart() -> Iterator[None]:
 
 @contextmanager
 def gone() -> Iterator[None]:
-    """Expects to be told that the sequence was deleted or has expired."""
+    """Expects an error that says that the sequence was deleted or has expired."""
     with pytest.raises(spillway.NotFound, match="deleted or have expired") as caught:
         yield
     assert not isinstance(caught.value, spillway.DaemonRestarted)
@@ -61,7 +61,7 @@ def test_cache(tmp_path: Path, native: bool, token_count: int) -> None:
         for each in (cache, fork):
             each.reset()
             assert torch.equal(generate(spilled, ids, each), expected)
-        # The new daemon's own are not lost by that restart.
+        # If sequences of the new daemon are missing, the restart is not the reason.
         cache.sequences[0].delete()
         with gone():
             spilled(ids[:, :token_count], past_key_values=cache)
@@ -86,7 +86,7 @@ def test_cache_of_a_model_that_was_given(tmp_path: Path) -> None:
         generate(spilled, prompt(1, 20), cache, max_new_tokens=1)
     with running_daemon(tmp_path), client, cache:
         cache.reset()
-        # Only its owner knows how it was made.
+        # The cache cannot create this model again, because its user created it.
         with pytest.raises(spillway.NotFound, match="no model models/mine"):
             generate(spilled, prompt(1, 20), cache, max_new_tokens=1)
         client.create_model("mine", dtype="float32", **shapes)
@@ -105,7 +105,7 @@ def test_sequence(tmp_path: Path) -> None:
         sequence.append(0, 0, k, k)
         handles = [sequence, client.get_sequence("sequences/s"), sequence.fork("t")]
     with running_daemon(tmp_path), client:
-        # Nothing has failed yet: the client has not heard of the restart.
+        # Nothing has failed yet: the client does not know of the restart.
         fresh = client.create_sequence(client.create_model("m", **SHAPES), "fresh")
         fresh.append(0, 0, k, k)
         calls: tuple[Callable[[spillway.Sequence], Any], ...] = (

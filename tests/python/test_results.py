@@ -1,4 +1,4 @@
-"""The pages of committed results say what the records beside them say."""
+"""The pages of committed results agree with the records beside them."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def test_the_gpu_page(gpu: Path) -> None:
 
 
 def test_bounds_come_from_the_records(gpu: Path) -> None:
-    # The fastest dense attention at 1M, the best that multiprocessors load of
-    # rows, and the memory of codes: each another than what was measured.
+    # Changes the fastest dense attention at 1M, the best rate at which multiprocessors load rows,
+    # and the memory of codes.
     edit(gpu / "peers.jsonl", '"us": 955.9040069580078', '"us": 412.3')
     edit(gpu / "link.csv", ",51.40440586987429,", ",52.5,")
     huggingface = (gpu / "huggingface.jsonl").read_text()

@@ -1,4 +1,4 @@
-"""Clients go on by themselves when a daemon whose rows outlive it restarts."""
+"""Clients continue by themselves when a daemon whose rows outlive it restarts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from spillway.transformers import SpillwayCache
 
 
 class Killer:
-    """Kills a daemon and starts the next one a little later, while its client waits."""
+    """Kills a daemon and starts the next one a little later, while the client waits."""
 
     def __init__(self, each: Daemon, pause: float = 0.2) -> None:
         self._each, self._pause = each, pause
@@ -53,7 +53,7 @@ def killer(each: Daemon) -> Iterator[Killer]:
 
 
 def before_layer(model: Any, layer: int, calls: set[int], act: Callable[[], None]) -> Any:
-    """Acts before some of the calls of a layer's attention."""
+    """Calls `act` before some of the calls of a layer's attention."""
     count = 0
 
     def hook(*_: Any, **__: Any) -> None:
@@ -77,7 +77,7 @@ def test_generation_is_as_an_undisturbed_one(tmp_path: Path, how: str) -> None:
                 client._no_doorbell = "not in this test"
             assert client.step_transport == how
             with SpillwayCache(spilled.config, client) as cache:
-                # In mid step, and between two; the prompt is the first call.
+                # In the middle of a step, and between two steps. The first call is the prompt.
                 hooks = [
                     before_layer(spilled, 1, {5, 20, 21}, kill),
                     before_layer(spilled, 0, {33}, kill),
@@ -118,7 +118,7 @@ def test_calls(tmp_path: Path, native: bool) -> None:
             kill()
             np.testing.assert_array_equal(np.asarray(sequence.attend(0, q).out), before)
             kill()
-            # By a region of the client's own, which the restart takes.
+            # Goes through the client's own region, which the restart removes.
             writer.append(sequence, 9000)
             kill()
             assert sequence.refresh().token_count == 12_000
@@ -150,7 +150,7 @@ def test_calls(tmp_path: Path, native: bool) -> None:
 
 
 def once_reached(call: Callable[[], object]) -> None:
-    """Calls until the daemon answers."""
+    """Repeats the call until the daemon answers."""
     deadline = time.monotonic() + 30
     while True:
         try:
@@ -178,12 +178,12 @@ def test_what_does_not_go_on(tmp_path: Path) -> None:
         each.start()
         other.refresh()
         other.delete()
-        # It was deleted: no restart took it. Its own connection may still look for the daemon.
+        # The sequence was deleted, not lost by a restart. Its connection may still be reconnecting.
         with pytest.raises(spillway.NotFound) as caught:
             once_reached(sequence.refresh)
         assert not isinstance(caught.value, spillway.DaemonRestarted)
         each.kill()
-        # Another store at the same address.
+        # A daemon with another store at the same address.
         for name in ("rows", "records"):
             (each.arena / name).unlink()
         each.start()

@@ -1,4 +1,4 @@
-"""Sequences that are sealed: nothing is appended to them, by whatever way, and the rest goes on."""
+"""Sealed sequences: nothing can be appended to them in any way, and everything else works."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LENGTH = 20
 
 @pytest.fixture
 def model(client: Client) -> Iterator[Model]:
-    """Four layers."""
+    """A model with four layers."""
     model = client.create_model(
         layer_count=LAYERS,
         query_head_count=HEADS,
@@ -50,14 +50,14 @@ def rows(rng: np.random.Generator) -> Any:
 
 @pytest.fixture
 def sequence(client: Client, model: Model, rows: Any) -> Sequence:
-    """With LENGTH tokens in every layer."""
+    """A sequence with LENGTH tokens in every layer."""
     sequence = client.create_sequence(model)
     sequence.append(0, 0, *rows[:, :, :, :LENGTH])
     return sequence
 
 
 def new_token(rows: Any, layer: int, batch: int = 0) -> tuple[Any, Any]:
-    """K and V of the token after the first LENGTH ones, of a step of so many sequences."""
+    """K and V of the token after the first LENGTH, or of a step of `batch` such sequences."""
     k, v = rows[:, layer, :, LENGTH:]
     return (np.stack([k] * batch), np.stack([v] * batch)) if batch else (k, v)
 
@@ -115,7 +115,7 @@ def test_one_of_a_step_stops_all(
         expect_sealed(lambda: step.attend(0, q, *new_token(rows, 0, 2)), sealed)
     assert sealed.refresh().layer_token_counts == (LENGTH,) * LAYERS
     if client.step_transport in ("doorbell", "embedded"):
-        # By a stream each sequence has a message of its own.
+        # On a stream, each sequence has its own message, so others may have appended.
         assert sequence.refresh().layer_token_counts == (LENGTH,) * LAYERS
 
 
@@ -125,7 +125,8 @@ def test_a_decode_stream_is_refused_and_goes_on(
     q = normal(rng, 1, HEADS, DIM)
     with client.decode() as stream:
         sequence.seal()
-        # Of the same layer too: each message says so, not that one before it failed.
+        # For the same layer too: each message is refused as sealed, not because an earlier one
+        # failed.
         for start in (LENGTH, LENGTH, LENGTH - 1):
             k, v = rows[:, 0, :, start : start + 1]
             expect_sealed(partial(stream.step, sequence, 0, q, k, v, start=start), sequence)
@@ -141,7 +142,7 @@ def test_appends_and_truncations_are_refused(sequence: Sequence, rows: Any) -> N
     last = rows[:, :, :, LENGTH:]
     expect_sealed(lambda: sequence.append(0, LENGTH, *last), sequence)
     expect_sealed(lambda: sequence.append(2, LENGTH, *last[:, 2]), sequence)
-    # Rows that are there already.
+    # Rows that exist already.
     expect_sealed(lambda: sequence.append(0, 0, *rows[:, :, :, :LENGTH]), sequence)
     for count in (0, LENGTH):
         expect_sealed(partial(sequence.truncate, count), sequence)

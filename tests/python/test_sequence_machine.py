@@ -1,4 +1,4 @@
-"""Random appends, forks, truncations and deletions against a model in numpy."""
+"""Random appends, forks, truncations and deletions, compared with a model in numpy."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ EVERYTHING = Policy(selector="all")
 
 @dataclass
 class Twin:
-    """What a sequence should hold."""
+    """What a sequence must contain."""
 
     sequence: Sequence
     k: list[Any] = field(default_factory=list)
@@ -55,14 +55,14 @@ def rows(seed: int, layers: int, token_count: int) -> tuple[Any, Any]:
     return k, v
 
 
-# Counts that end at, before and beyond pages of 128 rows.
+# Counts that end at, before and after the ends of pages of 128 rows.
 COUNTS = st.sampled_from([1, 2, 3, 16, 17, 100, 127, 128, 129, 200, 256, 300])
 SEEDS = st.integers(0, 2**32 - 1)
 LAYER = st.integers(0, LAYERS - 1)
 
 
 class SequenceMachine(RuleBasedStateMachine):
-    """Twins are numpy copies of the daemon's sequences."""
+    """Keeps a numpy copy (a twin) of each of the daemon's sequences."""
 
     client: Client
     model: spillway.Model
@@ -78,7 +78,7 @@ class SequenceMachine(RuleBasedStateMachine):
         self.stream.close()
         for twin in self.alive:
             twin.sequence.delete()
-        # No row outlives its last sequence, shared or not.
+        # A row goes with the last sequence that has it, even if it was shared.
         assert held(self.client) == self.before
 
     @initialize(target=twins)
@@ -137,7 +137,7 @@ class SequenceMachine(RuleBasedStateMachine):
 
     @rule(twin=twins, layer=LAYER, at=st.floats(0, 1), count=COUNTS)
     def append_again(self, twin: Twin, layer: int, at: float, count: int) -> None:
-        """What is there already is accepted, and only that."""
+        """Equal rows that exist already are accepted; others are refused."""
         length = twin.counts[layer]
         start = int(at * length)
         stop = min(start + count, length)

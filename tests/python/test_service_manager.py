@@ -1,4 +1,4 @@
-"""What systemd learns of the daemon, and the unit that it runs it by."""
+"""What the daemon tells systemd, and the unit with which systemd runs the daemon."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ UNIT = ROOT / "cmake/packaging/spillwayd.service.in"
 
 
 def has_systemd() -> bool:
-    """Whether the daemon was built with libsystemd; of another nothing comes."""
+    """Whether the daemon was built with libsystemd. Others send nothing."""
     return b"NOTIFY_SOCKET" in binary().read_bytes()
 
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(not has_systemd(), reason="built without libsyst
 
 
 class Manager:
-    """The service manager's side: a socket, and what came there."""
+    """The service manager's side: a socket and the messages that it gets."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -37,18 +37,18 @@ class Manager:
         self._socket.settimeout(60)
 
     def receive(self) -> dict[str, str]:
-        """The next message's assignments."""
+        """The assignments in the next message."""
         text = self._socket.recv(4096).decode()
         return dict(line.split("=", 1) for line in text.splitlines())
 
     def until(self, name: str) -> dict[str, str]:
-        """The next message that assigns the name; others are passed over."""
+        """The next message that assigns the name. Skips other messages."""
         while name not in (message := self.receive()):
             pass
         return message
 
     def nothing_for(self, seconds: float) -> bool:
-        """Whether no message comes for so long, after those that are there."""
+        """Whether no message arrives for so long, after those that have arrived already."""
         self._socket.settimeout(0)
         try:
             while True:
@@ -70,7 +70,7 @@ class Manager:
 
 @pytest.fixture
 def manager(tmp_path: Path) -> Iterator[Manager]:
-    """Of a folder of its own."""
+    """A manager in a new folder."""
     manager = Manager(tmp_path / "notify")
     yield manager
     manager.close()
@@ -104,7 +104,7 @@ def test_it_is_ready_when_it_serves_beats_while_it_does_and_says_that_it_ends(
             assert client.health()
         for _ in range(3):
             assert manager.until("WATCHDOG") == {"WATCHDOG": "1"}
-        # A process that does nothing does not beat either.
+        # A stopped process does not send watchdog messages.
         daemon.send_signal(signal.SIGSTOP)
         assert manager.nothing_for(1)
         daemon.send_signal(signal.SIGCONT)
@@ -125,7 +125,7 @@ def test_a_reload_begins_and_ends(manager: Manager) -> None:
         assert reloading["RELOADING"] == "1"
         assert 0 < int(reloading["MONOTONIC_USEC"]) * 1000 <= time.monotonic_ns()
         assert manager.receive() == {"READY": "1", "STATUS": f"Serving at {target}"}
-        # One that is wrong ends too.
+        # A reload with wrong settings also ends with READY.
         settings.write_text("[server\n")
         daemon.send_signal(signal.SIGHUP)
         assert "RELOADING" in manager.receive()
@@ -141,7 +141,7 @@ def test_where_no_beats_are_asked_for_none_come(manager: Manager) -> None:
 
 
 def unit(folder: Path) -> Path:
-    """The unit with this build's daemon, for its own path."""
+    """The unit with the daemon of this build, at its path."""
     text = UNIT.read_text().replace("@config@", "/etc/spillway/spillwayd.toml")
     file = folder / "spillwayd.service"
     file.write_text(text.replace("@command@", f"{binary().resolve()} --threads 1"))
@@ -160,7 +160,7 @@ def analyze(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 def test_systemd_takes_the_unit(tmp_path: Path) -> None:
     done = analyze("verify", "--man=no", unit(tmp_path))
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    # And it is one that says when something is wrong.
+    # systemd-analyze does report errors.
     wrong = unit(tmp_path)
     wrong.write_text(wrong.read_text().replace("WatchdogSec=60", "WatchdogSecs=60"))
     assert "WatchdogSecs" in analyze("verify", "--man=no", wrong).stderr
@@ -171,7 +171,7 @@ def test_the_unit_leaves_pinned_memory_gpus_and_kept_rows_alone(tmp_path: Path) 
     lines = unit(tmp_path).read_text().splitlines()
     settings = dict(line.split("=", 1) for line in lines if line[:1].isalpha())
     assert settings["LimitMEMLOCK"] == "infinity"
-    # With it systemd empties /dev/shm of the user's files at every stop.
+    # With RemoveIPC, systemd would delete the user's files in /dev/shm at every stop.
     assert "RemoveIPC" not in settings
     for keeps_gpus_away in ("PrivateDevices", "ProtectClock", "MemoryDenyWriteExecute"):
         assert keeps_gpus_away not in settings

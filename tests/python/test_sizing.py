@@ -1,4 +1,4 @@
-"""The sizes in docs/operations.md are those of the engine."""
+"""The sizes in docs/operations.md equal those of the engine."""
 
 from __future__ import annotations
 

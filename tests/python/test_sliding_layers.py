@@ -1,4 +1,4 @@
-"""Models some of whose layers attend within a window: the same tokens as without Spillway."""
+"""Models with sliding-window layers: the same tokens as without Spillway."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 def gemma() -> Any:
-    """Its first layers slide; keys are normalized, and positions depend on the layer's type."""
+    """A Gemma: first layers slide, keys are normalised, positions depend on a layer's type."""
     kinds = [SLIDING, SLIDING, FULL, SLIDING, FULL]
     torch.manual_seed(1)
     config = Gemma3TextConfig(
@@ -49,7 +49,7 @@ def gemma() -> Any:
         num_hidden_layers=len(kinds),
         layer_types=kinds,
         query_pre_attn_scalar=32,
-        # Else it repeats its last token.
+        # With tied embeddings, it would repeat its last token.
         tie_word_embeddings=False,
         attn_implementation="eager",
     )
@@ -57,7 +57,7 @@ def gemma() -> Any:
 
 
 def qwen() -> Any:
-    """Its last layers slide."""
+    """A Qwen2 whose last layers slide."""
     torch.manual_seed(1)
     config = Qwen2Config(
         **SHAPES,
@@ -92,7 +92,7 @@ def test_greedy(client: Client, models: tuple[Any, Any], length: int) -> None:
     assert len(set(expected[0, length:].tolist())) > (10 if length > 1 else 0)
     with SpillwayCache(spilled.config, client) as cache:
         assert torch.equal(generate(spilled, ids, cache, max_new_tokens=200), expected)
-        # The engine has the layers with full attention alone.
+        # The engine has only the layers with full attention.
         full = [i for i, kind in enumerate(spilled.config.layer_types) if kind == FULL]
         assert cache.model_layers == tuple(full)
         assert cache.sequences[0].refresh().layer_token_counts == (length + 199,) * len(full)
@@ -120,7 +120,7 @@ def test_prompt_in_chunks(client: Client, models: tuple[Any, Any], chunk: int) -
 def test_left_padding(client: Client, models: tuple[Any, Any], chunk: int | None) -> None:
     eager, spilled = models
     ids = prompt(4, 200)
-    # Less and more than the window, and two chunks of nothing else.
+    # Paddings shorter and longer than the window, and one that fills two chunks.
     for row, padding in enumerate([50, 0, 133, 199]):
         ids[row, :padding] = 0
     expected = generate(eager, ids)
@@ -181,7 +181,7 @@ def test_fork_and_reset(client: Client, models: tuple[Any, Any]) -> None:
     with SpillwayCache(spilled.config, client) as cache:
         first = generate(spilled, ids, cache, max_new_tokens=20)
         with copy.deepcopy(cache) as fork:
-            # Both go on by themselves.
+            # Both continue independently.
             other = torch.cat([first, prompt(1, 30)], dim=1)
             made = generate(spilled, other, fork)
             assert torch.equal(made, generate(eager, other))
@@ -249,7 +249,7 @@ def test_crop_before_anything_is_dropped(client: Client, models: tuple[Any, Any]
     mask = (ids != 0).long()
     with SpillwayCache(spilled.config, client) as cache, torch.no_grad():
         spilled(ids, attention_mask=mask, past_key_values=cache)
-        # Into the first row's padding, and out again.
+        # Crops to within the first row's padding, and appends again.
         cache.crop(-140)
         assert [s.token_count for s in cache.sequences] == [0, 10]
         rest = torch.cat([ids[:, :10], prompt(2, 100)], dim=1)
@@ -267,7 +267,7 @@ def test_crop_before_anything_is_dropped(client: Client, models: tuple[Any, Any]
 
 @pytest.mark.parametrize("count", [1, 5, 200])
 def test_interruption(client: Client, models: tuple[Any, Any], count: int) -> None:
-    """A forward that is cut, after whichever layer, leaves all layers as they were."""
+    """A forward pass that is interrupted in any layer leaves all layers unchanged."""
     eager, spilled = models
     ids = prompt(1, 300 + count)
     wanted = eager(ids).logits[:, 300:]
@@ -289,12 +289,12 @@ def test_interruption(client: Client, models: tuple[Any, Any], count: int) -> No
                     last = layer == len(layers) - 1 and part is not layers[layer].self_attn
                     assert cache.length == (300 + count if last else 300)
             if count <= SPARE_TOKEN_COUNT:
-                # The last one was whole; it is done once more.
+                # The last pass was complete. Remove its tokens and repeat it.
                 cache.crop(-count)
                 made = spilled(ids[:, 300:], past_key_values=cache).logits
                 torch.testing.assert_close(made, wanted, rtol=1e-3, atol=1e-3)
     with SpillwayCache(spilled.config, client) as cache, torch.no_grad():
-        # The first forward of all.
+        # Interrupts the first forward pass of the cache.
         hook = layers[-1].self_attn.register_forward_pre_hook(interrupt)
         with pytest.raises(KeyboardInterrupt):
             spilled(ids[:, :300], past_key_values=cache)
@@ -347,7 +347,7 @@ def test_what_is_in_this_process_is_not_handed_on(client: Client, models: tuple[
 
 
 def test_sparse_layers(client: Client, models: tuple[Any, Any]) -> None:
-    """Only layers with full attention are sparse, and counted."""
+    """Only layers with full attention are sparse, and only they are counted."""
     _, spilled = models
     policy = Policy(dense_token_count=1024, heavy=TopK(count=16), tail="none")
     with SpillwayCache(spilled.config, client, policy=policy) as cache:
@@ -413,7 +413,7 @@ def test_other_window_is_refused(client: Client, made: int) -> None:
 
 @pytest.mark.parametrize("make", [gemma, qwen])
 def test_interrupted_in_every_layer(client: Client, make: Callable[[], Any]) -> None:
-    """What came after the last whole forward is undone, windows too."""
+    """Everything since the last complete forward pass is undone, including the windows."""
     model = make()
     model.set_attn_implementation("spillway")
     ids = prompt(1, 150)

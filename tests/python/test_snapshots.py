@@ -1,4 +1,4 @@
-"""Sequences that are saved to folders and loaded again."""
+"""Sequences are saved to folders and loaded again."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def rows_of(count: int, seed: int = 0) -> np.ndarray[Any, Any]:
 
 @pytest.fixture
 def root(client: Client, request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """Where the client's engine saves."""
+    """The folder in which the client's engine saves."""
     if client.transport == "embedded":
         return tmp_path
     target: str = request.getfixturevalue("target")
@@ -42,20 +42,20 @@ def root(client: Client, request: pytest.FixtureRequest, tmp_path: Path) -> Path
 
 @pytest.fixture
 def named(client: Client, root: Path, request: pytest.FixtureRequest) -> str:
-    """A folder's name, new for each test."""
+    """The name of a folder, different for each test."""
     name = f"test-{abs(hash(request.node.nodeid)):x}"
     return str(root / name) if client.transport == "embedded" else name
 
 
 @pytest.fixture
 def folder(root: Path, named: str) -> Path:
-    """Where that is."""
+    """The path of that folder."""
     return root / named
 
 
 @pytest.fixture
 def sequence(client: Client, model: Model) -> Iterator[Sequence]:
-    """3,000 tokens, so that there are codes."""
+    """A sequence of 3,000 tokens, so that there are codes."""
     sequence = client.create_sequence(model, policy=SPARSE, ttl=1234)
     sequence.append(0, 0, *rows_of(TOKENS))
     yield sequence
@@ -63,7 +63,7 @@ def sequence(client: Client, model: Model) -> Iterator[Sequence]:
 
 
 def answers(sequence: Sequence) -> list[Any]:
-    """Outputs, and what was sampled, of a few attends."""
+    """Outputs and samples of several attends."""
     q = np.random.default_rng(5).standard_normal((3, 4, 16), F32)
     made: list[Any] = []
     for layer in (0, 1):
@@ -102,7 +102,7 @@ def test_what_is_loaded_attends_alike(
     left = info.expire_time - datetime.datetime.now(datetime.timezone.utc)
     assert 1200 < left.total_seconds() <= 1234
     assert_equal(answers(loaded), answers(sequence))
-    # It goes on as the original does.
+    # The loaded sequence continues like the original.
     k, v = rows_of(10, 3)
     for one in (sequence, loaded):
         one.append(0, TOKENS, k, v)
@@ -127,7 +127,7 @@ def test_anybody_reads_the_rows(sequence: Sequence, named: str, folder: Path) ->
 def test_saved_again_only_what_is_new_is_written(
     client: Client, no_leak: Callable[[], None]
 ) -> None:
-    """512 tokens a file: 32 KiB a token in each of 4 layers."""
+    """512 tokens per file: 32 KiB per token in each of 4 layers."""
     model = client.create_model(
         layer_count=4, query_head_count=16, kv_head_count=16, head_dim=256, dtype="float32"
     )
@@ -141,7 +141,7 @@ def test_saved_again_only_what_is_new_is_written(
     sequence.append(0, 600, k[:, :, 600:], v[:, :, 600:])
     grown = sequence.save("grown")
     assert 0 < grown.written_byte_count <= file_bytes < grown.byte_count
-    # Other rows where some were before.
+    # Other rows at positions that were saved before.
     sequence.truncate(100)
     sequence.append(0, 100, v[:, :, :600], k[:, :, :600])
     other = sequence.save("grown")
@@ -234,7 +234,7 @@ def test_another_model(client: Client, model: Model, sequence: Sequence, named: 
 
 
 def test_another_daemon_loads(tmp_path: Path) -> None:
-    """A daemon that has no such model makes it."""
+    """A daemon without this model creates it."""
     flags = ("--snapshot-folder", str(tmp_path / "kept"))
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
@@ -306,7 +306,7 @@ def test_steps_go_on_during_saves_and_loads(client: Client, model: Model, named:
         short.attend(0, np.ones((1, 4, 16), F32))
         slowest = max(slowest, time.monotonic() - start)
         count += 1
-        # What comes during a save is not of it.
+        # Changes during a save are not part of the snapshot.
         if count == 1:
             long.truncate(100_000)
     thread.join()
@@ -327,7 +327,7 @@ def test_a_deadline_stops_it(
         with pytest.raises(spillway.DeadlineExceeded):
             sequence.save(named, timeout=0.03)
         assert not (folder / "manifest.json").exists()
-        # What is whole is kept, and the lock is free.
+        # Complete files are kept, and the lock is free.
         while True:
             try:
                 sequence.save(named)
@@ -342,7 +342,7 @@ def test_a_deadline_stops_it(
 
 
 def test_a_daemon_that_is_killed_leaves_nothing_that_loads(tmp_path: Path) -> None:
-    """And the next save goes on where it was."""
+    """The next save also continues where it stopped."""
     flags = ("--snapshot-folder", str(tmp_path / "kept"))
     folder = tmp_path / "kept" / "chat"
     k, v = np.random.default_rng(0).standard_normal((2, 4, 16, 1500, 256), F32)
@@ -408,7 +408,7 @@ def test_an_embedded_engine_reads_what_a_daemon_saved(
 
 
 def test_weights_must_be_the_same(client: Client, named: str, tmp_path: Path) -> None:
-    """Label channels, which are uploaded as hash weights are."""
+    """The test uses label channels, which are uploaded like hash weights."""
     shapes: Any = {
         "layer_count": 1,
         "query_head_count": 2,
@@ -434,7 +434,7 @@ def test_weights_must_be_the_same(client: Client, named: str, tmp_path: Path) ->
     expected = sequence.attend(0, q).out
     sequence.delete()
     client.delete_model(model)
-    # They are not saved: it cannot be made anew.
+    # Weights are not saved, so the model cannot be created again.
     with pytest.raises(
         spillway.FailedPrecondition, match="upload the file whose SHA-256"
     ) as caught:

@@ -1,4 +1,4 @@
-"""Messages of bounded size cover everything once."""
+"""Messages of limited size cover everything exactly once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_kv_pieces_cover_and_fit(layers: int, tokens: int, token_bytes: int, bud
     lengths = np.zeros(layers, int)
     for l0, l1, t0, t1 in _split.kv_pieces(layers, tokens, token_bytes, budget):
         assert (l1 - l0) * (t1 - t0) * token_bytes <= budget
-        assert (lengths[l0:l1] == t0).all()  # Each piece appends where its layers end.
+        assert (lengths[l0:l1] == t0).all()  # each piece begins where its layers end
         lengths[l0:l1] = t1
         seen[l0:l1, t0:t1] += 1
     assert (seen == 1).all()

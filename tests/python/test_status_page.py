@@ -1,4 +1,4 @@
-"""The status page in a browser; skipped where none is installed."""
+"""The status page in a browser. Skipped if none is installed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(browser.PROGRAM is None, reason="Chromium is not
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[browser.Page]:
-    """The page of a daemon that has decoded, and that checks its promises."""
+    """The page of a daemon that has decoded and that audits its attends."""
     folder = tmp_path_factory.mktemp("page")
     with decoded(folder) as watched, browser.opened(folder / "profile") as page:
         page.open(f"http://{watched.address}/", 360, 800)
@@ -25,7 +25,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[browser.Page]:
 
 
 def text(page: browser.Page, selector: str) -> str:
-    """What stands in an element."""
+    """The text of an element."""
     shown: str = page.value(f"document.querySelector('{selector}').textContent")
     return shown
 
@@ -40,7 +40,7 @@ def test_it_shows_what_the_daemon_holds_and_has_done(page: browser.Page) -> None
     assert "checked outputs have an error above epsilon" in text(page, "#audits")
     assert page.value("document.querySelectorAll('.layers .track').length") == 2
     assert "cpu:0" in text(page, "#devices") or "cuda:" in text(page, "#devices")
-    # Two answers on, it knows rates.
+    # After two more answers, the page shows rates.
     assert settles(lambda: text(page, "#models td:nth-child(5)") == "0")
 
 
@@ -60,5 +60,5 @@ def test_it_is_dark_where_that_is_preferred(page: browser.Page) -> None:
 
 
 def test_the_browser_has_no_complaints(page: browser.Page) -> None:
-    # Of scripts, of what the page asks for, and of what its own rules forbid.
+    # Neither errors of scripts, nor of requests, nor of the page's content security policy.
     assert page.complaints == []

@@ -1,4 +1,4 @@
-"""Decode steps by messages: to daemons that share no memory with the client."""
+"""Decode steps in messages, to daemons that share no memory with the client."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LENGTHS = (1200, 9)
 
 @pytest.fixture(scope="module")
 def clients(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Client, Client]]:
-    """Of one daemon: without libspillway, and with it but no doorbell."""
+    """Two clients of one daemon: without libspillway, and with it but without a doorbell."""
     with running_daemon(tmp_path_factory.mktemp("daemon"), "--memory-limit", "256MiB") as target:
         with (
             spillway.connect(target, native=False) as grpcio,
@@ -94,7 +94,7 @@ def test_torch_of_any_strides_and_another_type_of_output(
         layer_count=1, query_head_count=HEADS, kv_head_count=KV_HEADS, head_dim=DIM
     )
     sequences = [clients[1].create_sequence(model) for _ in range(2)]
-    # As a model has them: of one projection, [B, T, heads, d].
+    # The layout of models: views of one projection [B, T, heads, d].
     projected = torch.randn(2, 3, HEADS + 2 * KV_HEADS, DIM).bfloat16()
     q, k, v = projected.split([HEADS, KV_HEADS, KV_HEADS], dim=2)
     with clients[1].begin_step(sequences, token_count=3) as step:

@@ -1,4 +1,4 @@
-"""The trace that the log names where decode steps are slow, or refused, however they are sent."""
+"""The log has the trace of decode steps that are slow or refused, for every transport."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from spillway import Client, Sequence
 from spillway._proto import attention_service_pb2
 from spillway_lab import serving
 
-# Every attend is slow.
+# With this limit, every attend is slow.
 FLAGS = ("--log-format", "json", "--slow-attend-ms", "0.000001", "--device", "cpu")
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 TRACEPARENT = f"00-{TRACE}-b7ad6b7169203331-01"
@@ -37,7 +37,7 @@ def target(folder: Path) -> Any:
 
 
 def traces(folder: Path, event: str, sequence: str) -> list[str | None]:
-    """What lines of an event that name the sequence say of their traces."""
+    """The traces in log lines of an event that name the sequence."""
     said = [json.loads(line) for line in (folder / "spillwayd.log").read_text().splitlines()]
     named = [x for x in said if sequence in x.get("sequence", x.get("error", ""))]
     return [x.get("trace") for x in named if x["event"] == event]

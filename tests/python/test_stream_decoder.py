@@ -1,4 +1,4 @@
-"""Decoding with CUDA tensors: it gives what steps give, on streams, captured, and by a daemon."""
+"""Decoding with CUDA tensors equals steps: on streams, in graphs, and through a daemon."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_decoder_has_room_for_as_much_again(now: int, room: int) -> None:
 
 @pytest.fixture(scope="module", params=["embedded", "daemon"])
 def engine(request: pytest.FixtureRequest) -> Iterator[Client]:
-    """An engine in this process, or one of the session's daemon."""
+    """An embedded engine, or a client of the session's daemon."""
     if request.param == "embedded":
         with connected("embedded", request) as client:
             yield client
@@ -48,7 +48,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Client]:
 
 
 def captures(engine: Client) -> bool:
-    """Whether attends can be captured; else skips."""
+    """Skips the test unless attends can be captured."""
     if engine.transport != "embedded":
         pytest.skip("of an engine in this process: a daemon's attends are calls")
     return True
@@ -88,7 +88,7 @@ def filled(engine: Client, model: Model, length: int, seed: int = 3) -> Sequence
 
 
 class Tensors:
-    """Steps' q, k and v of all layers, the same on the host and the GPU."""
+    """q, k and v of steps in all layers, on the host and on the GPU."""
 
     def __init__(self, batch: int, tokens: int, steps: int, seed: int = 7) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -123,7 +123,7 @@ def same(mine: Any, theirs: Any) -> None:
 def test_gives_the_bits_of_steps(
     engine: Client, wide: Model, lengths: tuple[int, ...], tokens: int
 ) -> None:
-    steps = 12  # some close a page
+    steps = 12  # pages fill during some of them
     sequences = [filled(engine, wide, length, i) for i, length in enumerate(lengths)]
     others = [filled(engine, wide, length, i) for i, length in enumerate(lengths)]
     tensors = Tensors(len(lengths), tokens, steps)
@@ -143,7 +143,7 @@ def test_gives_the_bits_of_steps(
                     np.testing.assert_array_equal(one.touched_row_counts, other.touched_row_counts)
     for sequence, length in zip(sequences, lengths, strict=True):
         assert sequence.refresh().token_count == length + steps * tokens
-    # And the rows are there: what the host makes of them is the same.
+    # The rows are there too: attends through the host are equal.
     q = tensors.q[0, 0, :, :1]
     for i, (sequence, other) in enumerate(zip(sequences, others, strict=True)):
         for layer in range(LAYERS):
@@ -180,7 +180,7 @@ def test_layers_and_sequences_differ_in_what_is_dense(engine: Client, wide: Mode
 
 
 class Captured:
-    """Attends of all layers in a graph, with tensors that stay where they are."""
+    """A graph with the attends of all layers. Its tensors keep their addresses."""
 
     def __init__(self, decoder: Any, tensors: Tensors) -> None:
         self.decoder, self.tensors = decoder, tensors
@@ -227,7 +227,7 @@ def test_a_graph_serves_step_after_step(
             captured.replay(t)
             answers += [(out.clone(), lse.clone()) for out, lse in captured.outputs]
         decoder.finish()
-        # Grids are of segments and of sixteenths: few captures.
+        # Grids are multiples of segments and of sixteenths, so there are few captures.
         assert 1 <= captured.captures <= 8
     for (out, lse), (their_out, their_lse, _) in zip(answers, expected, strict=True):
         same(out, their_out)
@@ -236,7 +236,7 @@ def test_a_graph_serves_step_after_step(
 
 @needs_gpu
 def test_behind_slow_kernels_order_holds(engine: Client, wide: Model) -> None:
-    """Wrong order shows only where the stream is far behind the host."""
+    """A wrong order shows only if the stream is far behind the host."""
     steps = 40
     sequence, other = (filled(engine, wide, 5000) for _ in range(2))
     tensors = Tensors(1, 1, steps)
@@ -248,7 +248,7 @@ def test_behind_slow_kernels_order_holds(engine: Client, wide: Model) -> None:
             for layer in range(LAYERS):
                 inputs = tensors.of(t, layer, "cuda")
                 late = [torch.zeros_like(x) for x in inputs]
-                torch.cuda._sleep(2_000_000)  # a millisecond
+                torch.cuda._sleep(2_000_000)  # about a millisecond
                 for to, new in zip(late, inputs, strict=True):
                     to.copy_(new)
                 out, lse = decoder.attend(layer, *late)
@@ -295,7 +295,7 @@ def test_what_is_not_finite_is_nan_then_an_error(
         assert outs[3][1].isnan().all()
         with raising(spillway.SpillwayError, told):
             decoder.finish()
-        # It goes on from before that step.
+        # The decoder continues from the token before that step.
         tensors = Tensors(1, 1, 4)
         expected = by_steps(engine, [other], Shifted(tensors), 1, 1)
         decoder.next()
@@ -307,7 +307,7 @@ def test_what_is_not_finite_is_nan_then_an_error(
 
 
 class Shifted(Tensors):
-    """The same from the second step on."""
+    """The same tensors from the second step on."""
 
     def __init__(self, tensors: Tensors) -> None:
         self.q, self.k, self.v = tensors.q[1:], tensors.k[1:], tensors.v[1:]
@@ -343,7 +343,7 @@ def test_an_error_shows_two_steps_later_at_the_latest(engine: Client, wide: Mode
         step(1)
         with raising(spillway.SpillwayError, "K is not finite at layer 0"):
             decoder.next()
-        # Both are gone, and the decoder goes on.
+        # Both steps were undone, and the decoder continues.
         step(2)
         decoder.finish()
     assert sequence.refresh().token_count == 3001
@@ -376,12 +376,12 @@ def test_a_step_that_ends_between_layers_leaves_nothing(engine: Client, wide: Mo
     tensors = Tensors(1, 1, 1)
     with engine.open_decoder([sequence]) as decoder:
         decoder.next()
-        decoder.finish()  # no layer: no error
+        decoder.finish()  # no layer was attended: no error
         decoder.next()
         decoder.attend(0, *tensors.of(0, 0, "cuda"))
         with raising(FailedPrecondition, "layer 1 was not attended"):
             decoder.finish()
-        decoder.next()  # closing takes it back
+        decoder.next()  # close() undoes this
     assert sequence.refresh().token_count == 3000
 
 
@@ -453,7 +453,7 @@ def test_a_daemons_attend_is_no_part_of_a_graph(engine: Client, wide: Model) -> 
             torch.cuda.graph(torch.cuda.CUDAGraph()),
         ):
             decoder.attend(0, *inputs)
-        # It goes on.
+        # The decoder continues.
         for layer in range(LAYERS):
             decoder.attend(layer, *tensors.of(0, layer, "cuda"))
         decoder.finish()
@@ -462,7 +462,7 @@ def test_a_daemons_attend_is_no_part_of_a_graph(engine: Client, wide: Model) -> 
 
 @needs_gpu
 def test_streams_may_change_between_layers(engine: Client, wide: Model) -> None:
-    """What one stream has yet to copy is not written over by what another asks."""
+    """A request on one stream must not overwrite what another stream has yet to copy."""
     steps = 20
     sequence, other = (filled(engine, wide, 4000) for _ in range(2))
     tensors = Tensors(1, 1, steps)
@@ -480,7 +480,7 @@ def test_streams_may_change_between_layers(engine: Client, wide: Model) -> None:
                     answers.append(decoder.attend(layer, *inputs))
                     torch.cuda._sleep(500_000)
                 if engine.transport == "embedded":
-                    stream.synchronize()  # an embedded engine's steps are in one order
+                    stream.synchronize()  # an embedded engine's steps need one order
         torch.cuda.synchronize()
         decoder.finish()
     for (out, lse), (their_out, their_lse, _) in zip(answers, expected, strict=True):
@@ -499,7 +499,7 @@ def test_outputs_in_float32_and_queries_as_they_lie(engine: Client, wide: Model)
         decoder.next()
         for layer in range(LAYERS):
             q, k, v = tensors.of(0, layer, "cuda")
-            # [B, H, T, d] in memory, and with others' rows between.
+            # [B, H, T, d] in memory, and with gaps between rows.
             turned = q.transpose(1, 2).contiguous().transpose(1, 2)
             gapped = torch.zeros((1, KV_HEADS, 2, 2 * DIM), dtype=k.dtype, device="cuda")
             gapped[..., :DIM] = k
@@ -541,7 +541,7 @@ def test_gives_its_memory_back(engine: Client, wide: Model) -> None:
     sequence = filled(engine, wide, 3000)
     before_shared = shared()
     engine.open_decoder([sequence]).close()  # tables stay with the sequence
-    # A daemon frees what it shared a moment later.
+    # A daemon frees shared memory a little later.
     wait_for(lambda: shared() == before_shared)
     before = used()
     for _ in range(3):
@@ -591,7 +591,7 @@ def test_the_cpu_has_no_streams(engine: Client, wide: Model) -> None:
     sequence = filled(engine, wide, 10)
     with raising(spillway.SpillwayError, "cpu:0 has no streams"):
         engine.open_decoder([sequence])
-    sequence.delete()  # it is not held
+    sequence.delete()  # no decoder holds it
 
 
 @pytest.mark.transports("grpcio")
@@ -603,7 +603,7 @@ def test_none_without_the_library(client: Client, model: Model) -> None:
 
 def test_none_where_no_memory_is_shared(tmp_path: Path) -> None:
     with running_daemon(tmp_path) as target:
-        # The second socket is not where the first one is seen.
+        # The socket for regions is not beside a link to the daemon's socket.
         elsewhere = tmp_path / "elsewhere"
         elsewhere.mkdir()
         (elsewhere / "spillwayd.sock").symlink_to(target.removeprefix("unix:"))
@@ -618,7 +618,7 @@ def test_none_where_no_memory_is_shared(tmp_path: Path) -> None:
             assert f"no decoder: {error.message}" in client.statistics().transport.reason
 
 
-# Who goes away.
+# Runners and daemons that end.
 
 RUNNER = """
     import sys, time, torch, spillway
@@ -643,7 +643,7 @@ RUNNER = """
 def test_a_runner_that_is_killed_between_layers(
     engine: Client, wide: Model, target: str, cut: int
 ) -> None:
-    """Its whole steps that were concluded stay, the rest goes, and another goes on."""
+    """Complete steps that were confirmed stay, the rest goes, and another runner continues."""
     if engine.transport == "embedded":
         pytest.skip("of a daemon")
     steps, length = 8, 3000
@@ -715,5 +715,5 @@ def test_the_daemon_goes_between_layers(tmp_path: Path) -> None:
         decoder.finish()
     decoder.close()
     client.close()
-    # This process's CUDA is as it was.
+    # CUDA in this process still works.
     assert torch.ones(3, device="cuda").sum().item() == 3

@@ -1,4 +1,4 @@
-"""Arrays to messages and back."""
+"""Conversion of arrays to messages and back."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def test_numpy_round_trip(rng: np.random.Generator, dtype: str) -> None:
     array = rng.standard_normal((2, 3, 4)).astype(dtype)
     back = decode_numpy(encode(array, "a"))
     np.testing.assert_array_equal(back, array)
-    back[:] = 0  # The result is the caller's own.
+    back[:] = 0  # the result is the caller's own copy
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -1,4 +1,4 @@
-"""TLS and mutual TLS: who gets in by what, wrong files, and certificates that change."""
+"""TLS and mutual TLS: who may connect, wrong files, and certificates that change."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def daemon(folder: Path) -> Iterator[Served]:
-    """One that asks clients for certificates."""
+    """A daemon that requires client certificates."""
     certificate = ("--tls-certificate", str(folder / "server.pem"))
     others = ("--tls-key", str(folder / "server.key"), "--tls-client-ca", str(folder / "ca.pem"))
     with served(folder, *certificate, *others) as daemon:
@@ -51,7 +51,7 @@ def files(folder: Path, ca: str = "ca", client: str = "client") -> Files:
 
 
 def decode_and_check(client: spillway.Client) -> None:
-    """Appends and attends, by messages and by a decode stream."""
+    """Appends and attends, in calls and on a decode stream."""
     model = client.create_model(
         layer_count=1, query_head_count=2, kv_head_count=1, head_dim=16, dtype="float32"
     )
@@ -168,12 +168,13 @@ def test_certificates_change_while_clients_are_connected(folder: Path, tmp_path:
     with served(tmp_path, *flags) as daemon:
         by_old = spillway.connect(daemon.address, ca=tmp_path / "ca.pem")
         decode_and_check(by_old)
-        # What is broken changes nothing, and is said once.
+        # A broken certificate changes nothing and is logged once.
         certificate.write_text("no certificate")
         daemon.await_log("tls_not_reloaded")
         assert f"{certificate} holds no certificate in PEM" in daemon.log.read_text()
         spillway.connect(daemon.address, ca=tmp_path / "ca.pem").close()
-        # A certificate without its key neither, for the while that a change takes.
+        # A certificate without its key changes nothing either. This happens for a moment during a
+        # change.
         before = len(daemon.log.read_text())
         shutil.copy(tmp_path / "strange.pem", certificate)
         daemon.await_log("of the certificate", since=before)
@@ -190,7 +191,7 @@ def test_certificates_change_while_clients_are_connected(folder: Path, tmp_path:
 
         wait_for(lambda: connects("stranger"), "the new certificate is shown")
         assert not connects("ca")
-        # Connections of before go on.
+        # Existing connections continue.
         decode_and_check(by_old)
         by_old.close()
 

@@ -1,4 +1,4 @@
-"""Tokens: who is let in, what of others can be seen, quotas, and a file that changes."""
+"""Tokens: who may connect, what clients see of others, quotas, and a file that changes."""
 
 from __future__ import annotations
 
@@ -65,18 +65,18 @@ METHODS: list[MethodDescriptor] = [method for service in SERVICES for method in 
 
 @dataclasses.dataclass
 class Daemon:
-    """A daemon that asks for tokens."""
+    """A daemon that requires tokens."""
 
     served: Served
     tokens_file: Path
 
     def connect(self, token: str, **more: Any) -> spillway.Client:
-        """A client with a token."""
+        """A client with this token."""
         return spillway.connect(self.served.address, token=token, **more)
 
 
 def write_tokens(path: Path, *entries: str) -> None:
-    """Puts a file of these entries in place of the one before."""
+    """Replaces the token file by one with these entries."""
     new = path.with_suffix(".new")
     new.touch(0o600)
     new.write_text("\n".join(entries))
@@ -92,7 +92,7 @@ ENTRIES = (
 
 @pytest.fixture(scope="module")
 def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    """On a unix socket, so that it has regions."""
+    """A daemon on a unix socket, so that it has regions."""
     folder = tmp_path_factory.mktemp("tokens")
     tokens = folder / "tokens.toml"
     write_tokens(tokens, *ENTRIES)
@@ -103,7 +103,7 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
 
 @pytest.fixture(scope="module")
 def alice(daemon: Daemon) -> Iterator[spillway.Client]:
-    """With a model, a sequence, a region and a snapshot, whose names others may guess."""
+    """A client with a model, a sequence, a region and a snapshot. Others may guess their names."""
     with daemon.connect(ALICE) as client:
         model = client.create_model("shared-name", **SHAPE)
         sequence = client.create_sequence(model, "secret")
@@ -120,11 +120,11 @@ def append(sequence: spillway.Sequence, count: int) -> None:
     sequence.append(0, None, rows(count), rows(count))
 
 
-# Every call, by the services' descriptors: a new one is covered as it is added.
+# All calls, from the services' descriptors, so that new calls are covered too.
 
 
 def call(daemon: Daemon, method: MethodDescriptor, metadata: Any, request: Any) -> Any:
-    """Calls it with one request; returns the error, or the responses."""
+    """Calls the method with one request; returns the error or the responses."""
     path = f"/{method.containing_service.full_name}/{method.name}"
     options = (
         GetMessageClass(method.input_type).SerializeToString,
@@ -170,7 +170,7 @@ def test_no_call_without_a_good_token(
 
 
 def fill(message: Any, names: dict[str, str], collection: str, depth: int = 0) -> None:
-    """Sets every field of a request that may name something of somebody's."""
+    """Sets every field of a request that can name a resource."""
     for field in message.DESCRIPTOR.fields:
         key = collection if field.name == "name" else field.name
         if field.type == FieldDescriptor.TYPE_STRING and key in names:
@@ -228,16 +228,16 @@ def test_anothers_names_are_as_names_of_nothing(
 
 
 def without(text: str, names: dict[str, str]) -> str:
-    """The text without the names that the request had."""
+    """The text without the names in the request."""
     for key, name in names.items():
         text = text.replace(name, key).replace(name.split("/")[-1], key)
     return text
 
 
 def normal(text: str) -> str:
-    """A response's text without what differs from call to call."""
+    """The text of a response without parts that differ from call to call."""
     lines = [line for line in text.splitlines() if "seconds" not in line and "nanos" not in line]
-    # Metadata of an error, as bytes, in any order.
+    # The metadata of an error is printed as bytes, in any order.
     return "\n".join("".join(sorted(line)) if " value: " in line else line for line in lines)
 
 
@@ -250,7 +250,7 @@ def test_a_tenant_sees_its_own_alone(daemon: Daemon, alice: spillway.Client) -> 
         assert statistics.memory.used_bytes == statistics.memory.row_bytes == 0
         assert statistics.memory.index_bytes == 0
         assert statistics.work.appended_row_count == 0
-        # The same names are another's.
+        # In another namespace, the same names are free.
         model = bob.create_model("shared-name", **SHAPE)
         assert model.name == "models/shared-name"
         sequence = bob.create_sequence(model, "secret")
@@ -358,11 +358,11 @@ def test_a_quota_of_bytes(daemon: Daemon) -> None:
         assert "the quota bytes_max of namespace limited is 655360 bytes" in error.message
         assert error.metadata["quota"] == "bytes_max"
         assert int(error.metadata["used"]) == used
-        # What was refused holds nothing, and changes nothing.
+        # A refused append holds nothing and changes nothing.
         assert client.statistics().memory.used_bytes == used
         assert sequence.refresh().token_count == 20 * 128
         assert refused(lambda: sequence.fork()).reason == "QUOTA_EXHAUSTED"
-        # What is given back can be used again.
+        # Released memory can be used again.
         sequence.truncate(128)
         assert client.statistics().memory.used_bytes < used / 10
         append(sequence, 19 * 128)
@@ -387,7 +387,7 @@ def test_decode_steps_stop_at_the_quota(daemon: Daemon) -> None:
                     stream.step(sequence, 0, np.ones((16, 2, 16), np.float32), one, one)
 
         assert refused(step).reason == "QUOTA_EXHAUSTED"
-        # It goes on being read.
+        # The sequence can still be read.
         assert sequence.attend(0, q).out.shape == (1, 2, 16)
         delete_model(client, model)
 
@@ -409,7 +409,7 @@ def test_a_quota_of_sequences(daemon: Daemon) -> None:
 
 
 def count_of(make: Callable[[], Any]) -> int:
-    """1 where it could be made, or else 0."""
+    """1 if the call succeeds, otherwise 0."""
     try:
         make()
     except spillway.ResourceExhausted:
@@ -417,7 +417,7 @@ def count_of(make: Callable[[], Any]) -> int:
     return 1
 
 
-# The file.
+# The token file.
 
 
 def test_tokens_change_while_streams_are_open(daemon: Daemon, alice: spillway.Client) -> None:
@@ -428,20 +428,20 @@ def test_tokens_change_while_streams_are_open(daemon: Daemon, alice: spillway.Cl
         one, q = rows(1), np.ones((1, 2, 16), np.float32)
         with bob.decode() as stream, bob.begin_step([sequence]) as step:
             stream.step(sequence, 0, q, one, one)
-            # A broken file changes nothing, and is said once.
+            # A broken file changes nothing and is logged once.
             before = len(log.read_text())
             write_tokens(daemon.tokens_file, "[[token]]", 'name = "alice"')
             daemon.served.await_log("tokens_not_reloaded", since=before)
             assert "token 1: sha256 is missing" in log.read_text()[before:]
             stream.step(sequence, 0, q, one, one)
             assert bob.get_model(model.name).name == model.name
-            # Nor does one that anybody may read.
+            # A file that everybody may read changes nothing either.
             before = len(log.read_text())
             write_tokens(daemon.tokens_file, ENTRIES[0])
             daemon.tokens_file.chmod(0o604)
             daemon.served.await_log("chmod o-rw", since=before)
             assert bob.get_model(model.name).name == model.name
-            # Bob's goes.
+            # Bob's token is removed.
             before = len(log.read_text())
             daemon.tokens_file.chmod(0o600)
             daemon.served.await_log("tokens_reloaded", since=before)
@@ -451,7 +451,7 @@ def test_tokens_change_while_streams_are_open(daemon: Daemon, alice: spillway.Cl
             with pytest.raises(spillway.Unauthenticated):
                 step.attend(0, np.ones((1, 1, 2, 16), np.float32), ones, ones)
             assert alice.get_sequence("sequences/secret").token_count == 200
-            # Another token of the namespace has what it had.
+            # Another token of the same namespace sees the same resources.
             before = len(log.read_text())
             write_tokens(
                 daemon.tokens_file, *ENTRIES, token_entry("bob2", "another", namespace="bob")
@@ -520,7 +520,7 @@ def test_files_that_others_may_read_are_refused_at_the_start(tmp_path: Path) -> 
 
 
 def start_with(path: Path) -> Any:
-    """A start that is to fail."""
+    """Starts a daemon that must fail."""
     return run("--listen", "tcp:127.0.0.1:0", "--device", "cpu", "--tokens-file", str(path))
 
 
@@ -591,7 +591,7 @@ def test_namespaces_outlive_the_process(tmp_path: Path) -> None:
                 assert list(bob.list_models()) == []
 
 
-# The tool.
+# The command-line tool.
 
 
 def test_the_tool_makes_tokens(tmp_path: Path) -> None:
@@ -617,7 +617,8 @@ def test_the_tool_makes_tokens(tmp_path: Path) -> None:
             assert client.server_info.limits.sequence_count_max == 65536
         with spillway.connect(daemon.address, token=other["token"]) as client:
             assert client.server_info.limits.sequence_count_max == 7
-            assert client.server_info.limits.memory_bytes_max == 1 << 30  # the daemon's is less
+            # the daemon's own limit is lower
+            assert client.server_info.limits.memory_bytes_max == 1 << 30
     bad = run_cli("unix:/nowhere", "tokens", "new", "no/slash")
     assert bad.returncode == 2
     assert 'the name "no/slash" does not match' in bad.stderr

@@ -1,4 +1,4 @@
-"""The torch operator: as the step's own attend, compiled and not."""
+"""The torch operator gives the same as the step's own attend, compiled and not."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def sequences(client: Client) -> Iterator[list[Sequence]]:
 
 
 def layers(x: torch.Tensor, slot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two layers of attention with nothing around: x is [B, T, heads, d]."""
+    """Two layers of attention and nothing else. x is [B, T, heads, d]."""
     lse = torch.zeros(())
     for layer in range(LAYERS):
         q, k, v = x.split([HEADS, KV_HEADS, KV_HEADS], dim=2)
@@ -67,7 +67,7 @@ def test_is_a_well_formed_operator(client: Client, sequences: list[Sequence]) ->
     k, v = torch.randn(2, 2, KV_HEADS, 1, DIM).bfloat16()
     with client.begin_step(sequences) as step:
         slot.enter(step)
-        # The same rows again are there already, so it may be called many times.
+        # Equal rows are accepted again, so the operator may be called many times.
         torch.library.opcheck(
             spillway.torch.attend,
             (slot.tensor, 0, q, k, v),

@@ -1,4 +1,4 @@
-"""Hash functions: the loss, how they are judged, their files, and that the daemon agrees."""
+"""Hash functions: the loss, their evaluation, their files, and agreement with the daemon."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from tiny_model import WORDS, draw_words, save_tiny_llama
 DIM = 32
 KV_HEADS = 2
 GROUP = 3
-SHAPES = [False, True]  # of per_query_head
+SHAPES = [False, True]  # values of per_query_head
 
 
 def make_traces(folder: Path, sample_count: int = 4, n: int = 1536, m: int = 256) -> Traces:
-    """Queries and keys in two narrow cones: an offset and a few large directions."""
+    """Queries and keys in two narrow cones: an offset and a few directions with large variance."""
     generator = torch.Generator().manual_seed(3)
     heads = KV_HEADS * GROUP
     basis = torch.linalg.qr(torch.randn(KV_HEADS, DIM, DIM, generator=generator)).Q
@@ -114,7 +114,7 @@ def test_the_soft_sign() -> None:
 
 @pytest.mark.parametrize("bits", [32, 4])
 def test_intersection_over_union(bits: int) -> None:
-    """Against sets; few bits make many ties, of which the recent are taken."""
+    """Compared with sets. Few bits give many ties, and of these the newest tokens are taken."""
     generator = torch.Generator().manual_seed(bits)
     n, share = 300, 0.05
     visible = torch.tensor([300, 61, 1, 20])
@@ -145,7 +145,7 @@ def test_training_finds_more_than_hyperplanes(traces: Traces, per_query_head: bo
     assert len(result.iou) == len(result.lsh_iou) == KV_HEADS * GROUP
     assert result.gain > 1.25, result
     assert function.w1.shape == (KV_HEADS * (GROUP if per_query_head else 1), DIM, DIM)
-    # The same again.
+    # Training is deterministic.
     again = train_layer(traces, 0, training, torch.device("cpu"))[1]
     assert again.iou == result.iou
 
@@ -208,12 +208,12 @@ def test_the_daemon_ranks_by_the_codes_that_were_trained(
         else:
             matches = (exact(keys)[:, None] > 0).eq(exact(grouped)[:, :, None] > 0).sum((1, 3))
     for h in range(KV_HEADS):
-        scores = matches[h, : n - 1].tolist()  # the last is the window
+        scores = matches[h, : n - 1].tolist()  # the last token is the window
         wanted = set(sorted(range(n - 1), key=lambda i: (scores[i], i))[-count:])
         rows = slice(int(selection.offsets[h]), int(selection.offsets[h + 1]))
         heavy = set(selection.indices[rows][selection.strata[rows] == 2].tolist())
         assert len(heavy) == count
-        # A bit may differ where a sum is nearly 0.
+        # A bit may differ if a sum is close to 0.
         assert len(heavy & wanted) >= count - 2
     delete_model(client, model)
 

@@ -1,4 +1,4 @@
-"""Tensors of a step to the host and back."""
+"""Transfer of a step's tensors to the host and back."""
 
 from __future__ import annotations
 

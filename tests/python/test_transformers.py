@@ -1,4 +1,4 @@
-"""SpillwayCache under transformers' own generate: the same tokens as without it."""
+"""SpillwayCache in transformers' generate(): the same tokens as without it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def dense() -> Any:
 
 @pytest.fixture(scope="module")
 def spilled() -> Any:
-    """The same model with Spillway's."""
+    """The same model with Spillway's attention."""
     model = llama()
     model.set_attn_implementation("spillway")
     return model
@@ -55,7 +55,7 @@ def test_greedy(
         (sequence,) = cache.sequences
         assert sequence.refresh().layer_token_counts == (length + 63,) * 3
         statistics = cache.statistics
-    # 63 steps went to the daemon; all were dense.
+    # 63 steps used the daemon, and all were dense.
     assert [layer.attend_count for layer in statistics.layers] == [63] * 3
     visible = 2 * sum(range(length + 1, length + 64))
     assert [layer.visible_row_count for layer in statistics.layers] == [visible] * 3
@@ -79,12 +79,12 @@ def test_left_padded_batch(client: Client, dense: Any, spilled: Any) -> None:
 def test_prompt_in_chunks(client: Client, dense: Any, spilled: Any) -> None:
     ids = prompt(3, 224)
     ids[0, :50] = 0
-    ids[2, :133] = 0  # The first two chunks are padding alone.
+    ids[2, :133] = 0  # The first two chunks are only padding.
     expected = generate(dense, ids)
     with SpillwayCache(spilled.config, client) as cache:
         made = generate(spilled, ids, cache, prefill_chunk_size=64)
         assert torch.equal(made, expected)
-        # Steps alone were attended in the daemon.
+        # Only decode steps were attended in the daemon.
         assert cache.statistics.layers[0].attend_count == 3 * 63
 
 
@@ -118,7 +118,7 @@ def test_assistant_model(client: Client, dense: Any, spilled: Any) -> None:
     assert torch.equal(expected, generate(dense, ids))
     with SpillwayCache(spilled.config, client) as cache:
         assert torch.equal(generate(spilled, ids, cache, assistant_model=assistant), expected)
-        # Some candidates were wrong, and some right: fewer forwards than tokens.
+        # Some candidates were wrong and some right, so there are fewer forward passes than tokens.
         assert 0 < cache.sequences[0].refresh().generation < 63
 
 
@@ -135,7 +135,7 @@ def test_second_turn(client: Client, dense: Any, spilled: Any, length: int) -> N
     expected = generate(dense, turn, own, attention_mask=turn_mask)
     with SpillwayCache(spilled.config, client) as cache:
         assert torch.equal(generate(spilled, ids, cache), first)
-        # One query more than the turn is long: the last token of the first.
+        # One query more than the turn has tokens: the last token of the first turn.
         made = generate(spilled, turn, cache, attention_mask=turn_mask)
         assert torch.equal(made, expected)
 
@@ -157,7 +157,7 @@ def test_logits_in_bfloat16(client: Client) -> None:
             one = ids[:, t : t + 1]
             mine.append(spilled(one, past_key_values=cache).logits.float())
             theirs.append(dense(one, past_key_values=own).logits.float())
-    # As near to the float32 model as transformers' own bfloat16 is.
+    # The error against the float32 model is about that of transformers in bfloat16.
     my_error = (torch.cat(mine, 1) - truth).norm()
     their_error = (torch.cat(theirs, 1) - truth).norm()
     assert 0 < my_error < 1.2 * their_error
@@ -199,7 +199,7 @@ def test_sparse_steps(client: Client, dense: Any, spilled: Any) -> None:
         assert fractions[1] == 1
         assert fractions[0] < 1 or fractions[2] < 1
         assert touched == pytest.approx(sum(fractions) / 3)
-        # A policy for the requests overrides the sequence's.
+        # The cache's request policy overrides that of the sequence.
         cache.request_policy = ALL
         cache.statistics.reset()
         spilled(ids[:, :1], past_key_values=cache)
@@ -295,7 +295,7 @@ BASE: dict[str, Any] = {
 
 
 class Odd(PreTrainedConfig):
-    """A config with whatever attributes a test gives it."""
+    """A config with any attributes."""
 
     model_type = "odd"
 
@@ -375,7 +375,7 @@ def test_masks_that_are_no_left_padding(client: Client, spilled: Any) -> None:
     with SpillwayCache(spilled.config, client) as cache, torch.no_grad():
         with pytest.raises(ValueError, match="4 dimensions"):
             spilled(ids, attention_mask=ids.new_ones(1, 1, 10, 10).bool(), past_key_values=cache)
-        # A failure in the middle of a forward is noticed.
+        # A failure in the middle of a forward pass is noticed.
         cache.reset()
         spilled(ids, past_key_values=cache)
         with pytest.raises(ValueError, match="covers every position"):
@@ -445,7 +445,7 @@ def test_appends_run_beside_each_other(
         running.append(layer)
         if len(running) > 1:
             met.set()
-        # Long where another must come, so that a busy machine does not matter.
+        # Wait long if another append must come, so that this works on a busy machine.
         met.wait(60 if most > 0 else 0.05)
         result = append(self, layer, *arguments)
         running.remove(layer)
@@ -453,11 +453,11 @@ def test_appends_run_beside_each_other(
         return result
 
     monkeypatch.setattr(spillway.Sequence, "append", slow)
-    # Not even one more may wait where the limit is 0.
+    # With a limit of 0, no append may wait.
     monkeypatch.setattr(appends, "BYTES_MAX", most)
     with SpillwayCache(spilled.config, client) as cache, torch.no_grad():
         spilled(prompt(1, 10), past_key_values=cache)
-        # They may go on until the rows are asked for.
+        # Appends may continue until the sequences are used.
         assert len(cache.sequences) == 1
         assert not running
         assert met.is_set() == (most > 0)

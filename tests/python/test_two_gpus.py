@@ -1,4 +1,4 @@
-"""Sequences on several GPUs of one machine: $SPILLWAY_TEST_DEVICE names them all."""
+"""Sequences on several GPUs of one machine. $SPILLWAY_TEST_DEVICE names all of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def used_bytes(client: spillway.Client) -> list[int]:
 def test_sequences_spread_and_give_the_same_bits(
     client: spillway.Client, rng: np.random.Generator
 ) -> None:
-    """As many copies of a sequence as GPUs: each GPU takes one, and answers alike."""
+    """One copy of a sequence per GPU: each GPU gets one, and all answers are equal."""
     info = client.get_server_info()
     assert len(info.devices) == len(GPUS)
     assert len({device.uuid for device in info.devices}) == len(GPUS)
@@ -40,7 +40,7 @@ def test_sequences_spread_and_give_the_same_bits(
     for sequence in sequences:
         sequence.append(0, 0, k, v)
     taken = [now - then for now, then in zip(used_bytes(client), before, strict=True)]
-    # Codes of 3 bits a dimension, and some rows.
+    # Codes of 3 bits per dimension, and some rows.
     assert min(taken) >= HEADS * TOKENS * DIM * 3 // 8, taken
     assert max(taken) < 1.5 * min(taken), taken
 
@@ -51,7 +51,7 @@ def test_sequences_spread_and_give_the_same_bits(
         for result in (together[sequence], sequence.attend(0, q)):
             np.testing.assert_array_equal(result.out, first.out)
             np.testing.assert_array_equal(result.lse, first.lse)
-    # A fork lives where its source does.
+    # A fork is on the GPU of its source.
     forks = [sequence.fork() for sequence in sequences]
     for fork in forks:
         np.testing.assert_array_equal(fork.attend(0, q).out, first.out)

@@ -1,4 +1,4 @@
-"""Messages that cannot be read: every call says which, and what was applied before."""
+"""Messages that cannot be parsed: every call says which one, and what was applied before it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from spillway import Client, Model
 from spillway._proto import attention_service_pb2 as attention
 from spillway._proto import tensor_pb2
 
-# A field of two bytes of which there is one.
+# A field of two bytes, of which only one is there.
 TRUNCATED = b"\x0a\x02x"
 SERVICE = "/spillway.v1."
 
 
 @pytest.fixture(scope="module")
 def channel(target: str) -> Iterator[grpc.Channel]:
-    """A connection that sends bytes as they are."""
+    """A channel that sends bytes unchanged."""
     with grpc.insecure_channel(target) as channel:
         yield channel
 
@@ -135,7 +135,7 @@ def test_a_message_of_millions_of_empty_items_is_not_read(channel: grpc.Channel)
 
 
 def calls(channel: grpc.Channel) -> dict[str, Callable[..., Any]]:
-    """A call of every kind, of one message."""
+    """Calls of every kind, each with one message."""
     append: Any = channel.stream_unary(SERVICE + "AttentionService/Append")
     decode: Any = channel.stream_stream(SERVICE + "AttentionService/Decode")
     attend: Any = channel.unary_unary(SERVICE + "AttentionService/Attend")
@@ -153,13 +153,13 @@ def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
 
 
 def header(name: bytes, value: bytes) -> bytes:
-    """A header that no table has."""
+    """A header as a literal, without an index into a table."""
     return b"\0" + bytes([len(name)]) + name + bytes([len(value)]) + value
 
 
 @pytest.mark.parametrize("method", ["Append", "Decode", "Attend"])
 def test_a_message_compressed_in_an_unknown_way_is_refused(target: str, method: str) -> None:
-    # gRPC's own clients know no more ways than the daemon.
+    # gRPC's own clients have the same algorithms as the daemon.
     headers = [
         (b":method", b"POST"),
         (b":scheme", b"http"),
@@ -194,7 +194,7 @@ def test_known_compression_is_undone_and_bounded(
     channel: grpc.Channel, kind: str, algorithm: Any
 ) -> None:
     call = calls(channel)[kind]
-    # Ten MiB of zeros are ten KiB on the way.
+    # Ten MiB of zeros are ten KiB when compressed.
     error = refused(lambda: call(bytes(10 << 20), timeout=30, compression=algorithm))
     assert error.code == "RESOURCE_EXHAUSTED", str(error)
     assert "larger than max" in error.message, str(error)

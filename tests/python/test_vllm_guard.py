@@ -1,4 +1,4 @@
-"""The plugin's settings, and what it refuses, without vLLM."""
+"""The plugin's settings and what it refuses, tested without vLLM."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from spillway_vllm.settings import Settings, settings_from
 
 
 class Model(SimpleNamespace):
-    """What the guard reads of vLLM's ModelConfig."""
+    """The parts of vLLM's ModelConfig that the guard reads."""
 
     def get_head_size(self) -> int:
         return int(self.head_size)
@@ -22,7 +22,7 @@ class Model(SimpleNamespace):
 
 
 def _config(**more: Any) -> Any:
-    """A configuration that is served, but for what is given."""
+    """A configuration that is accepted, with changes."""
     given: dict[str, Any] = {
         "use_mla": False,
         "is_encoder_decoder": False,
@@ -87,7 +87,7 @@ def test_what_is_served() -> None:
     ],
 )
 def test_what_is_refused(given: dict[str, Any], expected: str) -> None:
-    """With the reason, and the option where it is one; alone and beside another."""
+    """Refused with the reason and, if there is one, the option; alone and with another reason."""
     assert refusals(_config(**given)) == [expected]
     if "use_mla" not in given:
         assert set(refusals(_config(**{**given, "use_mla": True}))) == {
@@ -97,7 +97,7 @@ def test_what_is_refused(given: dict[str, Any], expected: str) -> None:
 
 
 def test_settings() -> None:
-    """All of them, and what they are by default; other variables are not read."""
+    """All settings and their defaults. Other variables are not read."""
     assert settings_from({"PATH": "/bin", "VLLM_USE_V1": "1"}) == Settings(
         target="embedded:",
         memory="",
@@ -133,7 +133,7 @@ def test_settings() -> None:
     ],
 )
 def test_wrong_settings(name: str, value: str, expected: str) -> None:
-    """The message names the variable, the value and what it may be."""
+    """The message has the variable, the value and the allowed values."""
     with pytest.raises(ValueError, match=expected):
         settings_from({f"VLLM_SPILLWAY_{name}": value})
 

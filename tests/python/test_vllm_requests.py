@@ -1,4 +1,4 @@
-"""The plugin's scheduler side: prefixes, sequences that stay, plans, losses."""
+"""The plugin's scheduler side: prefixes, kept sequences, plans, losses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from spillway_vllm.step_plan import Loss, PlannedRequest, Source, StepReport
 
 
 def _tokens(*parts: tuple[int, int]) -> list[int]:
-    """Parts of equal tokens: (token, count)."""
+    """A list of tokens from pairs (token, count)."""
     return [token for token, count in parts for _ in range(count)]
 
 
@@ -20,7 +20,7 @@ def _added(prefixes: Prefixes, key: int, tokens: list[int], rows: int, running: 
 
 
 def test_hashes_cover_all_before() -> None:
-    """Equal blocks after different ones, and other salts, are different."""
+    """Hashes differ for equal blocks after different ones, and for other salts."""
     some = block_hashes("", _tokens((1, 64), (2, 64), (3, 63)))
     assert len(some) == 2
     assert block_hashes("", _tokens((1, 64), (2, 64))) == some
@@ -33,14 +33,14 @@ def test_hashes_cover_all_before() -> None:
 
 
 def test_the_longest_rows_are_matched() -> None:
-    """Of several that begin alike; what is computed is told from what will be."""
+    """The best of several that begin alike. Computed and coming tokens are counted separately."""
     prefixes = Prefixes(4)
     prompt = _tokens((1, 64), (2, 64), (3, 64), (4, 64))
     _added(prefixes, 1, prompt, 70, running=True)
     _added(prefixes, 2, _tokens((1, 64), (2, 64)), 128, running=False)
     _added(prefixes, 3, _tokens((5, 300)), 300, running=False)
     _added(prefixes, 4, prompt, 0, running=False)
-    # Of its own 256 tokens it may take 255.
+    # Of its own 256 tokens, it may reuse 255.
     assert prefixes.match(4, 255) == Match(key=2, token_count=128, coming=192)
     prefixes.forget(1)
     assert prefixes.match(4, 255) == Match(key=2, token_count=128, coming=128)
@@ -50,7 +50,7 @@ def test_the_longest_rows_are_matched() -> None:
 
 
 def test_rows_in_part_are_matched_in_part() -> None:
-    """A sequence of which 100 tokens are computed gives 64."""
+    """If 100 tokens of a sequence are computed, 64 are matched."""
     prefixes = Prefixes(4)
     prompt = _tokens((1, 256))
     _added(prefixes, 1, prompt, 100, running=True)
@@ -59,7 +59,7 @@ def test_rows_in_part_are_matched_in_part() -> None:
 
 
 def test_the_oldest_kept_goes() -> None:
-    """Beyond the limit; what was used stays longer."""
+    """The oldest goes if there are more than the limit. Recently used ones stay longer."""
     prefixes = Prefixes(2)
     for key in (1, 2):
         tokens = _tokens((key, 128))
@@ -73,7 +73,7 @@ def test_the_oldest_kept_goes() -> None:
 
 
 def test_a_longer_one_takes_the_place_of_its_beginning() -> None:
-    """A chat's next turn makes the one before superfluous, and the other way round."""
+    """After a chat's next turn, the turn before is not kept, and in the other order neither."""
     prefixes = Prefixes(8)
     turn, chat = _tokens((1, 128)), _tokens((1, 128), (2, 64))
     _added(prefixes, 1, turn, 128, running=True)
@@ -86,7 +86,7 @@ def test_a_longer_one_takes_the_place_of_its_beginning() -> None:
 
 
 def test_too_short_or_not_wanted_is_not_kept() -> None:
-    """Less than a block, or a limit of none."""
+    """A sequence shorter than a block is not kept, and none is if the limit is 0."""
     prefixes = Prefixes(1)
     _added(prefixes, 1, _tokens((1, 128)), 63, running=True)
     assert prefixes.keep(1, block_hashes("", _tokens((1, 128))), 63) == [1]
@@ -110,7 +110,7 @@ _STEPS = st.lists(
 @settings(max_examples=200, deadline=None)
 @given(_STEPS)
 def test_matches_are_always_equal_tokens(steps: list[tuple[str, int, int, int]]) -> None:
-    """Against a model that compares tokens one by one."""
+    """Compared with a model that compares tokens one by one."""
     prefixes = Prefixes(2)
     texts = [_tokens((1, 64 * n), (2 + n, 100)) for n in range(5)]
     live: dict[int, tuple[list[int], int]] = {}
@@ -151,7 +151,7 @@ def test_matches_are_always_equal_tokens(steps: list[tuple[str, int, int, int]])
 
 
 def test_a_request_from_arrival_to_its_end() -> None:
-    """Chunks of its prompt, a decode step, and what is kept of it."""
+    """Chunks of its prompt, a decode step, and the sequence that is kept."""
     requests = Requests(4)
     prompt = list(range(200))
     requests.add("a", prompt, 200, "")
@@ -173,7 +173,7 @@ def test_a_request_from_arrival_to_its_end() -> None:
 
 
 def test_the_last_prompt_token_alone_is_no_decode_step() -> None:
-    """It is attended exactly, as the rest of the prompt."""
+    """The last token of a prompt is attended exactly, like the rest of the prompt."""
     requests = Requests(4)
     requests.add("a", [1] * 65, 65, "")
     plan = requests.plan([Scheduled("a", 64, 1, block=1)], [])
@@ -181,7 +181,7 @@ def test_the_last_prompt_token_alone_is_no_decode_step() -> None:
 
 
 def test_what_is_on_its_way_is_waited_for() -> None:
-    """Only while somebody computes it, and if it is worth it."""
+    """Waits only while another request computes the tokens, and only if this is worthwhile."""
     requests = Requests(4)
     prompt = list(range(1000))
     requests.add("a", prompt, 1000, "")
@@ -189,7 +189,7 @@ def test_what_is_on_its_way_is_waited_for() -> None:
     requests.add("b", prompt, 1000, "")
     assert requests.matched("b", 1000, others_running=True) is None
     requests.plan([Scheduled("a", 256, 600, block=2)], [])
-    # 832 of 960 are there.
+    # 832 of 960 tokens are there.
     assert requests.matched("b", 1000, others_running=True) is None
     requests.plan([Scheduled("a", 856, 60, block=2)], [])
     assert requests.matched("b", 1000, others_running=True) == 896
@@ -198,7 +198,7 @@ def test_what_is_on_its_way_is_waited_for() -> None:
 
 
 def test_a_preempted_request_has_its_own_rows() -> None:
-    """All but its newest token's, which gives the next."""
+    """All rows but that of its newest token, whose output gives the next token."""
     requests = Requests(0)
     requests.add("a", [1, 2, 3], 3, "")
     requests.plan([Scheduled("a", 0, 3, block=1)], [])
@@ -210,7 +210,7 @@ def test_a_preempted_request_has_its_own_rows() -> None:
 
 
 def test_what_tokens_do_not_tell_is_not_shared() -> None:
-    """Prompts with images, other adapters, and models with other layers' state."""
+    """Prompts with images, other adapters, and models whose other layers have state."""
     requests = Requests(4)
     prompt = list(range(200))
     requests.add("image", None, 200, "")
@@ -230,14 +230,14 @@ def test_what_tokens_do_not_tell_is_not_shared() -> None:
 
 
 def test_losses() -> None:
-    """Computed again; for lack of memory when another has finished; alone it fails."""
+    """Lost requests are computed again; if memory lacked, after another ends. Alone, they fail."""
     requests = Requests(4)
     for name in ("a", "b"):
         requests.add(name, [1, 2, 3], 3, "")
     requests.plan([Scheduled("a", 0, 3, block=1), Scheduled("b", 0, 3, block=2)], [])
     report = StepReport(losses={1: Loss(0, "again", "gone"), 2: Loss(0, "memory", "memory")})
     assert requests.take_report(report, 2) == (["a", "b"], [])
-    # Said again of a step that was on its way: of an epoch that is past.
+    # A second report of a step that was in flight is ignored, because its epoch is over.
     assert requests.take_report(report, 2) == ([], [])
     assert requests.matched("a", 3, others_running=False) == 0
     plan = requests.plan([Scheduled("a", 0, 3, block=4)], [])
@@ -252,7 +252,7 @@ def test_losses() -> None:
 
 
 def test_kept_ones_that_made_room_are_forgotten() -> None:
-    """On other ranks they are dropped too."""
+    """They are dropped on the other ranks too."""
     requests = Requests(4)
     prompt = list(range(128))
     requests.add("a", prompt, 128, "")
@@ -265,7 +265,7 @@ def test_kept_ones_that_made_room_are_forgotten() -> None:
 
 
 def test_ranks_reports_are_one() -> None:
-    """A lack of memory of one of them counts."""
+    """If one rank lacks memory, this counts."""
     report = StepReport({1: Loss(0, "again", "gone")}, {5})
     report.merge(StepReport({1: Loss(0, "memory", "memory"), 2: Loss(0, "again", "gone")}, {6}))
     assert report == StepReport(
@@ -274,7 +274,7 @@ def test_ranks_reports_are_one() -> None:
 
 
 def test_what_fails_always_ends() -> None:
-    """By its kind, or by having been lost 16 times."""
+    """A request ends if the kind of its loss is "failed", or after 16 losses."""
     requests = Requests(4)
     for name in ("a", "b", "c"):
         requests.add(name, [1, 2, 3], 3, "")

@@ -1,4 +1,4 @@
-"""The plugin's worker side, over an engine in this process, against double precision."""
+"""The plugin's worker side with an embedded engine, compared with double precision."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHAPES = Shapes(LAYERS, HEADS, KV_HEADS, DIM, torch.float32, SCALE)
 
 
 class Model:
-    """Random q, k and v of each (request, position, layer), and a worker that attends."""
+    """Random q, k and v for each (text, position, layer), and a worker that attends."""
 
     def __init__(self, memory: str = "64MiB", settings: Settings | None = None) -> None:
         serving.prefer_library(binary())
@@ -33,7 +33,7 @@ class Model:
 
     @staticmethod
     def rows(text: int, position: int, layer: int) -> tuple[torch.Tensor, ...]:
-        """q [H, d], k and v [H_kv, d]; of texts 100 and up, those of text 0 for 96 tokens."""
+        """q [H, d], k and v [H_kv, d]. Texts 100 and up have the first 96 tokens of text 0."""
         if text >= 100 and position < 96:
             text = 0
         draw = torch.Generator().manual_seed(text * 1_000_003 + position * 101 + layer)
@@ -41,7 +41,7 @@ class Model:
         return made[:HEADS], made[HEADS : HEADS + KV_HEADS], made[HEADS + KV_HEADS :]
 
     def step(self, plan: StepPlan, texts: dict[int, int]) -> tuple[Any, dict[int, torch.Tensor]]:
-        """Runs a step of requests; texts: which text each key has.
+        """Runs a step of requests. texts: the text of each key.
 
         Returns:
             The report, and each request's outputs [layers, T, H, d].
@@ -83,7 +83,7 @@ class Model:
 
 @pytest.fixture
 def model() -> Iterator[Model]:
-    """A worker of its own."""
+    """A model with its own worker."""
     made = Model()
     yield made
     made.worker.close()
@@ -99,7 +99,7 @@ def _check(model: Model, outs: torch.Tensor, text: int, start: int) -> None:
 
 
 def test_chunks_and_decode_steps_in_one_batch(model: Model) -> None:
-    """Rows in any order; each sees its own tokens only."""
+    """Rows are in any order. Each request sees only its own tokens."""
     texts = {1: 1, 2: 2, 3: 3}
     _, outs = model.step(StepPlan([_request(1, 0, 40), _request(2, 0, 1)]), texts)
     _check(model, outs[1], 1, 0)
@@ -117,12 +117,12 @@ def test_chunks_and_decode_steps_in_one_batch(model: Model) -> None:
 
 
 def by_decoder(model: Model) -> bool:
-    """Whether decode steps are a decoder's: on a GPU, but for a cluster's daemons."""
+    """Whether a decoder makes the decode steps: on a GPU, except with a cluster."""
     return on_gpu() and model.worker._sequences.client.transport != "cluster"
 
 
 def test_requests_that_come_and_go_while_others_decode(model: Model) -> None:
-    """A decoder is kept while the same requests decode together; forks of one end it."""
+    """A decoder is kept while the same requests decode together. A fork of one of them ends it."""
     texts = {1: 0, 2: 2, 3: 100}
     model.step(StepPlan([_request(1, 0, 100), _request(2, 0, 30)]), texts)
     for step in range(5):
@@ -148,7 +148,7 @@ def test_requests_that_come_and_go_while_others_decode(model: Model) -> None:
 
 
 def test_a_request_begins_with_anothers_rows(model: Model) -> None:
-    """Forked at a token, while the other goes on."""
+    """Its sequence is forked at a token, while the other request continues."""
     texts = {1: 0, 2: 100}
     model.step(StepPlan([_request(1, 0, 120)]), texts)
     plan = StepPlan([_request(1, 120, 1), _request(2, 96, 20, source=Source(1, 96))])
@@ -159,7 +159,7 @@ def test_a_request_begins_with_anothers_rows(model: Model) -> None:
 
 
 def test_rows_beyond_the_plan_are_cut(model: Model) -> None:
-    """A preempted request goes on before what it had."""
+    """A preempted request continues at an earlier token than its last."""
     texts = {1: 1}
     model.step(StepPlan([_request(1, 0, 50)]), texts)
     report, outs = model.step(StepPlan([_request(1, 30, 9)]), texts)
@@ -168,7 +168,7 @@ def test_rows_beyond_the_plan_are_cut(model: Model) -> None:
 
 
 def test_rows_that_are_not_there_are_lost(model: Model) -> None:
-    """The request says so and has zeros; the others are served."""
+    """The report names this request, and its outputs are zeros. The others are served."""
     texts = {1: 1, 2: 2, 3: 3}
     model.step(StepPlan([_request(1, 0, 10)]), texts)
     plan = StepPlan(
@@ -188,7 +188,7 @@ def test_rows_that_are_not_there_are_lost(model: Model) -> None:
 
 
 def test_sequences_go_when_told(model: Model) -> None:
-    """Dropped before the step; kept ones stay."""
+    """Sequences are dropped before the step, and kept ones stay."""
     texts = {1: 1, 2: 2}
     model.step(StepPlan([_request(1, 0, 10), _request(2, 0, 10)]), texts)
     model.worker.begin(StepPlan(kept=[2], dropped=[1, 77]), {})
@@ -198,7 +198,7 @@ def test_sequences_go_when_told(model: Model) -> None:
 
 @pytest.mark.skipif(on_gpu(), reason="a decoder holds its sequences while it is open")
 def test_a_sequence_that_was_deleted_is_lost_at_any_layer(model: Model) -> None:
-    """By somebody else between two layers: the step's others are served one by one."""
+    """Another client deletes it between two layers. The step's others are served one by one."""
     texts = {1: 1, 2: 2}
     model.step(StepPlan([_request(1, 0, 10), _request(2, 0, 10)]), texts)
     attend = model.worker.attend
@@ -216,7 +216,7 @@ def test_a_sequence_that_was_deleted_is_lost_at_any_layer(model: Model) -> None:
 
 
 def test_values_that_are_not_finite_fail_alone(model: Model) -> None:
-    """Not the worker, and not the step's other requests."""
+    """Neither the worker nor the other requests of the step fail."""
     texts = {1: 1, 2: 2}
     model.step(StepPlan([_request(1, 0, 10), _request(2, 0, 10)]), texts)
     rows = Model.rows
@@ -228,7 +228,8 @@ def test_values_that_are_not_finite_fail_alone(model: Model) -> None:
     model.rows = broken  # type: ignore[method-assign]
     report, outs = model.step(StepPlan([_request(1, 10, 1), _request(2, 10, 1)]), texts)
     if by_decoder(model):
-        # A decoder does not say whose they were: both are computed again, which does.
+        # A decoder does not say whose values they were. So both are computed again, and this shows
+        # it.
         assert {loss.kind for loss in report.losses.values()} == {"again"}
         assert set(report.losses) == {1, 2}
         report, outs = model.step(StepPlan([_request(1, 0, 11), _request(2, 0, 11)]), texts)
@@ -240,7 +241,7 @@ def test_values_that_are_not_finite_fail_alone(model: Model) -> None:
 
 
 def test_kept_sequences_make_room() -> None:
-    """For rows that lack memory; then requests are lost for it, and nothing else."""
+    """They are dropped if rows need memory. If that is not enough, requests are lost for memory."""
     model = Model("8MiB")
     try:
         texts = {key: key for key in range(1, 30)}
@@ -263,7 +264,7 @@ def test_kept_sequences_make_room() -> None:
 
 
 def test_sparse_steps_are_counted(model: Model) -> None:
-    """Attends, rows and certificates of decode steps; prompts are not among them."""
+    """Attends, rows and certificates of decode steps are counted, but not those of prompts."""
     model.step(StepPlan([_request(1, 0, 7)]), {1: 1})
     assert model.worker.prompt_token_count == 7
     assert model.worker.statistics.attend_count == 0
@@ -283,7 +284,7 @@ class _Batch:
 
 
 def test_rows_are_told_by_their_newest_blocks() -> None:
-    """Whatever vLLM's order is."""
+    """This works for any order of requests in vLLM's batch."""
     plan = StepPlan([_request(4, 0, 3), _request(9, 5, 1)])
     assert begins_of(plan, _Batch([(9, 0), (4, 1)])) == {4: 1, 9: 0}
     with pytest.raises(RuntimeError, match=r"blocks \[8, 9\], the plan \[4, 9\]"):
@@ -295,6 +296,6 @@ def test_rows_are_told_by_their_newest_blocks() -> None:
 
 
 def test_a_daemon_that_does_not_come_back(tmp_path: Any) -> None:
-    """The error names the setting that says how long it is waited for."""
+    """The error names the setting for how long the plugin waits."""
     with pytest.raises(spillway.Unavailable):
         Worker(Settings(target=f"unix:{tmp_path}/none.sock"), SHAPES, DEVICE, None)

@@ -1,4 +1,4 @@
-"""The client's wheel as somebody has it who has no checkout: scripts/wheels-test.sh tries more."""
+"""The client's wheel for a user without a checkout. scripts/wheels-test.sh tests more."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from packages import build, copied, files
 if not (ROOT / "clients/python/pyproject.toml").exists():
     pytest.skip("no checkout here, only what a bundle has of it", allow_module_level=True)
 
-# Of the system, as wheels for manylinux may ask of it: all else is in the wheel.
+# Libraries that a manylinux wheel may take from the system. All others are in the wheel.
 SYSTEM = re.compile(r"lib(c|m|stdc\+\+|gcc_s|z)\.so\.\d+|ld-linux-x86-64\.so\.2")
 
 
 class Wheels(NamedTuple):
-    """All of them in a folder; the client's; its files."""
+    """The folder of all wheels, the client's wheel, and the folder with its unpacked files."""
 
     folder: Path
     client: Path
@@ -33,7 +33,7 @@ class Wheels(NamedTuple):
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> Wheels:
-    """What scripts/wheels.sh makes, of the library under test without its symbols."""
+    """The wheels of scripts/wheels.sh, from the library under test without symbols."""
     folder = tmp_path_factory.mktemp("wheels")
     clients = copied(folder, "python", "lab", "vllm", "cluster")
     library = folder / "libspillway.so.1"
@@ -58,7 +58,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Wheels:
 
 
 def needed(file: Path) -> set[str]:
-    """The libraries that it names."""
+    """The libraries that the file needs."""
     told = subprocess.run(
         ["readelf", "--dynamic", "--wide", file], capture_output=True, text=True, check=True
     ).stdout
@@ -85,7 +85,7 @@ def test_any_python_of_systems_with_a_newer_glibc(wheels: Wheels) -> None:
         r"spillway-[\d.]+-py3-none-manylinux_2_(\d+)_x86_64\.whl", wheels.client.name
     )
     assert tag is not None, wheels.client.name
-    # Debian 12 has 2.36, on which it is built, and Ubuntu 24.04 2.39.
+    # It is built on Debian 12, which has glibc 2.36; Ubuntu 24.04 has 2.39.
     assert int(tag[1]) <= 36
 
 
@@ -97,7 +97,7 @@ def test_what_it_needs_is_beside_it(wheels: Wheels) -> None:
     for file in (own, *carried):
         left = {n for n in needed(file) - names if not SYSTEM.fullmatch(n)}
         assert left == set(), file.name
-    # No other package's library has one of these names, which is what the loader goes by.
+    # No other package's library has these names. The loader identifies libraries by name.
     assert all(re.search(r"-[0-9a-f]{8}\.so", name) for name in names)
 
 
@@ -110,7 +110,7 @@ def test_each_has_the_licence(wheels: Wheels) -> None:
 
 def test_in_an_empty_environment(wheels: Wheels, tmp_path: Path) -> None:
     output = tmp_path / "result.json"
-    # Third-party packages are this environment's; its links to the checkout do not come with them.
+    # Other packages come from this environment, but not its links to the checkout.
     borrowed = sysconfig.get_path("purelib")
     done = subprocess.run(
         [

@@ -31,7 +31,7 @@ def save_tiny_llama(folder: Path, **config: Any) -> None:
 
 
 def draw_words(count: int) -> list[int]:
-    """Which words a random text has."""
+    """The indices of the words of a random text."""
     draws: list[int] = torch.randint(
         len(WORDS), (count,), generator=torch.Generator().manual_seed(2)
     ).tolist()

@@ -25,13 +25,13 @@ struct Attention {
 double Dot(std::span<const double> a, std::span<const double> b);
 double Norm(std::span<const double> a);
 
-// scale * q.k of the first n tokens.
+// scale * q.k for the first n tokens.
 std::vector<double> Logits(const KeyValues& kv, std::span<const double> q, double scale, int64_t n);
 
 // softmax(scale * q K^T) V over the first n tokens.
 Attention DenseAttention(const KeyValues& kv, std::span<const double> q, double scale, int64_t n);
 
-// The same over chosen rows, log_weights added to their logits.
+// The same over chosen rows, with log_weights added to their logits.
 Attention WeightedAttention(const KeyValues& kv, std::span<const double> q, double scale,
                             std::span<const uint32_t> indices, std::span<const float> log_weights);
 

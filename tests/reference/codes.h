@@ -21,10 +21,10 @@ std::vector<double> Rotated(std::span<const float> rotation, std::span<const dou
 struct RotationCode {
   std::vector<int> levels;  // u, [d]
   double factor = 0;        // f
-  // The least distance of a coordinate y_j to a border between two levels.
+  // The smallest distance of a coordinate y_j to the border between two levels.
   double border_distance = 0;
-  // How far f, before rounding, is from where it would round the other way, as
-  // a fraction of f.
+  // The distance of f, before rounding, to the nearest number that rounds to another result, as a
+  // fraction of f.
   double factor_margin = 0;
 };
 double QuantiserStep(int bits);
@@ -37,26 +37,25 @@ struct QuantisedQuery {
   std::vector<int> levels;     // w, [d]
   double step = 0;             // s
   double norm_sq = 0;          // ||P q||^2
-  double error_sq = 0;         // of what the form misses of P q; 0 for a query of zeros
-  double border_distance = 0;  // least distance of Pq / s to a border
+  double error_sq = 0;         // squared error of this form against P q; 0 for a query of zeros
+  double border_distance = 0;  // smallest distance of Pq / s to a border
 };
 QuantisedQuery QuantiseQuery(std::span<const double> q, std::span<const float> rotation);
 
-// sum_j (2 w_j + 1) (2 u_j - (2^B - 1)): four times what the codes' scalar
-// product is in units of s * step.
+// sum_j (2 w_j + 1) (2 u_j - (2^B - 1)): four times the scalar product of the codes, in units of
+// s * step.
 int64_t IntegerProduct(std::span<const int> key_levels, std::span<const int> query_levels,
                        int bits);
 
-// scale * f * <t, quantised P q>: what the code says of a logit, but for the
-// centre's part.
+// scale * f * <t, quantised P q>: the estimated logit without the centre's part.
 double AsymmetricLogit(const RotationCode& key, const QuantisedQuery& query, int bits,
                        double scale);
 
-// How far off a query head's estimates are: the mean over tokens, each by its
-// estimated softmax weight, of
+// The error of a query head's estimates: the mean over tokens, weighted by their estimated softmax
+// weights, of
 //   scale^2 f^2 (1 - D)^2 (D / (1 - D) ||P q||^2 + error_sq),
-// D the distortion of the codes' quantiser. codes, logits: of the tokens that
-// are summed up.
+// where D is the distortion of the codes' quantiser. codes, logits: those of the tokens in the
+// mean.
 double RankVariance(std::span<const RotationCode> codes, std::span<const double> logits,
                     const QuantisedQuery& query, int bits, double scale);
 

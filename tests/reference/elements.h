@@ -8,8 +8,8 @@
 
 namespace spillway::reference {
 
-// x rounded to the nearest value of the type, ties to even. Finite values in
-// the type's range.
+// x rounded to the nearest value of the type, ties to even. x must be finite and within the type's
+// range.
 double Round(DType dtype, double x);
 
 // The little-endian bytes of values that Round() returned.

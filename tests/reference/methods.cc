@@ -10,7 +10,7 @@
 namespace spillway::reference {
 namespace {
 
-// How far x is from where fp16 rounds the other way, as a fraction of x.
+// The distance of x to the nearest number that fp16 rounds to another result, as a fraction of x.
 double HalfMargin(double x) {
   if (!(x > 0)) return 1;
   const double quantum = std::ldexp(1, std::max(std::ilogb(x), -14) - 10);
@@ -32,8 +32,8 @@ Int4Vector QuantiseInt4(std::span<const double> x) {
     out.levels.push_back(static_cast<int>(std::clamp(std::nearbyint(at), 0.0, 15.0)));
     // Beyond the outermost border the level no longer changes.
     const double border = std::clamp(std::floor(at), 0.0, 14.0) + 0.5;
-    // What lies in the middle exactly, as elements of few bits often do, goes
-    // to the even one in any arithmetic.
+    // An exact tie, which is common if elements have few bits, goes to the even level in any
+    // arithmetic.
     const bool tie = at == border && static_cast<float>(e - out.zero) == e - out.zero;
     if (!tie) out.border_distance = std::min(out.border_distance, std::fabs(at - border));
   }

@@ -12,7 +12,7 @@ namespace spillway::reference {
 namespace {
 
 constexpr int64_t kFirst = 1024;
-constexpr double kFar = 4;  // medians
+constexpr double kFar = 4;  // in units of the median
 
 double Median(std::vector<double> values) {
   std::sort(values.begin(), values.end());
@@ -25,7 +25,7 @@ double Distance(std::span<const double> a, std::span<const double> b) {
   return std::sqrt(sum);
 }
 
-// How far x is from a threshold, as a fraction of it.
+// The distance of x from a threshold, as a fraction of the threshold.
 double Margin(double x, double threshold) {
   return threshold > 0 ? std::fabs(x / threshold - 1) : std::numeric_limits<double>::infinity();
 }
@@ -48,8 +48,8 @@ std::vector<double> Distances(const Vectors& vectors, std::span<const double> ce
   return distances;
 }
 
-// The mean of a page's keys, or of those near their median per coordinate where
-// one lies far from the mean.
+// The mean of a page's keys. If one key lies far from it: the mean of the keys that lie near their
+// median per coordinate.
 std::vector<double> PageCentre(const Vectors& keys, double& margin) {
   const std::vector<double> mean = MeanInBf16(keys);
   const std::vector<double> radii = Distances(keys, mean);
@@ -72,7 +72,7 @@ std::vector<double> PageCentre(const Vectors& keys, double& margin) {
   return MeanInBf16(near);
 }
 
-// round(8 log2(ratio)), at least -127.
+// round(8 log2(ratio)), at least -127; a range if fp32 may round either way.
 BinRange ExponentOf(double ratio) {
   constexpr double kTolerance = 2e-5;
   if (!(ratio > 0)) return {-127, -127};

@@ -15,14 +15,14 @@ int ScoreBin(double score) {
 
 namespace {
 
-// Whether the references of scores from `begin` to `end` are taken over t.
+// Whether token t is in the sample that gives the reference of scores from `begin` to `end`.
 bool InSample(int64_t t, int64_t begin, int64_t end, const std::vector<bool>& left_out) {
   if (!left_out.empty() && left_out[t]) return false;
   const int64_t step = std::clamp<int64_t>(((end - 1) / 128 - begin / 128) / 16, 1, 64);
   return (t / 128 - begin / 128) % step == 0;
 }
 
-// M of scores.
+// M of HeadScores().
 double LargestOf(std::span<const double> logits, int64_t begin, int64_t end,
                  const std::vector<bool>& left_out, std::span<const double> centres) {
   double max = -std::numeric_limits<double>::infinity();
@@ -90,7 +90,7 @@ BinRange RangeOf(double score, double relative_tolerance) {
 
 std::vector<Membership> TopK(std::span<const BinRange> bins, int64_t k) {
   const int64_t n = static_cast<int64_t>(bins.size());
-  // How many tokens have a low (high) end above, or equal and more recent.
+  // For each token, the number of tokens whose low (high) end is larger, or equal and more recent.
   const auto before = [&](auto end_of, auto key) {
     std::vector<std::pair<int, int64_t>> ends;
     for (int64_t t = 0; t < n; ++t) ends.push_back({end_of(bins[t]), t});
@@ -108,7 +108,7 @@ std::vector<Membership> TopK(std::span<const BinRange> bins, int64_t k) {
   std::vector<int64_t> maybe_before = before(high, low);
   std::vector<Membership> result(n, Membership::kOpen);
   for (int64_t t = 0; t < n; ++t) {
-    // A token's own high end may lie above its low end.
+    // A token does not count itself: its high end may be above its low end.
     if (bins[t].high > bins[t].low) --maybe_before[t];
     if (maybe_before[t] < k) result[t] = Membership::kIn;
     if (surely_before[t] >= k) result[t] = Membership::kOut;
@@ -118,7 +118,7 @@ std::vector<Membership> TopK(std::span<const BinRange> bins, int64_t k) {
 
 namespace {
 
-// Positions by falling bin, the most recent first among equals.
+// Positions by falling bin; among equals, the most recent first.
 std::vector<int64_t> Ordered(std::span<const int> bins) {
   std::vector<int64_t> order(bins.size());
   std::iota(order.begin(), order.end(), int64_t{0});

@@ -53,7 +53,7 @@ namespace {
 
 constexpr int kProjected = 16;
 
-// Adds what a stratum's rows say of the projected error's covariance.
+// Adds what the rows of a stratum contribute to the covariance of the projected error.
 void AddProjected(const KeyValues& kv, std::span<const double> logits, double max,
                   const SampledTokens& stratum, std::span<const double> o,
                   std::span<const double> signs, std::vector<double>& covariance) {
@@ -79,9 +79,8 @@ void AddProjected(const KeyValues& kv, std::span<const double> logits, double ma
   }
 }
 
-// What the projection may hide of the variance counts as one direction. An error
-// in nu directions has, seen in 16, the inverse 1 / nu + (1 - 1 / nu) / 16; at
-// most 64.
+// Variance that the projection may hide counts as one direction. The projection to 16 numbers shows
+// the inverse of nu as 1 / nu + (1 - 1 / nu) / 16, which is corrected here. At most 64.
 double Degrees(double variance, std::span<const double> covariance) {
   double trace = 0, square = 0;
   for (int a = 0; a < kProjected; ++a) trace += covariance[a * kProjected + a];
@@ -141,7 +140,7 @@ int64_t UniformRows(Bound bound, const Estimate& pilot, int64_t token_count, dou
   const double n = static_cast<double>(token_count);
   const double norm = std::sqrt(pilot.norm_sq_unbiased);
   const Moments& m = pilot.moments.front();
-  // Of the estimate's deviation with b rows, sqrt(b) times.
+  // sqrt(b) times the deviation of the estimate with b rows.
   const auto deviation = [&](double z, double variance) {
     return z * n * inflation * std::sqrt(variance);
   };
@@ -172,8 +171,8 @@ std::vector<int64_t> StratifiedRows(const Estimate& pilot, std::span<const Sampl
   }
   const double z = ErrorQuantile(pilot.degrees, delta);
   const double allowed = epsilon * epsilon * pilot.norm_sq_unbiased / (z * z);
-  // The least total has b_h = rate n_h T_h wherever that is neither below what
-  // is drawn nor above what there is; the rate is the least that suffices.
+  // The smallest total has b_h = rate n_h T_h, except where that is below the rows drawn or above
+  // the tokens of the stratum. The rate is the smallest that suffices.
   const auto rows = [&](double rate) {
     std::vector<double> b;
     for (size_t h = 0; h < drawn.size(); ++h) {

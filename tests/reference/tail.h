@@ -9,13 +9,12 @@
 
 namespace spillway::reference {
 
-// The z that a standard normal number is beyond, to either side, with
-// probability delta.
+// The z for which the absolute value of a standard normal number exceeds z with probability delta.
 double TwoSidedQuantile(double delta);
 
-// What error / sqrt(variance) exceeds with chance delta, of an error with so many
-// degrees of freedom: z^2 = (1 - 2 / (9 nu) + z1 sqrt(2 / (9 nu)))^3, z1 what a
-// standard normal number exceeds with chance delta; at most TwoSidedQuantile().
+// What error / sqrt(variance) exceeds with probability delta, for an error with this many degrees
+// of freedom: z^2 = (1 - 2 / (9 nu) + z1 sqrt(2 / (9 nu)))^3, where a standard normal number
+// exceeds z1 with probability delta; at most TwoSidedQuantile().
 double ErrorQuantile(double degrees, double delta);
 
 // Second moments of x = exp(s - M) over rows: two passes, divisor m - 1.
@@ -28,14 +27,14 @@ struct Moments {
 Moments TwoPassMoments(const KeyValues& kv, std::span<const double> logits, double max,
                        std::span<const uint32_t> tokens, std::span<const double> o);
 
-// Rows of one stratum and how many tokens it has.
+// Rows of one stratum, and the number of its tokens.
 struct SampledTokens {
   int64_t token_count = 0;  // n_h
   std::vector<uint32_t> tokens;
 };
 
-// What the certificate states: N^ and D^ from exact rows and samples, o^ =
-// N^ / D^, the variance of N^ - o D^ by strata and the norm less its variance.
+// What a certificate states: N^ and D^ from exact rows and samples, o^ = N^ / D^, the variance of
+// N^ - o D^ by strata, and the squared norm of N^ minus its variance.
 struct Estimate {
   double max = 0;
   double denominator = 0;
@@ -44,24 +43,22 @@ struct Estimate {
   double variance = 0;
   double norm_sq_unbiased = 0;
   std::vector<Moments> moments;  // per stratum
-  // Tr(S)^2 / Tr(S^2) of the error's covariance S, by what its projection shows:
-  // values' y_m are sums of v_i signs_i over i = m, m + 16, ...
+  // Tr(S)^2 / Tr(S^2) of the error's covariance S, estimated from its projection: the projected
+  // values y_m are sums of v_i signs_i over i = m, m + 16, ...
   double degrees = 1;
 };
-// signs: [d], +1 or -1; empty: degrees are not wanted.
+// signs: [d], +1 or -1; if empty, degrees are not computed.
 Estimate EstimateOutput(const KeyValues& kv, std::span<const double> logits,
                         std::span<const uint32_t> exact, std::span<const SampledTokens> strata,
                         std::span<const double> signs = {});
 
-// Rows that a bound asks of a tail of one stratum, given its pilot's estimate:
-// the sample that the bound needs with replacement, less what the finite tail
-// saves, rounded up; every row where the norm is unknown, 0 being its estimate.
-// Deviations count `inflation` times.
+// The rows that a bound needs from a tail of one stratum, given its pilot's estimate: the sample
+// that it needs with replacement, minus what the finite tail saves, rounded up. Every row if the
+// norm is unknown, that is, estimated as 0. Deviations are multiplied by `inflation`.
 int64_t UniformRows(Bound bound, const Estimate& pilot, int64_t token_count, double inflation,
                     double epsilon, double delta);
-// Rows per stratum, at least `drawn` of each, for which ErrorQuantile() sqrt(variance) is
-// epsilon times the norm at the least total, rounded up; every row where the
-// norm is unknown.
+// The rows per stratum, at least `drawn` of each, with the smallest total for which ErrorQuantile()
+// sqrt(variance) is epsilon times the norm, rounded up. Every row if the norm is unknown.
 std::vector<int64_t> StratifiedRows(const Estimate& pilot, std::span<const SampledTokens> drawn,
                                     double inflation, double epsilon, double delta);
 

@@ -9,7 +9,7 @@ namespace spillway::reference {
 namespace {
 
 constexpr int kRank = 12;
-// Seeds of the parts of a KV head's data that its queries share.
+// Seeds of the data that the queries of a KV head share with its keys.
 uint64_t DirectionSeed(uint64_t h) { return 7919 * (h + 1); }
 
 // kRank directions [kRank][d], about unit length, largest first.
@@ -62,8 +62,8 @@ Context TraceContext(const ModelSpec& spec, int64_t n, uint64_t seed) {
     for (double& x : value_mean) x = 0.5 * normal(random);
     for (double& x : mix) x = 0.15 * normal(random);
     for (int64_t t = 0; t < n; ++t) {
-      // A token's strength multiplies all its directions: log-normal, so a few
-      // tokens stand far out.
+      // A token's strength multiplies all its directions. It is log-normal, so a few tokens are
+      // outliers.
       const double strength = std::exp(0.3 * normal(random));
       double a[kRank];
       for (double& x : a) x = strength * normal(random);

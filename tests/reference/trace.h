@@ -21,21 +21,20 @@ struct Context {
 // Independent standard normal keys and values.
 Context GaussianContext(const ModelSpec& spec, int64_t n, uint64_t seed);
 
-// Data with what counts for sampling in traces of real models: keys of low
-// rank about a large mean; logits of a spread that leaves a few thousand
-// tokens with weight and a heavy right tail; values about a mean, and in part
-// a function of the key. Synthetic Gaussian K/V would ask for every row: their
-// attention is flat and their output near zero.
+// Data with the properties of real models' K/V that matter for sampling: keys of low rank about a
+// large mean; logits whose spread leaves a few thousand tokens with weight, and a heavy right tail;
+// values about a mean, and partly a function of the key. With Gaussian K/V, every row would be
+// needed: their attention is flat and their output near zero.
 Context TraceContext(const ModelSpec& spec, int64_t n, uint64_t seed);
 
 // Standard normal queries [T][H_q][d].
 std::vector<float> GaussianQueries(const ModelSpec& spec, int64_t query_count, uint64_t seed);
-// Queries in the span of the keys' large directions; logits over the context
-// have standard deviation logit_deviation.
+// Queries in the span of the keys' large directions. Their logits over the context have the
+// standard deviation logit_deviation.
 std::vector<float> TraceQueries(const Context& context, int64_t query_count, uint64_t seed,
                                 double logit_deviation);
 
-// Query t of query head h, fp64.
+// Query t of query head h, in fp64.
 std::vector<double> Query(const ModelSpec& spec, const std::vector<float>& q, int64_t t, int h);
 
 }  // namespace spillway::reference

@@ -1,4 +1,5 @@
-// With budgets that the pilot decides, o^ is biased by far less than it varies.
+// With budgets that follow from the pilot, the bias of o^ is much smaller than its standard
+// deviation.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -51,7 +52,7 @@ TEST_P(AdaptiveBudget, BiasIsBelowAFifthOfAStandardError) {
     for (size_t i = cell * e.kHeadDim; i < (cell + 1) * e.kHeadDim; ++i) {
       const double m = sum[i] / seeds;
       variance += square[i] / seeds - m * m;
-      // What chance alone leaves of the mean is taken off.
+      // What chance alone adds to the squared mean is subtracted.
       bias_sq += m * m;
     }
     bias_sq -= variance / seeds;
@@ -67,9 +68,8 @@ TEST_P(AdaptiveBudget, BiasIsBelowAFifthOfAStandardError) {
   RecordProperty("mean", std::to_string(mean / cells));
   RecordProperty("worst", std::to_string(worst));
   EXPECT_LT(mean / cells, 0.2);
-  // A uniform pilot sometimes misses the tail's heaviest tokens; then budget
-  // and sum err together, and single heads pass a fifth. Strata see to it that
-  // none does.
+  // A uniform pilot sometimes misses the tail's heaviest tokens. Then the budget and the sum are
+  // both wrong, and single heads exceed a fifth. With strata, no head does.
   if (GetParam().tail == Tail::kStratified) {
     EXPECT_LT(worst, 0.2);
   }

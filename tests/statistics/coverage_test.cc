@@ -1,4 +1,4 @@
-// P(||o^ - o|| > eps ||o||) <= delta, counted over draws of the policy's seed.
+// P(||o^ - o|| > eps ||o||) <= delta, counted over draws with different seeds of the policy.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -12,16 +12,16 @@ namespace spillway {
 namespace {
 
 struct Coverage {
-  int64_t draws = 0;  // of one query head of each group: heads of a group fail together
+  int64_t draws = 0;  // of one query head per group: the heads of a group fail together
   int64_t violations = 0;
   int64_t promised = 0;         // certificates STATISTICAL or EXACT
-  int64_t broken_promises = 0;  // of those
-  double worst = 0;             // share of the worst (query, KV head)
+  int64_t broken_promises = 0;  // of these, violations
+  double worst = 0;             // share of violations of the worst (query, KV head)
   double rows = 0;              // mean rows touched
   Interval interval() const { return WilsonInterval(violations, draws); }
 };
 
-// Draws a seed for every query and KV head. The first head of a group counts.
+// One draw per seed for every query and KV head. Only the first head of a group counts.
 Coverage Count(Experiment& e, Policy policy, int seeds) {
   Coverage c;
   std::vector<int> cell(e.kQueries * e.kKvHeads, 0);
@@ -63,7 +63,7 @@ void Report(const std::string& name, const Coverage& c) {
   ::testing::Test::RecordProperty("worst", std::to_string(c.worst));
 }
 
-constexpr int kSeeds = 64 / kDrawsDivisor;          // 4,096 draws a case
+constexpr int kSeeds = 64 / kDrawsDivisor;          // 4,096 draws per case
 constexpr int kSeedsReported = 32 / kDrawsDivisor;  // 2,048
 
 Policy OraclePolicy(const ModelSpec& spec) {
@@ -72,8 +72,7 @@ Policy OraclePolicy(const ModelSpec& spec) {
   return policy;
 }
 
-// The whole confidence interval lies below delta, and nothing is bought by
-// reading everything.
+// The whole confidence interval must lie below delta, over enough draws.
 void ExpectHeld(const std::string& name, const Coverage& c, double delta) {
   Report(name, c);
   EXPECT_LE(c.interval().high, delta) << name;
@@ -111,8 +110,8 @@ TEST(Coverage, OracleUniformPaper) {
   ExpectHeld("oracle uniform paper eps .1", Count(e, policy, kSeeds), policy.delta);
 }
 
-// vAttention's own setting: it bounds D alone, so the output breaks it. Their
-// budget has no inflation. DESIGN's table reads .41 at this length.
+// vAttention's own setting: the bound is on D alone, so the error of the output exceeds epsilon too
+// often. As in vAttention, the budget has no inflation.
 TEST(Coverage, DenominatorDoesNotHold) {
   Experiment e;
   Policy policy = OraclePolicy(e.spec);
@@ -124,11 +123,11 @@ TEST(Coverage, DenominatorDoesNotHold) {
   const Coverage c = Count(e, policy, kSeeds);
   Report("oracle uniform denominator eps .1", c);
   EXPECT_GT(c.interval().low, policy.delta);
-  // And it never says otherwise: only what was read whole is promised.
+  // No promise is broken: only outputs that were read whole have one.
   EXPECT_EQ(c.broken_promises, 0);
 }
 
-// Weaker ranks: reported with their intervals, not asserted.
+// Weaker ranks: their coverage is reported with its interval, not asserted.
 TEST(Coverage, WeakerRanksAreReported) {
   for (const int bits : {1, 2, 4}) {
     Experiment e(bits);

@@ -7,8 +7,8 @@
 
 namespace spillway {
 
-// One context of 8,192 tokens like a real trace on the chosen device, several KV
-// heads and queries, with the exact outputs.
+// One context of 8,192 tokens that resembles a real trace, on the chosen device, with several KV
+// heads, queries, and their exact outputs.
 struct Experiment {
   static constexpr int64_t kTokens = 8192;
   static constexpr int kKvHeads = 8;

@@ -15,7 +15,7 @@ Interval WilsonInterval(int64_t hits, int64_t draws) {
 
 double ClopperPearsonUpper(int64_t hits, int64_t draws) {
   constexpr double kTail = 0.005;
-  // The chance of so few hits at proportion p.
+  // The probability of at most `hits` hits at proportion p.
   const auto at_most_hits = [&](double p) {
     double sum = 0;
     for (int64_t i = 0; i <= hits; ++i) {

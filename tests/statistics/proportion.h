@@ -17,8 +17,7 @@ struct Interval {
 };
 Interval WilsonInterval(int64_t hits, int64_t draws);
 
-// Upper end of the exact interval of Clopper and Pearson (1934), at 99 %
-// confidence as well.
+// Upper end of the exact interval of Clopper and Pearson (1934), also at 99 % confidence.
 double ClopperPearsonUpper(int64_t hits, int64_t draws);
 
 }  // namespace spillway

@@ -1,5 +1,5 @@
-// Sampling by the keyed hash: unbiased sums at fixed budgets, nested samples,
-// no correlation between layers, steps and KV heads, Neyman against uniform.
+// Sampling by the keyed hash: unbiased sums at fixed budgets, nested samples, no correlation
+// between layers, steps and KV heads, and Neyman allotment compared with uniform sampling.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -22,13 +22,13 @@ namespace {
 
 using reference::SampledTokens;
 
-// The tail of one query head under oracle ranks: 256 heavy, strata by rank.
+// The tail of one query head with oracle ranks: 256 heavy tokens, strata by rank.
 struct TailData {
   reference::KeyValues kv;
   std::vector<double> logits;
   std::vector<double> o;
   double max = 0;
-  std::vector<SampledTokens> strata;  // every token of each
+  std::vector<SampledTokens> strata;  // all tokens of each
 };
 
 TailData MakeTail(bool stratified) {
@@ -78,7 +78,7 @@ std::vector<uint32_t> Draw(const SampledTokens& stratum, uint64_t seed, int laye
   return drawn;
 }
 
-// Mean and standard error of draws of one number.
+// The mean of a number over draws, and its standard error.
 struct Mean {
   double sum = 0, square = 0;
   int64_t count = 0;
@@ -125,12 +125,12 @@ TEST_P(FixedBudget, NumeratorAndDenominatorAreUnbiased) {
     denominator.Add(dn);
     for (int i = 0; i < d; ++i) numerator[i].Add(nn[i]);
   }
-  // 4.5 standard errors: one in 150,000 by chance, for each of 65 numbers.
+  // 4.5 standard errors: exceeded by chance once in 150,000 tests, for each of 65 numbers.
   EXPECT_NEAR(denominator.mean(), true_d, 4.5 * denominator.error());
   for (int i = 0; i < d; ++i) {
     EXPECT_NEAR(numerator[i].mean(), true_n[i], 4.5 * numerator[i].error()) << "dimension " << i;
   }
-  // The test sees a bias of 2 % of the sum: a with-replacement or stale weight.
+  // The test can detect a bias of 2 % of the sum, as from a wrong or stale weight.
   EXPECT_LT(4.5 * denominator.error(), 0.02 * std::sqrt(kDrawsDivisor) * true_d);
 }
 
@@ -154,14 +154,14 @@ TEST(Neyman, VarianceIsNotAboveUniformsAtTheSameRows) {
   const double trace =
       reference::TwoPassMoments(whole.kv, whole.logits, whole.max, all.tokens, whole.o).trace_o;
   for (const double share : {0.02, 0.05, 0.1, 0.3, 0.7}) {
-    // The variance that uniform sampling of that share has, for fewer rows.
+    // Neyman allotment reaches the variance of uniform sampling of this share with fewer rows.
     const double uniform = n * n * trace * (1 / (share * n) - 1 / n);
     std::vector<int64_t> rows(strata.size());
     NeymanAllot(strata, uniform, rows);
     const int64_t total = std::accumulate(rows.begin(), rows.end(), int64_t{0});
     EXPECT_LE(reference::AllottedVariance(counts, deviations, rows), uniform * (1 + 1e-9));
     EXPECT_LT(static_cast<double>(total), share * n) << "share " << share;
-    // And at the same rows.
+    // The same comparison at the same number of rows.
     const double rate = static_cast<double>(total);
     EXPECT_LE(reference::AllottedVariance(counts, deviations, rows),
               n * n * trace * (1 / rate - 1 / n));
@@ -205,7 +205,7 @@ TEST(Nesting, ASmallerEpsilonSelectsMoreOfTheSame) {
   }
 }
 
-// The samples of two (layer, KV head, seed) share what chance gives.
+// The samples of two (layer, KV head, seed) share as many tokens as chance gives.
 TEST(Independence, OfLayersHeadsAndSeeds) {
   constexpr uint32_t kTokens = 1 << 17;
   constexpr double kShare = 1.0 / 16;
@@ -222,7 +222,7 @@ TEST(Independence, OfLayersHeadsAndSeeds) {
     sources.push_back({"head", 7, 4, 2 + i, 8192});
     sources.push_back({"seed", 7 + static_cast<uint64_t>(i), 4, 2, 8192});
   }
-  // Swapped and shifted coordinates are where a careless key would repeat.
+  // A careless key would repeat for swapped or shifted coordinates.
   sources.push_back({"swapped", 7, 2, 4, 8192});
   sources.push_back({"complement", ~uint64_t{7}, 4, 2, 8192});
   SampledTokens all;
@@ -248,8 +248,8 @@ TEST(Independence, OfLayersHeadsAndSeeds) {
   }
 }
 
-// Two steps of one (layer, KV head) are two windows of one hash, so a pair may
-// share much or nothing; over steps they share what chance gives, at any lag.
+// Two steps of one (layer, KV head) are two windows of one hash, so a pair may share many tokens or
+// none. Over many steps they share as many as chance gives, at any lag.
 TEST(Independence, OfSteps) {
   constexpr uint32_t kTokens = 1 << 11;
   constexpr int kSteps = 4000 / kDrawsDivisor;
@@ -274,8 +274,8 @@ TEST(Independence, OfSteps) {
   }
 }
 
-// Steps share a key and differ by the phase alone, which slides along the
-// hash: over many steps every token is drawn equally often.
+// Steps share a key and differ only by the phase, which slides along the hash. So over many steps
+// every token is drawn equally often.
 TEST(Independence, StepsVisitEveryTokenEqually) {
   constexpr uint32_t kTokens = 512;
   constexpr int kSteps = 20000 / kDrawsDivisor;

@@ -1,4 +1,4 @@
-// The data that the statistics stand on have what they claim.
+// The data of the statistical tests have the properties that they claim.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -36,7 +36,7 @@ TEST(Trace, HasTheStatisticsOfRealAttention) {
         if (i < 256) top += x;
       }
       mass_sum += top / total;
-      // exp of the entropy.
+      // The effective number of tokens is exp of the entropy.
       effective_sum += std::exp(std::log(total) - weighted / total);
       kurtosis_sum += fourth / (second * second);
       const std::vector<double>& out = e.exact[t * e.spec.query_head_count + h].out;
@@ -54,14 +54,14 @@ TEST(Trace, HasTheStatisticsOfRealAttention) {
       mass, effective, kurtosis, alignment);
   RecordProperty("top_256_mass", std::to_string(mass));
   RecordProperty("effective_tokens", std::to_string(effective));
-  // A large share in few tokens, yet too much beyond them to be left out.
+  // Few tokens have a large share, but the others have too much to be left out.
   EXPECT_GT(mass, 0.25);
   EXPECT_LT(mass, 0.75);
   EXPECT_GT(effective, 1000);
   EXPECT_LT(effective, 4000);
-  // Heavier than normal tails.
+  // The tails are heavier than normal.
   EXPECT_GT(kurtosis, 3.3);
-  // Outputs do not cancel to nothing.
+  // Outputs do not cancel to zero.
   EXPECT_GT(alignment, 0.3);
 }
 

@@ -1,13 +1,13 @@
-"""Tokens of the plugin beside those of stock vLLM."""
+"""Compares tokens of the plugin with those of stock vLLM."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
-# Of stock's two best logits: nearer than that, rounding may choose.
+# If the two best logits of stock vLLM are closer than this, rounding may decide.
 TIE = 1e-3
-# The same where tokens are drawn, as cold as vLLM draws them (0.01): e^-25 to one.
+# The same for sampled tokens, at vLLM's lowest temperature (0.01): odds of e^-25.
 TIE_DRAWN = 0.25
 
 
@@ -16,11 +16,11 @@ class Comparison:
     """Sums over requests.
 
     Attributes:
-        greedy: Requests whose best tokens were compared.
-        cut: Of these, such as had a tie, whose tokens from there on count no more.
-        drawn: Sequences of tokens drawn side by side that were compared.
+        greedy: Requests whose greedy tokens were compared.
+        cut: How many of these had a tie. Tokens from the tie on do not count.
+        drawn: Sequences of sampled tokens (n > 1) that were compared.
         token_count: Tokens that were compared.
-        differing: What differed, for people.
+        differing: Descriptions of the differences.
     """
 
     greedy: int = 0
@@ -31,7 +31,7 @@ class Comparison:
 
     @property
     def cut_share(self) -> float:
-        """Share of the requests with a tie."""
+        """The share of greedy requests with a tie."""
         return self.cut / max(self.greedy, 1)
 
     def add(
@@ -51,7 +51,7 @@ class Comparison:
                 else:
                     self.drawn += 1
                 if aborted:
-                    # It may have come to fewer tokens, or to more.
+                    # An aborted request may have fewer or more tokens.
                     end = min(end, len(expected), len(got))
                 self.token_count += end
                 if expected[:end] != got[:end]:

@@ -1,4 +1,4 @@
-"""Models, and engines of stock vLLM and of the plugin, made once."""
+"""Models, and engines of stock vLLM and of the plugin, created once."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _TEXT = Path("/usr/share/doc/debian-policy/policy.txt.gz")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Names the library of engines, for this process and those it starts."""
+    """Sets the engine's library, for this process and those it starts."""
     os.environ.setdefault("SPILLWAY_LIBRARY", str(LIBRARY))
 
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory):
-    """Returns a model's folder by its kind."""
+    """A function that returns the folder of a model by its kind."""
 
     def folder(kind: str) -> Path:
         if kind == SMOLLM2:
@@ -38,7 +38,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture(scope="session")
 def text_tokens(model_folder) -> list[int]:
-    """A real text as SmolLM2's tokens."""
+    """The tokens of a real text, for SmolLM2."""
     from transformers import AutoTokenizer  # noqa: PLC0415
 
     text = gzip.decompress(_TEXT.read_bytes()).decode()[:400_000]

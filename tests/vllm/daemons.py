@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 class Daemon:
-    """spillwayd on a socket in a folder."""
+    """A spillwayd on a socket in a folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -37,7 +37,7 @@ class Daemon:
         self._process.wait(30)
 
     def start(self) -> None:
-        """Starts it and waits until it serves."""
+        """Starts the daemon and waits until it serves."""
         binary = os.environ.get("SPILLWAYD", str(ROOT / "build/release/daemon/spillwayd"))
         with (self._folder / "daemon.log").open("ab") as log:
             self._process = subprocess.Popen(
@@ -56,22 +56,22 @@ class Daemon:
                 time.sleep(0.05)
 
     def kill(self) -> None:
-        """Ends it at once, with all that it holds."""
+        """Kills the daemon, and with it all its data."""
         assert self._process is not None
         self._process.kill()
         self._process.wait()
 
     def sequence_count(self) -> int:
-        """Sequences that it holds."""
+        """The number of its sequences."""
         with spillway.connect(self.target) as client:
             return sum(1 for _ in client.list_sequences())
 
     def token_count(self) -> int:
-        """Tokens of all its sequences."""
+        """The number of tokens in all its sequences."""
         with spillway.connect(self.target) as client:
             return sum(sequence.token_count for sequence in client.list_sequences())
 
     def kv_head_counts(self) -> list[int]:
-        """K/V heads of each of its models."""
+        """The number of KV heads of each of its models."""
         with spillway.connect(self.target) as client:
             return [model.kv_head_count for model in client.list_models()]

@@ -1,12 +1,12 @@
-"""Runs a vLLM engine step by step: schedules come by standard input, results go out.
+"""Runs a vLLM engine step by step: reads schedules from standard input, writes results.
 
     python drive.py '{"model": "folder", "attention_backend": "CUSTOM", ...}'
 
-A line is a schedule, a list of requests with `arrives`, the step before which it comes;
-`prompt`, token ids; `max_tokens`; and where wanted `n`; `aborted`, the step before which it
-is given up; `forced`, the tokens that it shall give. The answer is a line with each request's
-tokens, the gaps between its two best logits, and which token was the most likely. The line
-"counts" is answered with sums.
+Each line is a schedule, which is a list of requests. A request has `arrives`, the step before which
+it arrives; `prompt`, token ids; `max_tokens`; and optionally `n`; `aborted`, the step before which
+it is aborted; and `forced`, the tokens that it must generate. The answer is one line with each
+request's tokens, the gaps between its two best logits, and which token was the most likely. The
+answer to the line "counts" is a line with counters.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _STEPS_MAX = 20_000
 
 
 class Requests:
-    """What a schedule's requests have given so far."""
+    """The requests of a schedule and their results so far."""
 
     def __init__(self, engine: LLMEngine, schedule: list[dict[str, Any]], tag: str) -> None:
         self._engine = engine
@@ -44,10 +44,10 @@ class Requests:
         return f"{self._tag}-{index}"
 
     def run(self) -> int:
-        """Runs all to their end.
+        """Runs all requests to their end.
 
         Returns:
-            Steps that it took.
+            The number of steps.
         """
         step = 0
         last = max((request["arrives"] for request in self._schedule), default=0)
@@ -66,7 +66,8 @@ class Requests:
     def _add(self, index: int, request: dict[str, Any]) -> None:
         count = request.get("n", 1)
         parameters = SamplingParams(
-            # vLLM takes no greedy samples side by side, and no seeds on a CPU: as cold as can be.
+            # vLLM allows no greedy sampling with n > 1, and no seeds on a CPU. So use the lowest
+            # temperature.
             temperature=0 if count == 1 else 0.01,
             n=count,
             max_tokens=request["max_tokens"],
@@ -101,8 +102,8 @@ def _by_part(parts: dict[int, Any]) -> list[Any]:
 
 
 def main() -> None:
-    """Answers lines until there are no more."""
-    # What else is printed goes to the log.
+    """Answers lines until standard input ends."""
+    # Everything else that is printed goes to the log.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     engine = LLMEngine.from_engine_args(EngineArgs(**json.loads(sys.argv[1])))
@@ -125,7 +126,7 @@ def main() -> None:
 
 
 def _counts(engine: LLMEngine) -> dict[str, float]:
-    """The counters of the plugin, and how often vLLM has preempted, as /metrics has them."""
+    """The plugin's counters and vLLM's number of preemptions, as in /metrics."""
     counts = {}
     for metric in engine.get_metrics():
         name = metric.name.removeprefix("vllm:")

@@ -1,4 +1,4 @@
-"""vLLM engines in processes of their own, which tests send schedules to."""
+"""vLLM engines in separate processes, to which tests send schedules."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _DRIVE = Path(__file__).with_name("drive.py")
 
 
 class Engine:
-    """A process with a vLLM engine; `running` makes it."""
+    """A process with a vLLM engine. Use `running` to create one."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
 
     def ask(self, what: Any) -> Any:
-        """Sends a schedule, or "counts", and returns the answer.
+        """Sends a schedule or "counts", and returns the answer.
 
         Raises:
             RuntimeError: The process has ended.
@@ -40,12 +40,12 @@ class Engine:
 def running(
     model: Path, log: Path, environment: dict[str, str] | None = None, **arguments: Any
 ) -> Iterator[Engine]:
-    """An engine of stock vLLM, or of the plugin with `attention_backend="CUSTOM"`.
+    """Runs an engine of stock vLLM, or of the plugin with `attention_backend="CUSTOM"`.
 
     Args:
-        model: Its folder.
-        log: Where its messages go.
-        environment: Variables beside the process'.
+        model: The model's folder.
+        log: The file for its messages.
+        environment: Variables in addition to those of this process.
         **arguments: vLLM's `EngineArgs`.
     """
     given = {

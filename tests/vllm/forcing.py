@@ -1,4 +1,4 @@
-"""A logits processor that makes a request's tokens the given ones, step by step."""
+"""A logits processor that makes a request generate given tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vllm.v1.sample.logits_processor import AdapterLogitsProcessor, RequestLogit
 
 
 class Forced:
-    """Lets only the next given token be chosen."""
+    """Allows only the next given token."""
 
     def __init__(self, tokens: list[int]) -> None:
         self._tokens = tokens
@@ -24,13 +24,13 @@ class Forced:
 
 
 class Forcing(AdapterLogitsProcessor):
-    """Takes `forced` from a request's extra arguments."""
+    """Uses `forced` in a request's extra arguments."""
 
     def is_argmax_invariant(self) -> bool:
-        """It changes which token is the most likely."""
+        """False, because it changes which token is the most likely."""
         return False
 
     def new_req_logits_processor(self, params: Any) -> RequestLogitsProcessor | None:
-        """The request's own; None where its tokens are free."""
+        """The processor of a request; None if its tokens are not forced."""
         tokens = (params.extra_args or {}).get("forced")
         return None if tokens is None else Forced(tokens)

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 VOCABULARY = 256
-# Those that are served.
+# The kinds of models that the plugin serves.
 KINDS = ("llama", "qwen2", "gemma3")
 _SHAPES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -45,7 +45,7 @@ def _made(kind: str) -> Any:
     if kind == "llama":
         return LlamaForCausalLM(LlamaConfig(num_hidden_layers=3, **_SHAPES))
     if kind == "qwen2":
-        # vLLM takes the width over the heads for head_dim.
+        # vLLM computes head_dim as the width divided by the heads.
         shapes = {**_SHAPES, "num_attention_heads": 4}
         return Qwen2ForCausalLM(Qwen2Config(num_hidden_layers=3, **shapes))
     if kind == "gemma2":
@@ -55,7 +55,7 @@ def _made(kind: str) -> Any:
     if kind == "mistral":
         return MistralForCausalLM(MistralConfig(num_hidden_layers=2, sliding_window=64, **_SHAPES))
     assert kind == "gemma3", f"no kind {kind}"
-    # Of six layers two have full attention.
+    # Two of the six layers have full attention.
     config = Gemma3TextConfig(
         num_hidden_layers=6,
         sliding_window=64,

@@ -1,4 +1,4 @@
-"""The default policy on a real model: which tokens it prefers, and how many rows it reads."""
+"""The default policy with a real model: the tokens it prefers, and how many rows it reads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from conftest import SMOLLM2
 from engines import running
 
-# Prompts of so many tokens, and tokens forced after each.
+# Lengths of the prompts, and the number of forced tokens after each.
 _LENGTHS = (4_096, 5_200, 6_300, 7_500)
 _FORCED = 128
 
@@ -16,7 +16,7 @@ _FORCED = 128
 def test_agreement_with_exact_attention(
     model_folder, text_tokens: list[int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """512 tokens of the text, forced in decode steps, all layers sparse."""
+    """512 tokens of the text are forced in decode steps, and all layers are sparse."""
     schedule = []
     for index, length in enumerate(_LENGTHS):
         first = index * 20_000

@@ -1,4 +1,4 @@
-"""Preemption, lack of memory, daemons that restart, ranks, shared prompts, long contexts."""
+"""Preemption, full memory, daemons that restart, ranks, shared prompts, long contexts."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _compared(
     ours: Engine,
     meanwhile: Callable[[], None] | None = None,
 ) -> Comparison:
-    """Compares the answers; something may happen while ours are made."""
+    """Compares the answers. `meanwhile` runs while the plugin computes its answers."""
     expected = stock.ask(schedule)
     thread = threading.Thread(target=meanwhile) if meanwhile is not None else None
     if thread is not None:
@@ -61,7 +61,7 @@ def _compared(
 
 @pytest.fixture(scope="module")
 def folder(model_folder) -> Path:
-    """A random Llama."""
+    """The folder of a random Llama."""
     return model_folder("llama")
 
 
@@ -74,7 +74,7 @@ def stock(folder: Path, tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture
 def ours(folder: Path, tmp_path: Path):
-    """Starts the plugin's engine with settings and arguments."""
+    """A function that starts the plugin's engine with settings and arguments."""
 
     def start(environment: dict[str, str], **arguments: Any) -> Any:
         return running(
@@ -89,7 +89,7 @@ def ours(folder: Path, tmp_path: Path):
 
 
 def test_preempted_requests_go_on(stock: Engine, ours) -> None:
-    """vLLM's pool is too small for all: rows of a preempted request stay."""
+    """vLLM's pool is too small for all requests. A preempted request keeps its rows."""
     schedule = _schedule(_prompts(12, [5, 60, 100]), 100)
     prompt_tokens = sum(len(request["prompt"]) for request in schedule)
     with ours({}, num_gpu_blocks_override=13, block_size=32, max_num_batched_tokens=64) as engine:
@@ -97,12 +97,12 @@ def test_preempted_requests_go_on(stock: Engine, ours) -> None:
         counts = engine.ask("counts")
     assert seen.token_count >= 1000
     assert counts["num_preemptions"] >= 2
-    # What was computed is not computed again, but for the token that gives the next.
+    # Nothing is computed again, except for the token whose output gives the next.
     assert counts["prompt_tokens"] + counts["reused_tokens"] <= prompt_tokens
 
 
 def test_requests_wait_for_memory(stock: Engine, ours) -> None:
-    """All together lack memory: some are computed again when others have finished."""
+    """There is not enough memory for all. Some are computed again when others have finished."""
     schedule = _schedule(_prompts(12, [60, 200, 700]), 32)
     with ours({"VLLM_SPILLWAY_MEMORY": "8MiB"}) as engine:
         _compared(schedule, stock, engine)
@@ -110,8 +110,8 @@ def test_requests_wait_for_memory(stock: Engine, ours) -> None:
 
 
 def test_a_request_beyond_all_memory_fails_alone(stock: Engine, ours) -> None:
-    """It ends with an error; the next is served."""
-    # 2 K/V heads of 32 elements, 3 layers, float32: 1,536 B a token.
+    """The request ends with an error, and the next is served."""
+    # 2 KV heads of 32 elements, 3 layers, float32: 1,536 B per token.
     long = _schedule(_prompts(1, [1900]), 8)
     short = _schedule(_prompts(2, [60]), 8)
     with ours({"VLLM_SPILLWAY_MEMORY": "8MiB"}) as engine:
@@ -120,7 +120,7 @@ def test_a_request_beyond_all_memory_fails_alone(stock: Engine, ours) -> None:
 
 
 def test_kept_sequences_make_room(stock: Engine, ours) -> None:
-    """Sequences of finished requests go when memory lacks, the oldest first."""
+    """Sequences of finished requests are dropped if memory is short, the oldest first."""
     # 16 prompts of 1.4 MB each.
     with ours({"VLLM_SPILLWAY_MEMORY": "16MiB"}) as engine:
         for first in range(0, 16, 2):
@@ -129,7 +129,7 @@ def test_kept_sequences_make_room(stock: Engine, ours) -> None:
 
 
 def test_a_shared_prompt_is_computed_once(folder: Path, ours) -> None:
-    """32K tokens that four requests begin with, which come together, and one that comes later."""
+    """Four requests at the same time and a later one begin with the same 32K tokens."""
     (shared,) = _prompts(1, [32_768])
     ends = _prompts(5, [7, 30])
     schedule = _schedule([shared + end for end in ends[:4]], 4)
@@ -146,7 +146,7 @@ def test_a_shared_prompt_is_computed_once(folder: Path, ours) -> None:
 
 
 def test_a_daemon_serves_too(stock: Engine, ours, tmp_path: Path) -> None:
-    """Sequences are in a daemon, and go with vLLM."""
+    """The sequences are in a daemon, and are deleted when vLLM ends."""
     with Daemon(tmp_path) as daemon:
         with ours({"VLLM_SPILLWAY_TARGET": daemon.target}) as engine:
             _compared(_schedule(_prompts(8, [5, 60, 300]), 24, apart=3), stock, engine)
@@ -154,7 +154,7 @@ def test_a_daemon_serves_too(stock: Engine, ours, tmp_path: Path) -> None:
 
 
 def test_a_daemon_restarts(stock: Engine, ours, tmp_path: Path) -> None:
-    """Its requests are preempted and computed again."""
+    """The requests are preempted and computed again."""
     schedule = _schedule(_prompts(8, [5, 60, 300]), 300)
     with Daemon(tmp_path) as daemon:
 
@@ -173,7 +173,7 @@ def test_a_daemon_restarts(stock: Engine, ours, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory):
-    """Variables by which engines find two daemons that Ray has placed."""
+    """Environment variables with which engines find two daemons on Ray."""
     ray = pytest.importorskip("ray")
     deploy = pytest.importorskip("spillway_cluster.deploy")
     from spillway_cluster.settings import Settings  # noqa: PLC0415
@@ -198,7 +198,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.mark.parametrize("parts", [1, 2])
 def test_a_cluster_serves_too(parts: int, stock: Engine, ours, cluster: dict[str, str]) -> None:
-    """Requests lie whole on either daemon, or each with half of its KV heads on both."""
+    """Requests are whole on either daemon, or each daemon has half of their KV heads."""
     target = {"VLLM_SPILLWAY_TARGET": f"ray:vllm?parts={parts}"}
     with ours({**cluster, **target}) as engine:
         _compared(_schedule(_prompts(8, [5, 60, 300]), 24, apart=3), stock, engine)
@@ -206,7 +206,7 @@ def test_a_cluster_serves_too(parts: int, stock: Engine, ours, cluster: dict[str
 
 @pytest.mark.parametrize("where", ["embedded", "daemon"])
 def test_ranks_have_their_own_heads(where: str, stock: Engine, ours, tmp_path: Path) -> None:
-    """Tensor parallelism of two: each rank attaches with its KV heads."""
+    """With tensor parallelism of two, each rank has its own KV heads."""
     schedule = _schedule(_prompts(8, [5, 60, 300]), 24, apart=3)
     if where == "embedded":
         with ours({}, tensor_parallel_size=2) as engine:
@@ -216,12 +216,12 @@ def test_ranks_have_their_own_heads(where: str, stock: Engine, ours, tmp_path: P
         environment = {"VLLM_SPILLWAY_TARGET": daemon.target}
         with ours(environment, tensor_parallel_size=2) as engine:
             _compared(schedule, stock, engine)
-            # A head of two each: models of one shape are one.
+            # Each rank has one head, and ranks with equal shapes share one model.
             assert daemon.kv_head_counts() == [1]
 
 
 def test_a_million_tokens_may_come(folder: Path, ours, tmp_path: Path) -> None:
-    """A pool of 1 GiB, in which stock vLLM refuses that length, answers a prompt of 16K."""
+    """With a pool of 1 GiB, for which stock vLLM refuses this length, 16K tokens are served."""
     arguments = {"max_model_len": 1_000_000, "max_num_batched_tokens": 2048}
     with pytest.raises(RuntimeError, match="is needed, which is larger than the available"):
         with running(folder, tmp_path / "stock.log", **{**_ARGUMENTS, **arguments}):

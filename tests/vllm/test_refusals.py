@@ -1,4 +1,4 @@
-"""What cannot be served is refused at start, with the reason and the option."""
+"""Whatever cannot be served is refused at the start, with the reason and the option."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def _config(folder: Path, **arguments: Any) -> Any:
     ],
 )
 def test_options(model_folder, arguments: dict[str, Any], expected: str) -> None:
-    """Options that do not go together with the backend."""
+    """Options that do not work with the backend."""
     with pytest.raises(ValueError, match=expected):
         _config(model_folder("llama"), attention_backend="CUSTOM", **arguments)
 
 
 def test_without_the_option_nothing_changes(model_folder) -> None:
-    """Stock vLLM beside an installed plugin."""
+    """Stock vLLM works with the plugin installed."""
     config = _config(model_folder("llama"), enable_prefix_caching=True)
     assert config.kv_transfer_config is None
     assert config.scheduler_config.scheduler_cls is None
@@ -61,7 +61,7 @@ def test_a_wrong_setting(model_folder, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_models(model_folder, tmp_path: Path, kind: str, expected: str) -> None:
-    """Models whose attention is of another kind."""
+    """Models with other kinds of attention."""
     with pytest.raises(RuntimeError, match=expected):
         with running(
             model_folder(kind), tmp_path / "log", attention_backend="CUSTOM", max_model_len=1024
@@ -70,7 +70,7 @@ def test_models(model_folder, tmp_path: Path, kind: str, expected: str) -> None:
 
 
 def test_no_other_variable_is_taken(model_folder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A misspelt setting."""
+    """A misspelt setting is refused."""
     monkeypatch.setitem(os.environ, "VLLM_SPILLWAY_TARGTE", "unix:/nowhere")
     with pytest.raises(ValueError, match="VLLM_SPILLWAY_TARGTE is no setting .*_TARGET"):
         _config(model_folder("llama"), attention_backend="CUSTOM")

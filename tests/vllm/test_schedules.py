@@ -1,4 +1,4 @@
-"""Exact attention through Spillway gives stock vLLM's tokens, whatever comes and goes."""
+"""With exact attention, Spillway gives the tokens of stock vLLM for any schedule."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ARGUMENTS = {"max_model_len": 4096, "max_num_batched_tokens": 256, "max_num_seq
 def both(
     request: pytest.FixtureRequest, model_folder, text_tokens, tmp_path_factory
 ) -> Iterator[tuple[str, Engine, Engine, list[int]]]:
-    """A kind of model, stock vLLM and the plugin with it, and tokens to take prompts from."""
+    """A kind of model, stock vLLM and the plugin with it, and tokens for prompts."""
     kind = request.param
     tokens = text_tokens
     if kind != SMOLLM2:
@@ -43,7 +43,7 @@ def both(
 
 
 def _requests() -> st.SearchStrategy[dict[str, Any]]:
-    """A request; its prompt as a beginning that others have too, and an own end."""
+    """A request. Its prompt has a beginning that others share and its own end."""
     return st.fixed_dictionaries(
         {
             "arrives": st.integers(0, 60),
@@ -69,7 +69,7 @@ def _schedule(drawn: list[dict[str, Any]], tokens: list[int]) -> list[dict[str, 
 
 
 def test_tokens_are_stock_vllms(both, capsys: pytest.CaptureFixture[str]) -> None:
-    """256 requests of mixed lengths and arrivals, prompts in chunks, aborts, forks."""
+    """256 requests of mixed lengths and arrival times, prompts in chunks, aborts, forks."""
     kind, stock, ours, tokens = both
     seen = Comparison()
     request_count = 0
@@ -101,7 +101,7 @@ def test_tokens_are_stock_vllms(both, capsys: pytest.CaptureFixture[str]) -> Non
         )
     assert request_count >= _REQUESTS_MIN
     assert counts["outputs_statistical"] == counts["outputs_none"] == 0
-    # Sliding layers' state is not with the sequences: such models compute every prompt.
+    # The state of sliding layers is not kept, so such models compute every prompt completely.
     assert (counts["reused_tokens"] > 0) == (kind != "gemma3")
     if kind == SMOLLM2:
         assert seen.cut_share <= 0.05

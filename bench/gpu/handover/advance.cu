@@ -9,8 +9,8 @@ __device__ uint64_t Now() {
   return time;
 }
 
-// One thread. Volatile: nothing that a cache of this SM holds from a round
-// before may be taken for the counter.
+// Runs with one thread. The counter is volatile, because this SM's cache may still hold its value
+// from an earlier round.
 __global__ void AdvanceKernel(Advance a) {
   if (a.work_ns > 0) {
     for (const uint64_t start = Now(); Now() - start < static_cast<uint64_t>(a.work_ns);) {

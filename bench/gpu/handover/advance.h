@@ -6,23 +6,23 @@
 
 namespace spillway::bench {
 
-// In GPU memory that both processes map. A flag is the number of the last round
-// that was handed over, or to be handed back; each has a cache line.
+// Lies in GPU memory that both processes map. Each flag holds the number of the last round that was
+// handed to the peer (go) or back to the runner (done). Each has its own cache line.
 struct alignas(128) DeviceBlock {
-  alignas(128) uint32_t go;    // the runner writes it
-  alignas(128) uint32_t done;  // the peer writes it
-  // Both advance it by one each round; wrong_count counts the kernels that found
-  // another value than the order of rounds gives.
+  alignas(128) uint32_t go;    // written by the runner
+  alignas(128) uint32_t done;  // written by the peer
+  // Both processes add one in each round. wrong_count: how many kernels found another value than
+  // the order of rounds requires.
   alignas(128) uint32_t counter;
   uint32_t wrong_count;
 };
 
-// One turn of one process. Pointers are to memory that the GPU reaches.
+// One turn of one process. The pointers are addresses that the GPU can access.
 struct Advance {
   DeviceBlock* block = nullptr;
-  uint32_t expected = 0;  // the counter before
-  int64_t work_ns = 0;    // time to spend first
-  // Where to write flag_value after all else; null: the stream signals.
+  uint32_t expected = 0;  // the counter's value before this turn
+  int64_t work_ns = 0;    // how long the kernel spins first
+  // The kernel writes flag_value here last. null: it does not, since the stream signals instead.
   uint32_t* flag = nullptr;
   uint32_t flag_value = 0;
 };

@@ -1,7 +1,8 @@
-// spillway-handover-bench: what handing over between two processes on one GPU
-// costs. A runner's kernel, a signal, a kernel of the other process, a signal
-// back, over and over, for three kinds of signal. Without MPS contexts take turns,
-// which costs more than any signal: bench/gpu/handover.py runs it both ways.
+// spillway-handover-bench measures how long two processes on one GPU take to hand over to each
+// other. Each round is a kernel of the runner, a signal, a kernel of the other process (the peer),
+// and a signal back. There are three kinds of signal. Without MPS the GPU switches between the
+// contexts of the processes, which costs more than any signal; bench/gpu/handover.py runs this
+// program with and without MPS.
 #include <spawn.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -35,16 +36,16 @@ using Json = nlohmann::ordered_json;
 
 enum ExitCode {
   kOk = 0,
-  // CUDA or the other process failed, or a kernel found a wrong counter.
+  // CUDA or the other process failed, or a kernel found a wrong value of the counter.
   kFailed = 1,
-  // Nothing was measured: the command line, the environment, no GPU.
+  // Nothing was measured: wrong command line or environment, or no GPU.
   kUnusable = 2,
 };
 
 constexpr char kFooter[] =
     "Exit codes: 0 done, 1 CUDA or the other process failed or the counter was wrong, 2 nothing\n"
     "could be measured.";
-// Where the other process finds the page.
+// The descriptor of the shared page in the other process.
 constexpr int kPageFd = 3;
 constexpr int64_t kWorkMaxUs = 100'000;
 constexpr uint32_t kRoundCountMax = 1'000'000;
@@ -53,7 +54,7 @@ struct Options {
   RunnerOptions runner;
   int64_t work_us = 0;
   bool json = false;
-  pid_t parent = 0;  // of the other process; 0: this is the runner
+  pid_t parent = 0;  // in the peer: the runner's process ID; 0: this process is the runner
   unsigned limit_seconds = 0;
 };
 
@@ -64,7 +65,7 @@ int Fail(const absl::Status& status) {
   return unusable ? kUnusable : kFailed;
 }
 
-// The last resort where a call of CUDA's does not return.
+// Ends the process after so many seconds, in case a call of CUDA never returns.
 void EndAfter(unsigned seconds) {
   std::signal(SIGALRM, [](int) {
     constexpr char kMessage[] = "spillway-handover-bench: a call of CUDA does not return\n";
@@ -74,7 +75,8 @@ void EndAfter(unsigned seconds) {
   alarm(seconds);
 }
 
-// All rounds of all signals, at 2 ms and the work each, and the start.
+// Limit for the whole run: 2 ms plus the work for each round of each signal, and 180 s for the
+// start.
 unsigned LimitSeconds(const RunnerOptions& options) {
   const double rounds =
       std::size(kSignals) * (static_cast<double>(options.warm_up_count) + options.round_count);
@@ -96,7 +98,7 @@ absl::StatusOr<pid_t> StartPeer(const Options& options, int page_fd) {
   pointers.push_back(nullptr);
   posix_spawn_file_actions_t actions;
   posix_spawn_file_actions_init(&actions);
-  // Of one number too this makes a descriptor that is not closed.
+  // This clears close-on-exec, even if page_fd already is kPageFd.
   int error = posix_spawn_file_actions_adddup2(&actions, page_fd, kPageFd);
   pid_t pid = -1;
   if (error == 0) {
@@ -139,8 +141,7 @@ std::string NameOf(Signal signal) {
   return "";
 }
 
-// The value that a share of the sorted values does not exceed, by nearest rank.
-// REQUIRES: there are values.
+// The quantile `share` of the sorted values, by nearest rank. REQUIRES: there are values.
 double Quantile(const std::vector<double>& sorted, double share) {
   const auto rank = static_cast<size_t>(std::ceil(share * static_cast<double>(sorted.size())));
   return sorted[std::clamp<size_t>(rank, 1, sorted.size()) - 1];
@@ -197,7 +198,7 @@ void Print(const Json& record) {
 
 absl::Status RunRunner(const Options& options) {
   ASSIGN_OR_RETURN(SharedPage page, SharedPage::Create());
-  // Before CUDA, which does not survive a fork.
+  // Starts the peer before CUDA is initialised, because CUDA does not work after a fork.
   ASSIGN_OR_RETURN(const pid_t peer, StartPeer(options, page.fd()));
   const absl::StatusOr<Result> result = RunRounds(options.runner, peer, &page);
   const absl::Status ended = EndPeer(peer);
@@ -218,7 +219,7 @@ absl::Status Run(Options options) {
     return absl::FailedPreconditionError(
         "CUDA_LAUNCH_BLOCKING is set: a launch would wait for a stream that waits for it");
   }
-  // A kernel that is loaded when it is first launched may wait for every stream.
+  // With lazy loading, the first launch of a kernel may wait for all streams.
   setenv("CUDA_MODULE_LOADING", "EAGER", 1);
   if (options.parent != 0) {
     EndAfter(options.limit_seconds);
@@ -260,7 +261,7 @@ int Main(int argc, char** argv) {
   }
   const absl::Status status = Run(options);
   if (status.ok()) return kOk;
-  // The runner says what the other process has failed for.
+  // If the peer fails, the runner prints the reason.
   return options.parent != 0 ? kFailed : Fail(status);
 }
 

@@ -94,7 +94,8 @@ void Party::Release(const absl::Status& why) {
   SetFailed(shared(), why);
   absl::Status status;
   for (const Clock::time_point deadline = Clock::now() + kStepTimeout;;) {
-    // Again and again: what a freed stream had still to write comes after.
+    // Repeats this, because a stream that is freed goes on and may overwrite flags with its own
+    // writes.
     SharedBlock& block = shared();
     for (SharedBlock::Word* const word : {&block.go, &block.done, &block.told}) {
       word->store(kPoison);
@@ -108,7 +109,7 @@ void Party::Release(const absl::Status& why) {
     if (!status.ok() || Clock::now() > deadline) break;
     std::this_thread::sleep_for(std::chrono::milliseconds(10));
   }
-  // CUDA's own end would wait for the stream.
+  // A normal exit would run CUDA's cleanup, which waits for the stream.
   std::fprintf(stderr, "spillway-handover-bench: %s; and its stream stays blocked\n",
                std::string(why.message()).c_str());
   _exit(1);

@@ -12,16 +12,16 @@
 namespace spillway::bench {
 namespace {
 
-// Rounds on the stream before the runner gets to them, so that no launch of this
-// process is part of what is measured.
+// The peer puts this many rounds on its stream ahead of the runner, so that the measured time does
+// not include the peer's launches.
 constexpr uint32_t kAheadCount = 32;
 
-// A handle is of all that the driver has allocated at once: small allocations
-// share it with others.
+// Large enough for an allocation of its own: an IPC handle covers the driver's whole underlying
+// allocation, which small allocations share with others.
 constexpr size_t kExportBytes = size_t{2} << 20;
 
-// The counter when the peer's turn of a round comes. Two kernels advance it before
-// round 1, and then the runner's in each round before the peer's.
+// The counter at the peer's turn of a round. Two kernels advance it before round 1. In each round,
+// the runner's kernel advances it and then the peer's.
 uint32_t CounterBefore(uint32_t round) { return 2 * round + 1; }
 
 absl::Status TakeTurns(const Party& party, bool device_flags, uint32_t first, uint32_t count,

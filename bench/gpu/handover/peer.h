@@ -5,9 +5,9 @@
 
 namespace spillway::bench {
 
-// The other process: makes and exports the GPU memory that both use, as a daemon
-// would, and takes its turn in every round that the runner asks for, until it is
-// told to stop. `runner`: the process that started this one.
+// Runs the peer, the process with the daemon's role. It allocates and exports the GPU memory that
+// both processes use, and takes its turn in every round that the runner requests, until the runner
+// tells it to stop. `runner`: the process that started this one.
 absl::Status RunPeer(int gpu, pid_t runner, SharedPage page);
 
 }  // namespace spillway::bench

@@ -22,7 +22,7 @@ bool Lives(pid_t child) {
   return result == 0 && info.si_pid == 0;
 }
 
-// Of the peer, mapped here while it lives.
+// Maps the peer's DeviceBlock into this process for as long as the object lives.
 class MappedBlock {
  public:
   static absl::StatusOr<MappedBlock> Open(const cudaIpcMemHandle_t& handle) {
@@ -70,7 +70,7 @@ class Rounds {
                        [&] { return shared_.ended_count.load() == request_count_; });
   }
 
-  // Whether every kernel found what the one before it left.
+  // DATA_LOSS if a kernel did not find the value that the kernel before it wrote.
   absl::Status CheckCounter() {
     DeviceBlock found = {};
     SPILLWAY_CUDA_RETURN_IF_ERROR(cudaMemcpyAsync(&found, party_.block(), sizeof(found),
@@ -149,12 +149,12 @@ absl::Status RunAll(const RunnerOptions& options, Party& party, Result& result) 
     ASSIGN_OR_RETURN(const MappedBlock block, MappedBlock::Open(shared.block));
     party.SetBlock(block.get());
     absl::Status status = MeasureAll(options, party, result);
-    // While its memory is still mapped.
+    // Release writes flags in the peer's memory, so call it while that is still mapped.
     if (!status.ok()) party.Release(status);
     party.SetBlock(nullptr);
     RETURN_IF_ERROR(status);
   }
-  // Not before: the peer frees what was mapped here.
+  // Stop the peer only after the block is unmapped, because the peer then frees it.
   shared.stop = true;
   shared.request_count.fetch_add(1);
   return absl::OkStatus();

@@ -14,31 +14,31 @@ namespace spillway::bench {
 
 struct RunnerOptions {
   int gpu = 0;
-  uint32_t warm_up_count = 0;  // rounds before those that are timed
+  uint32_t warm_up_count = 0;  // rounds before the timed ones, per signal
   uint32_t round_count = 0;
-  int64_t work_ns = 0;  // of the peer's kernel
+  int64_t work_ns = 0;  // how long the peer's kernel spins
 };
 
-// What one way of handing over has shown.
+// The measurement of one kind of signal.
 struct Measured {
   Signal signal = Signal::kPolling;
-  // Of each timed round, on the runner's clock: from before its launches until
-  // its CPU knows that the turn has come back.
+  // For each timed round, on the runner's clock: from before its launches until its CPU sees that
+  // the peer has handed back.
   std::vector<double> seconds;
-  std::string unavailable;  // why there is none; empty: there is
+  std::string unavailable;  // why this signal was not measured; empty: it was
 };
 
 struct Result {
   std::string gpu_name;
-  int driver_version = 0;  // 1000 * major + 10 * minor, the newest CUDA it runs
+  int driver_version = 0;  // newest CUDA that the driver supports: 1000 * major + 10 * minor
   bool runner_has_mps = false;
   bool peer_has_mps = false;
   std::vector<Measured> measured;
 };
 
-// The process that hands over first. Runs the rounds of every way with `peer`,
-// which it has started, and stops it. DATA_LOSS when a kernel did not find what
-// the one before it left.
+// Runs the rounds of every kind of signal with `peer`, a process that this one has started, and
+// then tells it to stop. This process hands over first in each round. DATA_LOSS if a kernel did not
+// find the value that the kernel before it wrote.
 absl::StatusOr<Result> RunRounds(const RunnerOptions& options, pid_t peer, SharedPage* page);
 
 }  // namespace spillway::bench

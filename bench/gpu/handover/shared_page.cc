@@ -16,7 +16,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Between looks at the clock and at the other process.
+// Checks of the condition before the next check of the clock and of the other process.
 constexpr int kSpins = 2048;
 
 void Pause() {
@@ -94,7 +94,7 @@ absl::Status WaitFor(const SharedBlock& block, const std::function<bool()>& othe
     }
     if (absl::Status status = Failure(block); !status.ok()) return status;
     if (!other_lives()) {
-      // It may have said why with its last breath.
+      // It may have written the reason just before it ended.
       absl::Status status = Failure(block);
       status.Update(absl::UnavailableError(
           absl::StrCat("the other process ended while this one waited for ", std::string(what))));

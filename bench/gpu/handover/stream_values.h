@@ -10,18 +10,16 @@
 
 namespace spillway::bench {
 
-// Stream memory operations of 32 bits. The driver's functions are asked for by
-// name, so that the program starts on machines without one. The version that is
-// asked for needs no option of the driver.
+// Stream memory operations of 32 bits. The driver's functions are looked up by name, so that the
+// program also starts on machines without a driver. The version that is looked up works without a
+// driver option.
 class StreamValues {
  public:
   static absl::StatusOr<StreamValues> Load();
 
-  // When the stream gets there, writes the value; what the stream did before is
-  // visible before it.
+  // Queues a write of the value. All earlier work of the stream is visible before the value is.
   absl::Status Write(cudaStream_t stream, uint32_t* word, uint32_t value) const;
-  // Holds the stream until the word has reached the value (see Reached). Without
-  // a time-out.
+  // Holds the stream until the word has reached the value (see Reached). There is no time limit.
   absl::Status WaitUntilReached(cudaStream_t stream, uint32_t* word, uint32_t value) const;
 
  private:

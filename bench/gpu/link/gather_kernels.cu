@@ -3,7 +3,7 @@
 namespace spillway::bench {
 namespace {
 
-// Pattern kernels run on as much of the GPU as they can use.
+// Grid of the pattern kernels: large enough to fill the GPU.
 constexpr int kPatternThreads = 256;
 constexpr int kPatternBlocks = 2048;
 
@@ -32,8 +32,8 @@ cudaError_t LaunchBulkRows(const RowTransfer& t, bool to_host, int sm_count, cud
 }
 
 bool BulkRowsAvailable() {
-  // Of code for an older part, made for this one when the program starts, the
-  // kernel is empty: the version that it was written for counts.
+  // If the driver compiles the kernel from PTX for an older architecture, the kernel is empty. So
+  // check the architecture of the PTX, not that of the GPU.
   cudaFuncAttributes attributes = {};
   if (cudaFuncGetAttributes(&attributes, BulkRowsKernel<false>) != cudaSuccess) {
     cudaGetLastError();

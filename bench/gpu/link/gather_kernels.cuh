@@ -7,21 +7,19 @@
 
 // Kernels that move listed rows between pinned host memory and GPU memory.
 //
-// All hand work out in list order: whatever the row size, what is under way at
-// any moment is one short stretch of the list. Of a list that is sorted by
-// address it spans little address space, and that decides how fast sparse rows
-// come (docs/link.md).
+// All kernels process the list in order: at any moment, with any row size, the rows in flight are a
+// short stretch of the list. If the list is sorted by address, this stretch spans little address
+// space, which decides how fast sparse rows arrive (docs/link.md).
 namespace spillway::bench {
 
-// With more than 32 registers a thread only one block fits an SM.
+// With more than 32 registers per thread, only one block fits on an SM.
 inline constexpr int kSmThreads = 1024;
-// 16-byte accesses that a thread has under way.
+// 16-byte accesses that a thread has in flight.
 inline constexpr int kSmUnroll = 8;
 
-// Thread i of n moves the 16-byte vectors i, i + n, ... of the packed rows: a
-// warp's access is one contiguous 512 bytes of a row, or several short rows
-// that are neighbours in the list. With rows of 512 bytes, warp w of W moves
-// rows w, w + W, ...
+// Thread i of n moves the 16-byte vectors i, i + n, ... of the packed rows. So one access of a warp
+// is 512 contiguous bytes of a row, or several short rows that are neighbours in the list. With
+// rows of 512 bytes, warp w of W moves rows w, w + W, ...
 template <bool kToHost>
 __global__ void __launch_bounds__(kSmThreads, 1) SmRowsKernel(RowTransfer t) {
   const uint32_t row_log2 = t.row_bytes_log2 - 4;  // in vectors
@@ -47,7 +45,7 @@ __global__ void __launch_bounds__(kSmThreads, 1) SmRowsKernel(RowTransfer t) {
       const uint32_t i = first + u * step;
       if (i < count) values[u] = __ldcs(kToHost ? packed + i : hosted(i, rows[u]));
     }
-    // While those are under way, the part of the list that comes next.
+    // While those loads are in flight, load the next part of the list.
 #pragma unroll
     for (int u = 0; u < kSmUnroll; ++u) next_rows[u] = row_of(first + (kSmUnroll + u) * step);
 #pragma unroll
@@ -59,12 +57,12 @@ __global__ void __launch_bounds__(kSmThreads, 1) SmRowsKernel(RowTransfer t) {
   }
 }
 
-// Number of the row that byte `at` of the packed rows belongs to.
+// The number in the span of the row that holds byte `at` of the packed rows.
 __device__ inline uint32_t RowAt(const RowTransfer& t, uint64_t at) {
   return __ldg(t.rows + (at >> t.row_bytes_log2));
 }
 
-// Where in the span byte `at` of the packed rows belongs.
+// The address in the span of byte `at` of the packed rows, which belongs to this row.
 __device__ inline std::byte* SpanAt(const RowTransfer& t, uint32_t row, uint64_t at) {
   const uint64_t within = at & ((uint64_t{1} << t.row_bytes_log2) - 1);
   return t.span + (uint64_t{row} << t.row_bytes_log2) + within;
@@ -73,15 +71,14 @@ __device__ inline std::byte* SpanAt(const RowTransfer& t, uint32_t row, uint64_t
 inline constexpr int kBulkWarps = 8;
 inline constexpr int kBulkStages = 4;
 inline constexpr uint32_t kBulkStageBytes = 4096;
-// More than half of an SM's: one block an SM.
+// More than half of an SM's shared memory, so one block per SM.
 inline constexpr int kBulkSharedBytes = kBulkWarps * kBulkStages * kBulkStageBytes;
 
-// Each warp moves chunks of kBulkStageBytes of the packed rows through a ring
-// of its own: bulk copies fill a stage, their bytes complete its mbarrier, and
-// bulk copies drain it. Warp w of W moves chunks w, w + W, ... On the span's
-// side a chunk is one piece or, where rows are short, one piece a row, which
-// the lanes share; on the packed side it is contiguous. Shared memory:
-// kBulkSharedBytes.
+// Each warp moves chunks of kBulkStageBytes of the packed rows through its own ring of stages: bulk
+// copies fill a stage, their bytes complete the stage's mbarrier, and bulk copies drain the stage.
+// Warp w of W moves chunks w, w + W, ... On the packed side a chunk is contiguous. On the span's
+// side it is one piece or, if rows are shorter, one piece per row; the lanes share the pieces.
+// Dynamic shared memory: kBulkSharedBytes.
 template <bool kToHost>
 __global__ void __launch_bounds__(kBulkWarps * 32, 1) BulkRowsKernel(RowTransfer t) {
 #if __CUDA_ARCH__ >= 900
@@ -94,7 +91,7 @@ __global__ void __launch_bounds__(kBulkWarps * 32, 1) BulkRowsKernel(RowTransfer
   uint64_t* const filled = barriers[warp];
   if (lane == 0) {
     for (int stage = 0; stage < kBulkStages; ++stage) ptx::mbarrier_init(&filled[stage], 1);
-    // Bulk copies see barriers through another proxy.
+    // Bulk copies access the barriers through the async proxy, so fence their initialisation.
     ptx::fence_proxy_async(ptx::space_shared);
   }
   __syncwarp();
@@ -108,8 +105,7 @@ __global__ void __launch_bounds__(kBulkWarps * 32, 1) BulkRowsKernel(RowTransfer
   const uint32_t row_bytes = uint32_t{1} << t.row_bytes_log2;
   const uint32_t piece_bytes = min(row_bytes, kBulkStageBytes);
 
-  // Of the warp's i-th chunk: where it lies among the packed rows, how long
-  // it is, and the stage that it passes through.
+  // For the warp's i-th chunk: its offset in the packed rows, its bytes, and its stage.
   const auto chunk_at = [&](uint32_t i) { return (first + uint64_t{i} * step) * kBulkStageBytes; };
   const auto chunk_bytes = [&](uint32_t i) {
     return static_cast<uint32_t>(min(bytes - chunk_at(i), uint64_t{kBulkStageBytes}));
@@ -125,7 +121,7 @@ __global__ void __launch_bounds__(kBulkWarps * 32, 1) BulkRowsKernel(RowTransfer
       ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, barrier,
                                      size);
     }
-    // No byte arrives before it is expected.
+    // The barrier must expect the bytes before any of them arrives.
     __syncwarp();
     if constexpr (kToHost) {
       if (lane == 0) {
@@ -152,14 +148,14 @@ __global__ void __launch_bounds__(kBulkWarps * 32, 1) BulkRowsKernel(RowTransfer
     } else if (lane == 0) {
       ptx::cp_async_bulk(ptx::space_global, ptx::space_shared, t.packed + at, stage_of(i), size);
     }
-    // Also by lanes that drain nothing: groups are counted lane by lane.
+    // Lanes that drain nothing also commit, because groups are counted per lane.
     ptx::cp_async_bulk_commit_group();
   };
 
   for (uint32_t i = 0; i < min(own_count, uint32_t{kBulkStages}); ++i) fill(i);
   for (uint32_t i = 0; i < own_count; ++i) {
     drain(i);
-    // The stage before has had a turn to be read out, and is filled again once
+    // The copies out of the previous stage had one iteration to finish. Fill that stage again when
     // no lane's copies read it any more.
     if (i > 0 && i - 1 + kBulkStages < own_count) {
       ptx::cp_async_bulk_wait_group_read(ptx::n32_t<1>{});
@@ -171,7 +167,7 @@ __global__ void __launch_bounds__(kBulkWarps * 32, 1) BulkRowsKernel(RowTransfer
 #endif
 }
 
-// Word i of the packed rows by the pattern.
+// What the pattern gives for word i of the packed rows.
 __device__ inline uint64_t ExpectedWord(const RowTransfer& t, uint64_t i) {
   const uint64_t at = i * sizeof(uint64_t);
   return PatternWord(static_cast<uint64_t>(SpanAt(t, RowAt(t, at), at) - t.span) /

@@ -26,8 +26,7 @@ std::string FormatUuid(const cudaUUID_t& uuid) {
   return text;
 }
 
-// hwloc's logical index of the NUMA node that the system numbers so; -1 when
-// there is none.
+// hwloc's logical index of the NUMA node with this number in the system; -1 if there is none.
 int LogicalNode(int system_index) {
   hwloc_topology_t topology = nullptr;
   if (hwloc_topology_init(&topology) != 0) return -1;
@@ -44,12 +43,12 @@ int LogicalNode(int system_index) {
 int NearestNode(const std::string& pci_bus_id) {
   std::ifstream file(absl::StrCat("/sys/bus/pci/devices/", pci_bus_id, "/numa_node"));
   int system_index = -1;
-  // Machines with one node say -1.
+  // On machines with one node, the file says -1.
   if (!(file >> system_index) || system_index < 0) return -1;
   return LogicalNode(system_index);
 }
 
-// The ordinal of the GPU that is meant.
+// The ordinal of the GPU that `wanted` names; see OpenGpu.
 absl::StatusOr<int> FindOrdinal(std::string_view wanted, const std::vector<std::string>& uuids) {
   const int count = static_cast<int>(uuids.size());
   const std::string text(wanted);
@@ -85,7 +84,7 @@ absl::StatusOr<Gpu> OpenGpu(std::string_view wanted) {
   int count = 0;
   const cudaError_t error = cudaGetDeviceCount(&count);
   if (error == cudaErrorNoDevice || error == cudaErrorInsufficientDriver || count == 0) {
-    // Without a driver CUDA reports one that is too old.
+    // Without a driver, CUDA reports that the driver is too old.
     return absl::FailedPreconditionError(
         absl::StrCat("no NVIDIA GPU can be used here: ",
                      error == cudaErrorInsufficientDriver
@@ -123,7 +122,7 @@ absl::StatusOr<Gpu> OpenGpu(std::string_view wanted) {
   SPILLWAY_CUDA_RETURN_IF_ERROR(cudaDriverGetVersion(&gpu.driver_version));
   SPILLWAY_CUDA_RETURN_IF_ERROR(cudaRuntimeGetVersion(&gpu.runtime_version));
   SPILLWAY_CUDA_RETURN_IF_ERROR(cudaSetDevice(*ordinal));
-  // Starts CUDA now, and not within what is timed.
+  // Starts CUDA now, so that no timed part includes it.
   SPILLWAY_CUDA_RETURN_IF_ERROR(cudaFree(nullptr));
   return gpu;
 }

@@ -7,7 +7,7 @@
 
 namespace spillway::bench {
 
-// A GPU as the benchmark describes it.
+// The properties of a GPU that the benchmark uses and reports.
 struct Gpu {
   int ordinal = 0;
   std::string name;
@@ -16,16 +16,15 @@ struct Gpu {
   int compute_capability_major = 0;
   int compute_capability_minor = 0;
   int sm_count = 0;
-  int numa_node = -1;       // the nearest, by hwloc logical index; -1: unknown
-  int driver_version = 0;   // 1000 * major + 10 * minor, the newest CUDA that it runs
-  int runtime_version = 0;  // likewise, of the CUDA that this program is built with
+  int numa_node = -1;       // nearest node, as hwloc logical index; -1: unknown
+  int driver_version = 0;   // newest CUDA that the driver supports: 1000 * major + 10 * minor
+  int runtime_version = 0;  // the CUDA that this program is built with, in the same form
 };
 
-// The GPU with that index, or whose UUID begins so ("GPU-1a2b"); the first
-// when `wanted` is empty. Makes it the thread's current device and starts
-// CUDA on it. FAILED_PRECONDITION where no driver or GPU can be used or the
-// GPU cannot address registered host memory in place, NOT_FOUND when no GPU
-// is meant, INVALID_ARGUMENT when more than one is.
+// Opens a GPU. `wanted` is its index or the beginning of its UUID ("GPU-1a2b"); empty: the first
+// GPU. Makes the GPU the thread's current device and starts CUDA on it. FAILED_PRECONDITION if no
+// driver or GPU can be used, or if the GPU cannot access registered host memory in place; NOT_FOUND
+// if no GPU matches; INVALID_ARGUMENT if several match.
 absl::StatusOr<Gpu> OpenGpu(std::string_view wanted);
 
 }  // namespace spillway::bench

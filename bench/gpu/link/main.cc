@@ -1,7 +1,6 @@
-// spillway-link-bench: how fast rows travel between host memory and a GPU, by
-// engine, row size, span, density, order, SM count, direction, NUMA node and
-// way of pinning. Writes a JSON object a line (docs/link.md);
-// `spillway-lab bench link` turns them into tables and plots.
+// spillway-link-bench measures how fast rows move between host memory and a GPU, by engine, row
+// size, span, density, order, SM count, direction, NUMA node and method of pinning. Writes one JSON
+// object per line (docs/link.md); `spillway-lab bench link` makes tables and plots of them.
 #include <cuda_runtime_api.h>
 
 #include <CLI/CLI.hpp>
@@ -35,9 +34,9 @@ namespace {
 
 enum ExitCode {
   kOk = 0,
-  // A transfer was wrong or CUDA failed; what was written before holds.
+  // A transfer moved wrong bytes or CUDA failed. Records written before are valid.
   kFailed = 1,
-  // Nothing was measured: the command line, no GPU, too little memory.
+  // Nothing was measured: wrong command line, no GPU, or too little memory.
   kUnusable = 2,
 };
 
@@ -52,13 +51,12 @@ constexpr char kFooter[] =
 struct Options {
   PlanOptions plan;
   std::string gpu;
-  int repetitions = 0;  // 0: by plan.quick
+  int repetitions = 0;  // 0: a default that depends on plan.quick
 };
 
 void Write(const Json& record) { std::cout << record.dump() << std::endl; }
 
-// What the system could give without taking from others, and no more than
-// the process's limit.
+// Memory that is available in the system, at most the process's limit.
 int64_t MemoryAvailableBytes(const Topology& topology) {
   const int64_t limit_bytes = topology.memory_limit_bytes();
   std::ifstream file("/proc/meminfo");
@@ -96,7 +94,7 @@ void ReportUnavailable(const Machine& machine, const Gpu& gpu) {
   }
 }
 
-// Runs the plan, one allocation after another.
+// Runs the plan. Holds one allocation at a time.
 class Session {
  public:
   Session(const std::vector<Measurement>& plan, const Gpu& gpu, const Topology& topology,
@@ -110,7 +108,7 @@ class Session {
 
   absl::Status Run() {
     for (size_t i = 0; i < plan_.size();) {
-      // Before the next is made: one at a time.
+      // Free the last allocation before the next is made.
       span_.reset();
       const Allocation& allocation = plan_[i].allocation;
       size_t end = i;
@@ -119,7 +117,7 @@ class Session {
                                std::string(Name(allocation.pinning))));
       auto span = PinnedSpan::Create(allocation, core_count_, host_budget_);
       if (absl::IsFailedPrecondition(span.status())) {
-        // Containers often may not bind memory to a node.
+        // Containers are often not allowed to bind memory to a node.
         Write(SkippedRecord(allocation, static_cast<int>(end - i),
                             std::string(span.status().message())));
         i = end;
@@ -136,7 +134,7 @@ class Session {
     return absl::OkStatus();
   }
 
-  // Transfers that put something wrong anywhere.
+  // The number of measurements that moved wrong bytes.
   int wrong_count() const { return wrong_count_; }
 
  private:
@@ -158,7 +156,7 @@ class Session {
       std::cerr << "spillway-link-bench: " << Describe(m) << ": " << outcome->wrong << '\n';
       FillPattern(span_->memory());
     }
-    // The link is awake now: this is what it runs at under load.
+    // Right after the peak measurements the link runs at its speed under load.
     const bool last_peak = m.experiment == Experiment::kPeak &&
                            (i + 1 == plan_.size() || plan_[i + 1].experiment != m.experiment);
     if (last_peak) Write(LinkRecord(ReadPcieLink(gpu_.pci_bus_id)));

@@ -10,20 +10,20 @@
 
 namespace spillway::bench {
 
-// What the 8-byte word at byte 8 * word of a span holds: a hash of its
-// address, so that a row from elsewhere is never taken for the right one.
+// The pattern: the value of the 8-byte word at byte 8 * word of a span. It is a hash of its
+// position, so that a row from another place does not pass for the right one.
 SPILLWAY_HOST_DEVICE inline uint64_t PatternWord(uint64_t word) { return SplitMix64(word); }
 
-// The following run on all cores. Rows are numbers of rows of row_bytes, a
-// multiple of 8, within the span.
+// The following functions run on all cores. `rows` are row numbers in the span; row_bytes is a
+// multiple of 8.
 
-// Writes the pattern all over the span.
+// Fills the whole span with the pattern.
 void FillPattern(std::span<std::byte> span);
 
-// Overwrites rows with what the pattern does not hold there.
+// Overwrites rows with words that all differ from the pattern.
 void PoisonRows(std::span<std::byte> span, std::span<const uint32_t> rows, int64_t row_bytes);
 
-// The first row of the list that does not hold the pattern: an index into it.
+// The index in `rows` of the first row that does not hold the pattern.
 std::optional<int64_t> FindWrongRow(std::span<const std::byte> span, std::span<const uint32_t> rows,
                                     int64_t row_bytes);
 

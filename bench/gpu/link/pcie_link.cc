@@ -7,8 +7,8 @@
 namespace spillway::bench {
 namespace {
 
-// What is used of NVML, whose header is no part of the CUDA toolkit
-// everywhere. Its functions return 0 when they succeed.
+// The parts of NVML that are used here, because not every CUDA toolkit has NVML's header. Its
+// functions return 0 if they succeed.
 using NvmlDevice = struct nvmlDevice_st*;
 using NvmlInit = int (*)();
 using NvmlDeviceByPciBusId = int (*)(const char*, NvmlDevice*);
@@ -52,7 +52,7 @@ std::optional<PcieLink> ReadPcieLink(const std::string& pci_bus_id) {
   read(generation, link.generation);
   read(width, link.width);
   shutdown();
-  // Some hypervisors answer with zeros.
+  // With some hypervisors, all answers are zero.
   known = known && PcieBytesPerSecond(link.generation_max, link.width_max) > 0;
   return known ? std::optional(link) : std::nullopt;
 }

@@ -7,16 +7,16 @@ namespace spillway::bench {
 
 // A PCI Express link between a GPU and its host.
 struct PcieLink {
-  // What device and system could do together.
+  // The maximum that the device and the system both support.
   int generation_max = 0;
   int width_max = 0;  // lanes
-  // What the link runs at now; an idle one may have stepped down.
+  // The current state. An idle link may have a lower generation or width.
   int generation = 0;
   int width = 0;
 };
 
-// Bytes a second that the lanes carry each way after line coding, before
-// packet headers: no transfer is faster. 0 for a generation that is not known.
+// Bytes per second in each direction, after line coding and before packet headers. No transfer is
+// faster than this. 0 for an unknown generation.
 constexpr double PcieBytesPerSecond(int generation, int width) {
   constexpr double kGigabit = 1e9 / 8;
   double lane = 0;
@@ -36,7 +36,7 @@ constexpr double PcieBytesPerSecond(int generation, int width) {
     case 5:
       lane = 32 * kGigabit * 128 / 130;
       break;
-    case 6:  // flits of 256 bytes carry 236 of packets
+    case 6:  // of each flit's 256 bytes, 236 are packets
       lane = 64 * kGigabit * 236 / 256;
       break;
     default:
@@ -45,9 +45,9 @@ constexpr double PcieBytesPerSecond(int generation, int width) {
   return lane * width;
 }
 
-// The link as the driver's management library (NVML) reports it, which is
-// loaded for the call. Nothing where library, GPU or answer are missing:
-// virtual machines often hide the link.
+// The link as NVML, the driver's management library, reports it. The library is loaded for this
+// call. Returns nothing if the library, the GPU or an answer is missing; virtual machines often
+// hide the link.
 std::optional<PcieLink> ReadPcieLink(const std::string& pci_bus_id);
 
 }  // namespace spillway::bench

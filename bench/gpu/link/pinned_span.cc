@@ -28,7 +28,7 @@ double SecondsSince(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-// Registers a chunk for every GPU and adds up what that takes.
+// Registers a chunk for all GPUs, and adds the time that this takes to *seconds.
 absl::Status Register(std::span<std::byte> chunk, double* seconds) {
   const Clock::time_point start = Clock::now();
   const cudaError_t error = cudaHostRegister(chunk.data(), chunk.size(),
@@ -52,7 +52,7 @@ class HostAllocSpan final : public PinnedSpan {
   cuda::PinnedBuffer buffer_;
 };
 
-// An arena as the daemon's, used whole.
+// An arena like the daemon's; the span is the whole arena.
 class HugePageSpan final : public PinnedSpan {
  public:
   HugePageSpan(std::unique_ptr<Arena> arena, int64_t bytes)
@@ -75,9 +75,9 @@ absl::StatusOr<std::unique_ptr<PinnedSpan>> CreateHugePages(const Allocation& al
   options.limit_bytes = allocation.bytes;
   options.extent_bytes = kSpanStepBytes;
   options.numa_node = allocation.numa_node;
-  // Bound to a node, the arena takes that node's cores.
+  // If bound to a node, the arena touches its memory with that node's cores.
   if (allocation.numa_node < 0) options.touch_thread_count = touch_thread_count;
-  // Chunks are committed below, while the counter is there.
+  // All chunks are committed below, so register_seconds is still valid when `committed` runs.
   Arena::ExtentObserver observer;
   observer.committed = [register_seconds](std::span<std::byte> chunk) {
     return Register(chunk, register_seconds);
@@ -106,7 +106,7 @@ class SmallPageSpan final : public PinnedSpan {
   std::span<std::byte> memory() const override { return map_; }
 
   absl::Status Commit(int numa_node, int touch_thread_count, double* register_seconds) {
-    // EINVAL: a kernel that has only small pages.
+    // EINVAL: the kernel has no huge pages.
     if (madvise(map_.data(), map_.size(), MADV_NOHUGEPAGE) != 0 && errno != EINVAL) {
       return absl::InternalError(absl::StrCat("madvise: ", std::strerror(errno)));
     }

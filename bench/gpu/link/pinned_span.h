@@ -12,22 +12,21 @@
 
 namespace spillway::bench {
 
-// What obtaining and pinning host memory took, once.
+// The time to allocate and pin the host memory, measured once.
 struct PinningCost {
-  double seconds = 0;  // in all: until the GPU may use the memory
-  // Of those, in cudaHostRegister; nothing where one call does everything.
+  double seconds = 0;  // total, until the GPU can use the memory
+  // The part of it in cudaHostRegister; nothing if one call does everything.
   std::optional<double> register_seconds;
 };
 
-// Owner of host memory that the GPU reads and writes in place, at the host's
-// addresses. Registered in chunks of kSpanStepBytes, so no single copy may
-// cross a multiple of that.
+// Owns host memory that the GPU reads and writes in place, at the host's addresses. It is
+// registered in chunks of kSpanStepBytes, so no copy may cross a multiple of kSpanStepBytes.
 class PinnedSpan {
  public:
-  // `touch_thread_count` threads touch the pages first, where that is the
-  // benchmark's own doing. RESOURCE_EXHAUSTED from budget, system or driver;
-  // FAILED_PRECONDITION when the system refuses to bind to the NUMA node.
-  // REQUIRES: bytes is a multiple of kSpanStepBytes.
+  // touch_thread_count: how many threads touch the pages first, if the benchmark and not the driver
+  // does this. RESOURCE_EXHAUSTED from the budget, system or driver; FAILED_PRECONDITION if the
+  // system refuses to bind memory to the NUMA node.
+  // REQUIRES: bytes is a positive multiple of kSpanStepBytes.
   static absl::StatusOr<std::unique_ptr<PinnedSpan>> Create(const Allocation& allocation,
                                                             int touch_thread_count,
                                                             MemoryBudget* budget);
@@ -35,9 +34,9 @@ class PinnedSpan {
   PinnedSpan(const PinnedSpan&) = delete;
   PinnedSpan& operator=(const PinnedSpan&) = delete;
 
-  // All of it; aligned to 4096 bytes.
+  // The whole memory; aligned to 4096 bytes.
   virtual std::span<std::byte> memory() const = 0;
-  // Of it, what transparent huge pages hold.
+  // How many of its bytes are in transparent huge pages.
   virtual int64_t huge_page_bytes() const { return 0; }
   const PinningCost& cost() const { return cost_; }
 

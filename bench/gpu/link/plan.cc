@@ -19,11 +19,10 @@ constexpr int64_t kGiB = int64_t{1} << 30;
 
 constexpr int64_t kSpanDefaultBytes = 16 * kGiB;
 constexpr int64_t kPeakRowBytes = 64 * kMiB;
-// K and V of 128 dimensions in 16 bits.
+// A row of K and V with head_dim 128 and 16-bit elements.
 constexpr int64_t kTypicalRowBytes = 512;
 constexpr double kTypicalDensity = 0.02;
-// Enough to fill the link, and few enough that sparse rows that are under way
-// at a time lie close together.
+// Enough SMs to fill the link, but few enough that the sparse rows in flight are close together.
 constexpr int kTypicalSmCount = 8;
 
 constexpr std::array kEngines = {Engine::kCopyEngine, Engine::kSm, Engine::kBulk, Engine::kBatch};
@@ -39,8 +38,8 @@ constexpr std::array kExperiments = {
 
 bool UsesSms(Engine engine) { return engine == Engine::kSm || engine == Engine::kBulk; }
 
-// Rows a way and repetition: where a call or a descriptor a row sets the
-// rate, more rows say nothing more and only take longer.
+// The most rows per direction and repetition. Engines with a call or descriptor per row get fewer:
+// the rate depends on these, so more rows only take longer.
 int64_t RowCountMax(Engine engine) {
   switch (engine) {
     case Engine::kCopyEngine:
@@ -54,7 +53,7 @@ int64_t RowCountMax(Engine engine) {
   return int64_t{1} << 21;
 }
 
-// Every power of two in [first, last], and last.
+// first, 2 * first, 4 * first, ... below last, and last.
 std::vector<int64_t> Doublings(int64_t first, int64_t last) {
   std::vector<int64_t> values;
   for (int64_t value = first; value < last; value *= 2) values.push_back(value);
@@ -71,7 +70,7 @@ class Planner {
   std::vector<Measurement> Take() && { return std::move(plan_); }
 
  private:
-  // Everything of a measurement but what follows from the rest.
+  // The fields of a measurement that do not follow from others.
   struct Point {
     Engine engine = Engine::kSm;
     Direction direction = Direction::kHostToDevice;
@@ -79,8 +78,8 @@ class Planner {
     int64_t row_bytes = kTypicalRowBytes;
     double density = kTypicalDensity;
     int sm_count = kTypicalSmCount;
-    int64_t span_bytes = 0;                               // 0: all of the allocation
-    std::optional<Allocation> allocation = std::nullopt;  // nothing: the shared one
+    int64_t span_bytes = 0;                               // 0: the whole allocation
+    std::optional<Allocation> allocation = std::nullopt;  // nothing: the main allocation
   };
 
   void AddPeak();
@@ -227,7 +226,7 @@ void Planner::AddSms() {
 }
 
 void Planner::AddDirections() {
-  // Dense: the directions are compared where nothing but the link limits.
+  // Dense lists, so that only the link limits the rates that are compared.
   for (const Engine engine : kEngines) {
     for (const Direction direction : kDirections) {
       for (const int64_t row_bytes : {4 * kKiB, 64 * kKiB, kMiB}) {
@@ -241,7 +240,8 @@ void Planner::AddDirections() {
 void Planner::AddNuma() {
   const int64_t wanted = std::min(main_.bytes, (quick_ ? 1 : 4) * kGiB);
   for (int node = 0; node < static_cast<int>(machine_.numa_node_bytes.size()); ++node) {
-    // A node that is full when its memory is bound ends the process.
+    // At most half of the node: if a node gets full while memory is bound to it, the process is
+    // killed.
     const int64_t half = machine_.numa_node_bytes[node] / 2 / kSpanStepBytes * kSpanStepBytes;
     const Allocation allocation{.numa_node = node, .bytes = std::min(wanted, half)};
     if (allocation.bytes == 0) continue;
@@ -296,7 +296,7 @@ void Planner::Add(Experiment experiment) {
   }
 }
 
-// The memory that most measurements share.
+// The allocation that most measurements share.
 absl::StatusOr<Allocation> MainAllocation(const PlanOptions& options, const Machine& machine) {
   Allocation main;
   int64_t available = machine.memory_available_bytes;
@@ -324,7 +324,7 @@ absl::StatusOr<Allocation> MainAllocation(const PlanOptions& options, const Mach
                                                      " is more than half of the ", available / kMiB,
                                                      " MiB of ", std::string(where)));
   }
-  // Lists hold 32-bit row numbers.
+  // Row numbers have 32 bits.
   const int64_t span_bytes_max = int64_t{std::numeric_limits<uint32_t>::max()} * 128;
   if (main.bytes > span_bytes_max) {
     return absl::InvalidArgumentError(absl::StrCat("the span of ", FormatBytes(main.bytes),

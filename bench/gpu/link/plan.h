@@ -11,11 +11,11 @@
 
 namespace spillway::bench {
 
-// What the link benchmark measures, decided before anything is measured.
-// Nothing here touches a GPU.
+// The plan of the link benchmark: all its measurements, decided before the first one runs. Nothing
+// here uses a GPU.
 
 enum class Experiment {
-  kPeak,  // large copies by the copy engine: what other results are held against
+  kPeak,  // large copies by the copy engine; other results are compared with these
   kEngines,
   kRows,
   kSpans,
@@ -26,37 +26,37 @@ enum class Experiment {
   kPinning,
 };
 
-// What moves the bytes.
+// How the bytes are moved.
 enum class Engine {
-  kCopyEngine,  // one cudaMemcpyAsync a row
-  kSm,          // one kernel, 16-byte loads or stores of host memory
-  kBulk,        // one kernel, bulk copies through shared memory
+  kCopyEngine,  // one cudaMemcpyAsync per row
+  kSm,          // one kernel with 16-byte loads or stores of host memory
+  kBulk,        // one kernel with bulk copies through shared memory
   kBatch,       // one cudaMemcpyBatchAsync for all rows
 };
 
 enum class Direction { kHostToDevice, kDeviceToHost, kBoth };
 
-// Of the rows by address.
+// The order of the rows in the list: sorted by address, or shuffled.
 enum class Order { kSorted, kShuffled };
 
-// How host memory is obtained and pinned.
+// How host memory is allocated and pinned.
 enum class Pinning {
   kHostAlloc,   // cudaHostAlloc
-  kHugePages,   // mmap, huge pages, first touch by a thread a core, cudaHostRegister in chunks
+  kHugePages,   // mmap, huge pages, touched by one thread per core, cudaHostRegister in chunks
   kSmallPages,  // the same with 4 KiB pages
 };
 
-// As the command line and the output have them.
+// Names as in the command line and the output.
 std::string_view Name(Experiment experiment);
 std::string_view Name(Engine engine);
 std::string_view Name(Direction direction);
 std::string_view Name(Order order);
 std::string_view Name(Pinning pinning);
 
-// The experiments that can be asked for: all but kPeak, which is always run.
+// The experiments that can be selected: all except kPeak, which always runs.
 std::span<const Experiment> Experiments();
 
-// Pinned host memory that measurements share.
+// Pinned host memory. Several measurements share one allocation.
 struct Allocation {
   Pinning pinning = Pinning::kHugePages;
   int numa_node = -1;  // hwloc logical index; -1: the system's choice
@@ -69,42 +69,42 @@ struct Measurement {
   Engine engine = Engine::kCopyEngine;
   Direction direction = Direction::kHostToDevice;
   Order order = Order::kSorted;
-  // In all, shared by both ways of kBoth; 0 for engines that use none.
+  // Total number of SMs; with kBoth, the directions share them. 0 for engines that use none.
   int sm_count = 0;
   Allocation allocation;
   // The rows lie in the first span_bytes of the allocation.
   int64_t span_bytes = 0;
   // A power of two.
   int64_t row_bytes = 0;
-  // Of the rows of the span, the share that is listed.
+  // The share of the span's rows that is in the list.
   double density = 1;
 
-  // Rows that are moved each way. The list of density * span rows, where it is
-  // longer than a repetition should take, is cut: row_count is what remains.
+  // Rows that are moved in each direction. A list of density * span rows may take too long for one
+  // repetition. It is then cut to row_count rows.
   int64_t row_count = 0;
-  // They are drawn from as many neighbouring rows: from all of the span's, or,
-  // of a sorted list that is cut, from those that its part lies in.
+  // The list is drawn from this many consecutive rows. These are all rows of the span, or, for a
+  // sorted list that was cut, the part of the span that the remaining list covers.
   int64_t domain_row_count = 0;
 
   int way_count() const { return direction == Direction::kBoth ? 2 : 1; }
-  // Rows of the span that a way may use: kBoth reads one half, writes the other.
+  // Rows of the span for one direction: kBoth reads one half of the span and writes the other.
   int64_t span_row_count() const { return span_bytes / row_bytes / way_count(); }
-  // Over both ways.
+  // Over both directions.
   int64_t moved_row_count() const { return row_count * way_count(); }
   int64_t moved_bytes() const { return moved_row_count() * row_bytes; }
 };
 
 // "density: sm h2d, 512 B rows, 2% sorted of 16 GiB, 8 SMs".
 std::string Describe(const Measurement& measurement);
-// "16 GiB", "512 B": with the largest binary unit that leaves a whole number.
+// "16 GiB", "512 B": uses the largest binary unit that gives a whole number.
 std::string FormatBytes(int64_t bytes);
 
-// What the plan depends on.
+// The properties of the machine that the plan depends on.
 struct Machine {
   int64_t memory_available_bytes = 0;
-  // Local memory of every NUMA node, by hwloc logical index; never empty.
+  // Memory of every NUMA node, by hwloc logical index; never empty.
   std::vector<int64_t> numa_node_bytes;
-  // The GPU's; -1: unknown.
+  // The node nearest to the GPU; -1: unknown.
   int gpu_numa_node = -1;
   int sm_count = 0;
   bool has_bulk = false;
@@ -118,16 +118,16 @@ struct PlanOptions {
   int64_t span_bytes = 0;
 };
 
-// The smallest span, and what every span is a multiple of.
+// The smallest span. Every span is a multiple of this.
 inline constexpr int64_t kSpanStepBytes = int64_t{256} << 20;
-// The most that one repetition moves, both ways together.
+// The most bytes that one repetition moves, over both directions.
 inline constexpr int64_t kMovedBytesMax = int64_t{1} << 30;
 
-// Measurements in the order in which they run: those that share an allocation
-// stand together, so that one is held at a time. The largest allocation is
-// the span. INVALID_ARGUMENT for a span that is no multiple of kSpanStepBytes;
-// RESOURCE_EXHAUSTED where the span, or without one kSpanStepBytes, is more
-// than half of the memory that is available, or of the GPU's NUMA node.
+// Returns the measurements in the order in which they run. Measurements that share an allocation
+// are consecutive, so that only one allocation is held at a time. The largest allocation is the
+// span. INVALID_ARGUMENT if the span is not a multiple of kSpanStepBytes or has too many rows;
+// RESOURCE_EXHAUSTED if the span (kSpanStepBytes if none is given) is more than half of the
+// available memory, or of the memory of the GPU's NUMA node.
 absl::StatusOr<std::vector<Measurement>> MakePlan(const PlanOptions& options,
                                                   const Machine& machine);
 

@@ -1,4 +1,4 @@
-// What the plan's values are called.
+// Names and descriptions of the plan's values.
 #include <array>
 #include <cstdint>
 #include <string>

@@ -76,7 +76,7 @@ Json MeasurementRecord(const Measurement& m, const Outcome& outcome, const Pinne
                  {"rows", m.moved_row_count()},
                  {"bytes", m.moved_bytes()}};
   const auto count = outcome.seconds.size();
-  // Null in JSON.
+  // These stay null in JSON if nothing was timed.
   Json median, least, most, gb_per_s, rows_per_s;
   if (outcome.checked && count > 0) {
     const double seconds = Median(outcome.seconds);

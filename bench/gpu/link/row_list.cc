@@ -24,9 +24,8 @@ Permutation::Permutation(uint64_t count, uint64_t seed) : count_(count) {
 }
 
 uint64_t Permutation::operator()(uint64_t i) const {
-  // Each round is a bijection of the numbers up to mask_. Walking on from
-  // those beyond count_ leaves one of the numbers below it, in less than two
-  // steps on average.
+  // Each round is a bijection on [0, mask_]. If the result is not below count_, the rounds are
+  // applied again. This gives a bijection on [0, count_), in fewer than two passes on average.
   do {
     for (int round = 0; round < kRounds; ++round) {
       i = (i * multipliers_[round] + addends_[round]) & mask_;
@@ -42,8 +41,8 @@ std::vector<uint32_t> DrawRows(const Measurement& m, Way way, int repetition) {
   const auto span = static_cast<uint64_t>(m.span_row_count());
   assert(0 < count && count <= domain && domain <= span);
   const auto turn = static_cast<uint64_t>(repetition);
-  // Neighbouring repetitions take other parts of the span, and in a part
-  // other stretches of its permutation.
+  // Consecutive repetitions use different parts of the span, and in the same part different
+  // stretches of its permutation.
   const uint64_t base = turn % (span / domain) * domain + (way == Way::kSecond ? span : 0);
   const uint64_t first = turn * count % domain;
   const Permutation permutation(domain, static_cast<uint64_t>(way) + 1);

@@ -21,13 +21,13 @@ namespace spillway::bench {
 namespace {
 
 constexpr int kWays = 2;
-// Longer than a host takes to queue what is timed behind it.
+// Longer than the host takes to queue the timed work behind the hold.
 constexpr int64_t kHoldNs = 50'000;
-// What GPU memory holds before rows come to it: the pattern nowhere.
+// GPU memory is filled with this byte before rows arrive, so that it does not hold the pattern.
 constexpr int kPoisonByte = 0xA5;
 
-// One way of one repetition. In a vector that never grows while transfers
-// point into it.
+// One direction of one repetition. Transfers point into it, so the vector that holds it must not
+// grow.
 struct WayList {
   bool to_host = false;
   std::vector<uint32_t> rows;
@@ -55,14 +55,15 @@ struct Runner::Impl {
   // Draws the repetition's rows and uploads their lists.
   absl::StatusOr<std::vector<WayList>> Prepare(const Measurement& m, int repetition,
                                                std::span<std::byte> memory) const;
-  // What the rows find where they arrive is wrong, and what leaves is right.
+  // Fills the destinations with data that differ from the pattern.
   absl::Status Poison(const std::vector<WayList>& ways, std::span<std::byte> memory) const;
+  // Fills the sources in GPU memory with the pattern; host memory has it already.
   absl::Status FillSources(const std::vector<WayList>& ways) const;
-  // Seconds from before the first byte until after the last.
+  // Moves the rows. Returns the seconds from before the first byte until after the last.
   absl::StatusOr<double> Move(const Measurement& m, const std::vector<WayList>& ways) const;
-  // What is wrong with what arrived in GPU memory, or "".
+  // What is wrong with the rows that arrived in GPU memory; "" if nothing.
   absl::StatusOr<std::string> CheckDevice(const std::vector<WayList>& ways) const;
-  // The same of host memory.
+  // The same for rows that arrived in host memory.
   static std::string CheckHost(const std::vector<WayList>& ways, std::span<std::byte> memory);
 };
 
@@ -118,9 +119,9 @@ absl::StatusOr<double> Runner::Impl::Move(const Measurement& m,
                            std::max(m.sm_count / m.way_count(), 1));
     on.push_back(streams[i].get());
   }
-  // Nothing that went before is left to do when the clock starts.
+  // All earlier work must be done before the clock starts.
   RETURN_IF_ERROR(Wait());
-  // A kernel's time is the GPU's alone; a copy's includes the host's calls.
+  // With the hold, a kernel's time does not include the host's calls. The time of copies does.
   if (m.sm_count > 0) SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchHold(kHoldNs, stream()));
   SPILLWAY_CUDA_RETURN_IF_ERROR(cudaEventRecord(start.get(), stream()));
   for (size_t i = 1; i < on.size(); ++i) {
@@ -209,10 +210,10 @@ absl::StatusOr<Outcome> Runner::Run(const Measurement& m, int repetitions,
   assert(static_cast<int64_t>(memory.size()) == m.allocation.bytes);
   Outcome outcome;
   for (int repetition = 0; repetition <= repetitions; ++repetition) {
-    // The first is not timed: it warms up, and its rows are poisoned and
-    // checked at both ends. Reading back what arrived in host memory would
-    // put it into the processor's caches, so later ones are checked on the
-    // GPU alone, where it costs nothing.
+    // The first repetition is a warm-up and is not timed. Its destinations are poisoned, and
+    // checked in GPU and host memory. Reading rows in host memory would put them into the
+    // processor's caches, so later repetitions are checked only in GPU memory, where this does no
+    // harm.
     const bool first = repetition == 0;
     const absl::StatusOr<std::vector<WayList>> ways = impl_->Prepare(m, repetition, memory);
     if (!ways.ok()) return ways.status();

@@ -12,15 +12,15 @@
 
 namespace spillway::bench {
 
-// Whether the CUDA that this program is built with copies in batches.
+// Whether the CUDA that this program is built with has cudaMemcpyBatchAsync.
 bool BatchCopyAvailable();
 
-// The movement of one list of rows one way, made ready so that issuing it
-// takes no more than its engine's own calls.
+// Moves one list of rows in one direction. Everything is prepared, so that issuing the transfer
+// needs only the calls of its engine.
 class Transfer {
  public:
-  // rows: what t.rows holds, in host memory; it and what t points to outlive
-  // the transfer. sm_count: for kernels.
+  // rows: a copy of t.rows in host memory. It and the memory that t points to must outlive the
+  // transfer. sm_count: for the engines that are kernels.
   Transfer(Engine engine, bool to_host, const RowTransfer& t, std::span<const uint32_t> rows,
            int sm_count);
 
@@ -32,7 +32,7 @@ class Transfer {
                             std::span<const cudaStream_t> streams);
   absl::Status LaunchKernel(cudaStream_t stream) const;
   absl::Status CopyBatch(cudaStream_t stream) const;
-  // Row i of the list, by the copy engine.
+  // Copies row i of the list with the copy engine.
   absl::Status CopyRow(uint32_t i, cudaStream_t stream) const;
   std::byte* Hosted(uint32_t i) const;
   std::byte* Packed(uint32_t i) const;
@@ -42,15 +42,15 @@ class Transfer {
   RowTransfer t_;
   std::span<const uint32_t> rows_;
   int sm_count_;
-  // For batches: [row_count] each.
+  // Only for kBatch: [row_count] each.
   std::vector<void*> to_;
   std::vector<const void*> from_;
   std::vector<size_t> sizes_;
 };
 
-// Queues transfers, each on its stream; copies row by row are queued in turn,
-// so that both ways start together. REQUIRES: all have one engine and as many
-// rows.
+// Queues each transfer on its stream. Copies of single rows are queued in turn for all transfers,
+// so that both directions start together. REQUIRES: all transfers have the same engine and the same
+// number of rows.
 absl::Status Issue(std::span<const Transfer> transfers, std::span<const cudaStream_t> streams);
 
 }  // namespace spillway::bench

@@ -19,16 +19,16 @@ from spillway_cluster.process import DaemonProcess
 from spillway_cluster.records import DaemonRecord
 from spillway_cluster.settings import Settings
 
-# How long an answer about Ray's nodes is good.
+# Ray is asked about its nodes at most this often, seconds.
 _NODES_SECONDS = 0.5
 _TABLE = b"spillway"
 
 
 class KvStore:
-    """Ray's own key-value store, which outlives actors and nodes but the head's."""
+    """Ray's own key-value store. It outlives actors, and all nodes except the head node."""
 
     def __init__(self, prefix: str) -> None:
-        """Of keys that begin alike."""
+        """prefix: of all keys in this store."""
         self._prefix = prefix
 
     def put(self, key: str, value: bytes) -> None:
@@ -44,7 +44,7 @@ class KvStore:
                 yield key.decode().removeprefix(self._prefix), value
 
     def clear(self) -> None:
-        """Forgets all of them."""
+        """Deletes all keys."""
         internal_kv._internal_kv_del(self._prefix, del_by_prefix=True, namespace=_TABLE)
 
     def _key(self, key: str) -> bytes:
@@ -52,7 +52,7 @@ class KvStore:
 
 
 class _Deaths:
-    """Which of Ray's nodes are dead."""
+    """Tells why a node of Ray is dead."""
 
     def __init__(self) -> None:
         self._asked = 0.0
@@ -71,12 +71,12 @@ class _Deaths:
 
 
 def records_of(namespace: str, cluster: str = "") -> KvStore:
-    """What the directory of a cluster notes; without one, of all that there were."""
+    """Returns the records of a cluster's directory; without `cluster`, of all in the namespace."""
     return KvStore(f"records:{namespace}:{cluster}")
 
 
 def group_of(namespace: str) -> KvStore:
-    """Where the placement group of a cluster is noted."""
+    """Returns the store that has the placement group of a cluster."""
     return KvStore(f"group:{namespace}:")
 
 
@@ -94,12 +94,12 @@ class DirectoryActor:
         return getattr(self._directory, method)(*arguments, **named)
 
     def pid(self) -> int:
-        """Of this process."""
+        """Returns the process id of this actor."""
         return os.getpid()
 
 
 class _RemoteDirectory:
-    """What a node asks of the directory: its methods, as `NodeDirectory` has them."""
+    """The directory as a node sees it: passes the methods of `NodeDirectory` to its actor."""
 
     def __init__(self, handle: DirectoryHandle) -> None:
         self._handle = handle
@@ -110,7 +110,7 @@ class _RemoteDirectory:
 
 @ray.remote(max_restarts=-1, max_task_retries=-1)
 class NodeActor:
-    """Serves a `Node`. Where Ray restarts it, it finds its daemon running, or starts it again."""
+    """Serves a `Node`. If Ray restarts it, it finds its daemon running, or starts it again."""
 
     def __init__(self, namespace: str, cluster: str, slot: int, settings: Settings) -> None:
         context = ray.get_runtime_context()
@@ -146,13 +146,13 @@ class NodeActor:
         return self._node.start()
 
     def drain(self, own_only: bool) -> Drained:
-        """As `Node.drain`."""
+        """See `Node.drain`."""
         return self._node.drain(own_only=own_only)
 
     def stop(self) -> None:
-        """As `Node.stop`."""
+        """See `Node.stop`."""
         self._node.stop()
 
     def pids(self) -> tuple[int, int | None]:
-        """Of this process and of the daemon."""
+        """Returns the process ids of this actor and of the daemon."""
         return os.getpid(), self._node.pid

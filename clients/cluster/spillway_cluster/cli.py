@@ -28,7 +28,7 @@ Namespace = Annotated[str, typer.Option(help="Ray namespace; each cluster of dae
 
 
 class Strategy(str, Enum):
-    """How daemons are put on nodes."""
+    """How daemons are placed on nodes."""
 
     spread = "spread"
     strict_spread = "strict-spread"
@@ -194,7 +194,7 @@ def _show(state: Any) -> None:
 
 
 def main() -> None:
-    """Runs the command line; what fails is one line, without a traceback."""
+    """Runs the command line. An error is printed as one line, without a traceback."""
     try:
         app()
     except (SpillwayError, ValueError, OSError) as error:

@@ -128,14 +128,14 @@ class ClusterClient(ClusterModels):
         sequence_id: str,
         make: Callable[[Dealt, int, str], spillway.Sequence],
     ) -> ClusterSequence:
-        """A new sequence, of parts that calls make where there is room."""
+        """Creates a sequence whose parts `make` creates on the daemons with the most room."""
         check_id(sequence_id)
         name = model if isinstance(model, str) else model.name
         known = name in self._models
         try:
             return self._placed_of(self.described(name), sequence_id, make)
         except Stale:
-            # Another client has deleted it, and perhaps made another one.
+            # Another client has deleted the model, and perhaps created a new one.
             if not known:
                 raise
             return self._placed_of(self.described(name, anew=True), sequence_id, make)
@@ -162,7 +162,8 @@ class ClusterClient(ClusterModels):
             )
             with named(self.placement, name):
                 parts = parts_on(daemons)
-                # One that was chosen before it was drained may end now; see `Node.drain`.
+                # A daemon that was chosen before it was drained may be ending now; see
+                # `Node.drain`.
                 losses = [self.placement.loss(daemon) for daemon in daemons]
                 if not any(losses):
                     return ClusterSequence(self, dealt, name or parts[0].sequence.name, parts)
@@ -172,16 +173,16 @@ class ClusterClient(ClusterModels):
         raise next(loss for loss in losses if loss is not None)
 
     def _undo(self, parts: Iterable[Part]) -> None:
-        """Deletes parts of what was not made, where their daemons answer."""
+        """Deletes the parts of an incomplete sequence, if their daemons answer."""
         for part in parts:
             with contextlib.suppress(SpillwayError):
                 part.call(lambda s: s.delete())
 
     def claimed(self, name: str, claim: Callable[[], T]) -> T:
-        """Takes a name, also from a sequence that is gone by its ttl.
+        """Takes a name, also that of a sequence that has expired.
 
         Raises:
-            AlreadyExists: There is a sequence of that name.
+            AlreadyExists: There is a sequence with this name.
         """
         try:
             return claim()
@@ -193,7 +194,7 @@ class ClusterClient(ClusterModels):
             raise
 
     def all_or_none(self, make: Callable[[int], Part], numbers: Iterable[int]) -> list[Part]:
-        """The parts that calls make; where one fails the others are deleted."""
+        """Makes the parts. If one of them fails, deletes the others."""
         made: dict[int, Part] = {}
 
         def one(number: int) -> None:
@@ -231,7 +232,7 @@ class ClusterClient(ClusterModels):
         try:
             self.each(get, range(len(daemons)))
         except NotFound:
-            # Its ttl has passed, unless somebody is about to make it.
+            # The sequence has expired, unless another client is just creating it.
             self.placement.drop(name, older_than=CLAIM_SECONDS)
             raise
         model = handles[0][1].model
@@ -243,7 +244,7 @@ class ClusterClient(ClusterModels):
         return ClusterSequence(self, dealt, name, parts)
 
     def _holders(self, name: str) -> list[str]:
-        """The daemon that has a whole sequence which nobody has named."""
+        """Returns the daemon that has a whole sequence without a name."""
 
         def has(daemon: str) -> bool:
             try:
@@ -252,7 +253,7 @@ class ClusterClient(ClusterModels):
                 return False
             return True
 
-        # Asked first: one that serves by then is among the others.
+        # Asked before daemons(): a daemon that starts to serve in between is then in `daemons`.
         restarting = self.placement.restarting()
         daemons = self.placement.daemons()
         if not daemons:
@@ -345,7 +346,7 @@ class ClusterClient(ClusterModels):
         owners = [(s, part) for s in queries for part in s.parts_of(layer)]
 
         def ask(indices: SequenceABC[int]) -> list[AttendResult | SpillwayError]:
-            """For parts that lie on one daemon and have one share."""
+            """Attends for parts on one daemon with the same share."""
             share = owners[indices[0]][1].share
             handles = {i: owners[i][1].sequence for i in indices}
             heads = share.query_heads(owners[indices[0]][0].group)
@@ -462,7 +463,7 @@ def _whole_info(infos: SequenceABC[ServerInfo]) -> ServerInfo:
     return dataclasses.replace(
         first,
         boot_id=",".join(info.boot_id for info in infos),
-        # Rows of which a part is gone are no use.
+        # If the rows of one part are gone, those of the others are of no use.
         store_id=",".join(stores) if all(stores) else "",
         devices=tuple(device for info in infos for device in info.devices),
         limits=dataclasses.replace(first.limits, **limits),

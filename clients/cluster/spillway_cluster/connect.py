@@ -22,10 +22,10 @@ def parse_target(target: str) -> tuple[str, dict[str, int]]:
     """Reads `ray:[NAMESPACE][?parts=S&layer_groups=G]`.
 
     Returns:
-        Ray's namespace, `spillway` where none is named, and the counts, 1 where not named.
+        Ray's namespace, by default `spillway`, and the counts, by default 1.
 
     Raises:
-        InvalidArgument: It is not of this form.
+        InvalidArgument: The target does not have this form.
     """
     matched = _TARGET.fullmatch(target)
     if matched is None:
@@ -41,7 +41,7 @@ def parse_target(target: str) -> tuple[str, dict[str, int]]:
 
 
 def _connected(options: dict[str, Any], target: str) -> spillway.Client:
-    """A client of a daemon: its unix socket takes no TLS, which its address may."""
+    """Connects to a daemon. Drops the TLS files for a unix socket, which does not use TLS."""
     if target.startswith("unix:"):
         options = {name: value for name, value in options.items() if name not in _TLS}
     return spillway.connect(target, **options)

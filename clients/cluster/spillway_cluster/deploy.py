@@ -91,10 +91,10 @@ def up(
     if settings.daemon_count < 1:
         raise ValueError(f"daemon_count {settings.daemon_count} is not 1 or more")
     check_namespace(namespace)
-    # What an earlier cluster has left is not this one's.
+    # Separates the records of this cluster from those of earlier ones.
     cluster = secrets.token_hex(8)
     try:
-        # Of two that start at once one gets the name.
+        # If two clusters start at once, only one gets the name.
         directory = DirectoryActor.options(  # type: ignore[attr-defined]
             name=DIRECTORY, namespace=namespace, lifetime="detached"
         ).remote(namespace, cluster)
@@ -117,10 +117,10 @@ def up(
 def _placed(
     settings: Settings, namespace: str, timeout: float, told: Callable[[str], None]
 ) -> PlacementGroup:
-    """Has Ray keep room for the daemons."""
+    """Lets Ray reserve resources for the daemons."""
     _remove_group(namespace)
     group = placement_group(settings.bundles(), settings.strategy, lifetime="detached")
-    # Ray finds a group by its name in the namespace of the process that made it alone.
+    # Stored, because Ray finds a group by name only in the namespace of the process that made it.
     group_of(namespace).put("group", pickle.dumps(group))
     told(f"waiting for Ray to find room for {settings.daemon_count} daemons")
     if not group.wait(timeout):
@@ -138,14 +138,14 @@ def _started(
     group: PlacementGroup,
     told: Callable[[str], None],
 ) -> list[str]:
-    """Starts the daemons; returns their names."""
+    """Starts the daemons. Returns their names."""
     nodes = []
     for slot in range(settings.daemon_count):
         options = NodeActor.options(  # type: ignore[attr-defined]
             name=_node_name(slot),
             namespace=namespace,
             lifetime="detached",
-            # Threads: one drains, the others answer meanwhile.
+            # Threads: the others answer calls while one drains.
             max_concurrency=4,
             num_cpus=settings.cpus,
             num_gpus=settings.gpus,
@@ -242,7 +242,7 @@ def down(namespace: str = NAMESPACE, *, timeout: float = 60.0) -> None:
 
 
 def _slots(namespace: str) -> list[int]:
-    """Of the daemons that there may be."""
+    """Returns the slots of the daemons that may exist."""
     names = ray.util.list_named_actors(all_namespaces=True)
     prefix = _node_name("")
     return sorted(
@@ -257,7 +257,7 @@ def _node_name(slot: int | str) -> str:
 
 
 def _remove_group(namespace: str) -> None:
-    """Gives back what Ray keeps for the daemons."""
+    """Releases the resources that Ray has reserved for the daemons."""
     store = group_of(namespace)
     for _, value in store.items():
         remove_placement_group(pickle.loads(value))  # noqa: S301  (of this cluster's own)
@@ -265,7 +265,7 @@ def _remove_group(namespace: str) -> None:
 
 
 def _named(name: str, namespace: str) -> Any:
-    """An actor by its name; None: there is none."""
+    """Returns an actor by its name, or None."""
     try:
         return ray.get_actor(name, namespace)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The directory: which daemons there are, and what lies on which of them.
+"""The directory: which daemons exist, and which sequences are on them.
 
 Plain Python, without Ray: `actors.DirectoryActor` serves it.
 """
@@ -16,36 +16,37 @@ import spillway
 from spillway_cluster.placement import Dealt, Moved, Stale, part_name, whole_of
 from spillway_cluster.records import DaemonRecord, MoveUnderWay, Named, State, Store
 
-# Moves that are remembered; who asks after an older one is told that there is none.
+# Number of moves that are remembered. An older move is as if it had never happened.
 _MOVES_MAX = 100_000
 
 
 class Directory:
-    """What clients and nodes ask. Not thread-safe.
+    """Answers clients and nodes. Not thread-safe.
 
-    Every change is in the store before the call returns, so that a directory that is started
-    again goes on where the one before was killed. No step of a decode asks it.
+    Every change is in the store before the call returns, so that a restarted directory continues
+    where the last one was killed. Decode steps do not use the directory.
     """
 
     def __init__(self, store: Store, death: Callable[[str], str] = lambda node: "") -> None:
-        """Takes up what is in the store.
+        """Reads the records from the store.
 
         Args:
-            store: Where the records are.
-            death: Why a node is dead, by its id; empty while it lives.
+            store: The store with the records.
+            death: Returns why the node with this id is dead; empty if it lives.
         """
         self._store = store
         self._death = death
         self._daemons: dict[str, DaemonRecord] = {}
         self._models: dict[str, Dealt] = {}
         self._sequences: dict[str, Named] = {}
-        # By part and the daemon that it was on.
+        # Keys: a part, and the daemon from which it moved.
         self._moves: dict[tuple[str, str], Moved] = {}
         self._under_way: dict[str, MoveUnderWay] = {}
-        # Of named sequences, where the first part is; and the same by the daemon.
+        # The daemon with the first part of each named sequence, and the named sequences by this
+        # daemon.
         self._first_place: dict[str, str] = {}
         self._first_on: dict[str, set[str]] = {}
-        # Sequences placed since a daemon last told how many it has.
+        # Number of sequences placed on each daemon since its last report.
         self._placed: dict[str, int] = {}
         tables = {
             "daemon": self._daemons,
@@ -71,18 +72,18 @@ class Directory:
     # Daemons, for their nodes.
 
     def register(self, record: DaemonRecord) -> str:
-        """Notes a daemon that its node has started, or started again.
+        """Registers a daemon that its node has started or restarted.
 
         Args:
-            record: `name` is not looked at.
+            record: Record of the daemon. Its `name` is ignored.
 
         Returns:
-            Its name: the one that it had if it has the rows that it had.
+            The daemon's name: the same as before if the daemon still has its rows.
         """
         before = [each for each in self._daemons.values() if each.slot == record.slot]
         for each in before:
-            # Rows that outlive their daemon may outlive what Ray calls a node, too; others are
-            # those of one process.
+            # Rows in a store can outlive even the Ray node. Other rows last as long as their
+            # process.
             stays = bool(record.store_id) or each.boot_id == record.boot_id
             if stays and each.store_id == record.store_id and each.state not in ("lost", "drained"):
                 state: State = "draining" if each.state == "draining" else "up"
@@ -96,20 +97,20 @@ class Directory:
         return name
 
     def report(self, name: str, **told: int) -> None:
-        """Notes how full a daemon is: fields of its record."""
+        """Stores how full a daemon is. told: fields of its record."""
         if name in self._daemons:
-            # Not in the store: the next one is told again.
+            # Not written to the store: a restarted directory soon gets the next report.
             self._daemons[name] = dataclasses.replace(self._daemons[name], **told)  # type: ignore[arg-type]
             self._placed[name] = 0
 
     def set_state(self, name: str, state: State, reason: str = "") -> None:
-        """Notes what has become of a daemon."""
+        """Sets the state of a daemon."""
         self._note(dataclasses.replace(self._daemon(name), state=state, reason=reason))
 
     def ended(self, name: str, boot_id: str) -> None:
-        """Notes that a daemon's process has ended and is restarted, unless that is done by now.
+        """Notes that a daemon's process has ended and restarts, unless it has restarted already.
 
-        One that drains goes on with that, or is told to once more.
+        The state of a draining daemon stays: it continues to drain, or is drained once more.
         """
         record = self._daemon(name)
         if record.state == "up" and record.boot_id == boot_id:
@@ -126,7 +127,7 @@ class Directory:
 
     def _lose(self, record: DaemonRecord, reason: str) -> None:
         self._note(dataclasses.replace(record, state="lost", reason=reason))
-        # What was about to be deleted there is whole where it was copied to.
+        # The parts that were about to be deleted there are complete at their targets.
         for part, under_way in list(self._under_way.items()):
             if under_way.source == record.name:
                 self.end_move(part, done=True)
@@ -134,21 +135,21 @@ class Directory:
     # Daemons, for clients.
 
     def daemons(self) -> list[DaemonRecord]:
-        """All that there have been since `up`, by slot."""
+        """Returns the records of all daemons since `up`, ordered by slot."""
         for record in list(self._daemons.values()):
             self.loss(record.name)
         return sorted(self._daemons.values(), key=lambda each: (each.slot, each.name))
 
     def daemon(self, name: str) -> DaemonRecord:
-        """One of them.
+        """Returns the record of a daemon.
 
         Raises:
-            NotFound: There is none of that name.
+            NotFound: There is no daemon with this name.
         """
         return self._daemon(name)
 
     def loss(self, name: str) -> str:
-        """Why a daemon will not come back with its rows; empty while it may."""
+        """Returns why a daemon will not return with its rows; empty if it may."""
         record = self._daemon(name)
         if record.state in ("up", "down", "draining"):
             death = self._death(record.node)
@@ -163,7 +164,7 @@ class Directory:
     # Models.
 
     def add_model(self, dealt: Dealt) -> None:
-        """As `Placement.add_model`. The same may be said twice."""
+        """See `Placement.add_model`. Adding the same model twice is not an error."""
         name = dealt.model.name
         if self._models.get(name, dealt) != dealt:
             raise spillway.AlreadyExists(f"{name} exists")
@@ -171,7 +172,7 @@ class Directory:
         self._models[name] = dealt
 
     def note_weights(self, dealt: Dealt) -> None:
-        """As `Placement.note_weights`."""
+        """See `Placement.note_weights`."""
         name = dealt.model.name
         known = self._models.get(name)
         if known is None or known.made != dealt.made:
@@ -180,15 +181,15 @@ class Directory:
         self._models[name] = dealt
 
     def model(self, name: str) -> Dealt | None:
-        """As `Placement.dealt`."""
+        """See `Placement.dealt`."""
         return self._models.get(name)
 
     def models(self) -> list[Dealt]:
-        """All of them, by name."""
+        """Returns all models, ordered by name."""
         return [self._models[name] for name in sorted(self._models)]
 
     def drop_model(self, name: str) -> None:
-        """As `Placement.drop_model`."""
+        """See `Placement.drop_model`."""
         self._models.pop(name, None)
         self._delete("model", name)
 
@@ -197,19 +198,18 @@ class Directory:
     def choose(
         self, count: int, sequence: str, claim: str, model: tuple[str, str] = ("", "")
     ) -> list[str]:
-        """As `Placement.choose`: the daemons with most room, and fewest sequences among alike.
+        """Like `Placement.choose`: those with the most free memory, then with the fewest sequences.
 
         Args:
-            count: Daemons.
-            sequence: Name to take; empty: none.
-            claim: Of this call alone, so that it may be said twice.
-            model: Name of the sequence's model, and which one of that name (`Dealt.made`);
-                empty: it is not looked at.
+            count: Number of daemons.
+            sequence: Name to take; empty: no name.
+            claim: Random id of this call, so that the call may be repeated.
+            model: Name of the sequence's model, and its `Dealt.made`; empty: not checked.
 
         Raises:
             ValueError: `count` is below 1.
-            Stale: There is no such model, or another one.
-            VersionMismatch: Several that are to work together are not of one version.
+            Stale: The model does not exist, or is another one with this name.
+            VersionMismatch: The chosen daemons have different versions.
         """
         if count < 1:
             raise ValueError(f"part_count {count} is not in [1, the number of daemons]")
@@ -242,24 +242,24 @@ class Directory:
         return names
 
     def choose_target(self, source: str, part: str, byte_count: int) -> str:
-        """Chooses where a part shall go that its daemon gives up.
+        """Chooses the daemon to which a part moves.
 
-        Where another daemon has room that has none of the sequence's other parts: its memory
-        and device serve two of them at once no faster than one after the other.
+        Prefers a daemon that has no other part of the sequence: two parts on one daemon share its
+        memory and device, and are served no faster than one after the other.
 
         Args:
-            source: That daemon.
-            part: What the daemons call it.
-            byte_count: Of its rows.
+            source: Daemon from which the part moves.
+            part: Name of the part on the daemons.
+            byte_count: Bytes of its rows.
 
         Raises:
             Unavailable: No other daemon takes sequences.
-            ResourceExhausted: None of them has so much room.
+            ResourceExhausted: No other daemon has this much free memory.
         """
         others = [each for each in self.daemons() if each.state == "up" and each.name != source]
         if not others:
             raise spillway.Unavailable(f"no other daemon than {source} takes sequences")
-        # Copies that are on their way are not in what the daemons last told.
+        # Copies in progress are not included in the last reports of the daemons.
         free = {each.name: each.memory_limit_bytes - each.memory_used_bytes for each in others}
         roomy = [each for each in others if free[each.name] >= byte_count]
         if not roomy:
@@ -274,7 +274,7 @@ class Directory:
         return chosen
 
     def _beside(self, part: str) -> set[str]:
-        """Daemons that have other parts of a sequence, which must be a named one."""
+        """Returns the daemons with the other parts of a named sequence."""
         whole, number, count = whole_of(part)
         found = self._sequences.get(whole)
         if found is None or len(found.daemons) != count:
@@ -286,17 +286,17 @@ class Directory:
         }
 
     def _place(self, part: str, daemon: str) -> str:
-        """Where a part is that was on a daemon once."""
+        """Returns the daemon that has a part now, which was on `daemon` before."""
         moved = self.moved(part, daemon, gone=False)
         return daemon if moved is None else moved.daemon
 
     def _fullness(self, record: DaemonRecord) -> tuple[int, int, int]:
-        """Tenths of its memory that are full, then sequences."""
+        """Sort key: tenths of the memory in use, then number of sequences."""
         tenths = 10 * record.memory_used_bytes // max(record.memory_limit_bytes, 1)
         return tenths, record.sequence_count + self._placed.get(record.name, 0), record.slot
 
     def put(self, sequence: str, daemons: SequenceABC[str], claim: str) -> None:
-        """As `Placement.put`; `claim` as of `choose`."""
+        """See `Placement.put`. claim: as for `choose`."""
         if self._is_claimed(sequence, claim):
             return
         record = Named(claim, tuple(daemons), time.time())
@@ -305,7 +305,7 @@ class Directory:
         self._set_first(sequence, daemons[0])
 
     def _is_claimed(self, sequence: str, claim: str) -> bool:
-        """Whether the name is this call's already; raises AlreadyExists if it is another's."""
+        """Whether this call has taken the name. Raises AlreadyExists if another one has."""
         if sequence not in self._sequences:
             return False
         if self._sequences[sequence].claim != claim:
@@ -313,12 +313,12 @@ class Directory:
         return True
 
     def find(self, sequence: str) -> list[str] | None:
-        """As `Placement.find`."""
+        """See `Placement.find`."""
         found = self._sequences.get(sequence)
         return None if found is None else list(found.daemons)
 
     def drop(self, sequence: str, older_than: float = 0.0) -> None:
-        """As `Placement.drop`."""
+        """See `Placement.drop`."""
         found = self._sequences.get(sequence)
         if found is not None and time.time() - found.noted < older_than:
             return
@@ -327,7 +327,7 @@ class Directory:
             self._set_first(sequence, None)
 
     def deleted(self, sequence: str, parts: SequenceABC[tuple[str, str]]) -> list[tuple[str, str]]:
-        """As `Placement.deleted`."""
+        """See `Placement.deleted`."""
         copies = []
         for part, daemon in parts:
             under_way = self._under_way.get(part)
@@ -339,11 +339,11 @@ class Directory:
         return copies
 
     def first_parts(self, daemon: str, older_than: float) -> dict[str, str]:
-        """Named sequences whose first part a daemon has, if they are not gone, and that part.
+        """Returns the named sequences whose first part should be on a daemon, and its name.
 
         Args:
-            daemon: Its name.
-            older_than: Seconds since they were noted, at least.
+            daemon: Name of the daemon.
+            older_than: Only sequences that were named at least this many seconds ago.
         """
         before = time.time() - older_than
         found = {}
@@ -355,7 +355,7 @@ class Directory:
         return found
 
     def _set_first(self, sequence: str, daemon: str | None) -> None:
-        """Notes where a named sequence's first part is; None: nowhere."""
+        """Stores which daemon has the first part of a named sequence; None: no daemon."""
         before = self._first_place.pop(sequence, None)
         if before is not None:
             self._first_on[before].discard(sequence)
@@ -364,26 +364,26 @@ class Directory:
             self._first_on.setdefault(daemon, set()).add(sequence)
 
     def expire(self, names: SequenceABC[str], daemon: str, older_than: float) -> None:
-        """Gives names up whose first part a daemon has no more, unless it moved meanwhile."""
+        """Drops names whose first part a daemon no longer has, unless the part was moved."""
         there = self.first_parts(daemon, older_than)
         for name in names:
             if name in there:
                 self.drop(name)
 
     def sequences(self) -> Mapping[str, tuple[str, ...]]:
-        """Where named sequences were put."""
+        """Returns the daemons on which named sequences were placed."""
         return {name: found.daemons for name, found in self._sequences.items()}
 
     # Moves.
 
     def begin_move(self, part: str, source: str, moved: Moved) -> None:
-        """Notes that a part is about to go: it has, once `source` has it no more."""
+        """Notes that a part is about to move. It has moved as soon as `source` has deleted it."""
         under_way = MoveUnderWay(source, moved)
         self._put("under-way", part, under_way)
         self._under_way[part] = under_way
 
     def end_move(self, part: str, *, done: bool) -> None:
-        """Notes that it has gone, or that it stays. Saying it twice is no error."""
+        """Notes whether the part has moved or stays. A second call is not an error."""
         under_way = self._under_way.get(part)
         if under_way is None:
             return
@@ -396,7 +396,7 @@ class Directory:
                 self._set_first(whole, under_way.moved.daemon)
             here = part, under_way.moved.daemon
             if self._moves.pop(here, None) is not None:
-                self._delete("move", here)  # it has come back
+                self._delete("move", here)  # the part has returned to this daemon
             while len(self._moves) > _MOVES_MAX:
                 oldest = next(iter(self._moves))
                 del self._moves[oldest]
@@ -405,12 +405,12 @@ class Directory:
         self._delete("under-way", part)
 
     def moved(self, part: str, daemon: str, gone: bool) -> Moved | None:
-        """As `Placement.moved`.
+        """See `Placement.moved`.
 
         Args:
-            part: What the daemons call it.
-            daemon: Where it was last.
-            gone: It is not there any more, so a move that is under way has come so far.
+            part: Name of the part on the daemons.
+            daemon: The daemon that is known to have had it.
+            gone: The part is no longer there, so a move in progress from there has succeeded.
         """
         under_way = self._under_way.get(part)
         if gone and under_way is not None and under_way.source == daemon:
@@ -419,7 +419,7 @@ class Directory:
         if first is None or last is None:
             return None
         unbroken = True
-        # No place comes twice: where the part is, no move begins.
+        # This ends: `end_move` deletes moves from the daemon that has the part now.
         while (following := self._moves.get((part, last.daemon))) is not None:
             unbroken = unbroken and following.generation == last.new_generation
             last = following

@@ -1,4 +1,4 @@
-"""What a directory says to a client, which then talks to the daemons itself."""
+"""The placement of a client that asks a directory, and then calls the daemons itself."""
 
 from __future__ import annotations
 
@@ -18,24 +18,25 @@ from spillway_cluster.node import host_id
 from spillway_cluster.placement import Dealt, Moved
 from spillway_cluster.records import DaemonRecord
 
-# New sequences wait so long for daemons that are being restarted.
+# How long a new sequence waits for daemons that are being restarted.
 _RESTART_SECONDS = 30.0
 _PAUSE_SECONDS = 0.05
 
 
 class Asked(Protocol):
-    """A directory, wherever it is. Thread-safe."""
+    """A directory, in this process or an actor. Thread-safe."""
 
     def ask(self, method: str, *arguments: Any, **named: Any) -> Any:
         """Calls a method of `Directory`.
 
         Raises:
-            SpillwayError: What it raised; UNAVAILABLE where it does not answer.
+            SpillwayError: The error that the method raised; UNAVAILABLE if the directory does not
+                answer.
         """
 
 
 class LocalDirectory:
-    """A directory in this process, asked one call at a time as its actor is."""
+    """A directory in this process. Like its actor, it serves one call at a time."""
 
     def __init__(self, directory: Directory) -> None:
         self._directory = directory
@@ -47,7 +48,7 @@ class LocalDirectory:
 
 
 class DirectoryPlacement:
-    """Asks the directory, and connects to daemons straight. Thread-safe."""
+    """Asks the directory where parts are, and connects to the daemons directly. Thread-safe."""
 
     in_order = False
 
@@ -58,13 +59,13 @@ class DirectoryPlacement:
         layer_groups: int,
         connect: Callable[[str], spillway.Client],
     ) -> None:
-        """Asks nothing yet.
+        """Sends nothing yet.
 
         Args:
-            directory: Of the cluster.
-            part_count: As of `Placement`.
-            layer_groups: Likewise.
-            connect: Makes a client of a target.
+            directory: Directory of the cluster.
+            part_count: As in `Placement`.
+            layer_groups: As in `Placement`.
+            connect: Creates a client for a target.
         """
         self.part_count = part_count
         self.layer_groups = layer_groups
@@ -75,7 +76,7 @@ class DirectoryPlacement:
         self._host = host_id()
 
     def records(self) -> list[DaemonRecord]:
-        """All daemons that there have been."""
+        """Returns the records of all daemons, including those that have ended."""
         records: list[DaemonRecord] = self._directory.ask("daemons")
         return records
 
@@ -123,7 +124,7 @@ class DirectoryPlacement:
                 )
                 return chosen
             except Unavailable:
-                # Daemons that are being restarted are waited for, as by calls that need them.
+                # Waits for daemons that are being restarted, as calls do that need them.
                 states = [each.state for each in self.records()]
                 enough = states.count("up") + states.count("down") >= part_count
                 if not enough or time.monotonic() > end:
@@ -152,7 +153,7 @@ class DirectoryPlacement:
         try:
             reason = self._directory.ask("loss", daemon)
         except SpillwayError:
-            return None  # nobody knows
+            return None  # not known
         return spillway.Unavailable(reason, reason="DAEMON_LOST") if reason else None
 
     def close(self) -> None:
@@ -165,10 +166,10 @@ class DirectoryPlacement:
 def connected(
     record: DaemonRecord, host: str, connect: Callable[[str], spillway.Client]
 ) -> spillway.Client:
-    """A client of a daemon, by the socket that they share where they are on one machine.
+    """Connects to a daemon, through its unix socket if it is on this machine.
 
     Raises:
-        Unavailable: It is gone for good, or does not answer.
+        Unavailable: The daemon is gone for good, or does not answer.
     """
     if record.state in ("lost", "drained"):
         raise spillway.Unavailable(

@@ -1,4 +1,4 @@
-"""Calls for parts of several sequences at once, one for each daemon that has some of them."""
+"""Calls for parts of several sequences at once: one for each daemon that has some of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def groups_of(parts: Sequence[Part], indices: Sequence[int]) -> list[list[int]]:
-    """Which of the parts lie on one daemon and have one share, by their indices."""
+    """Groups parts, given by their indices, that are on the same daemon and have the same share."""
     groups: dict[tuple[str, int, int], list[int]] = {}
     for index in indices:
         part = parts[index]
@@ -31,13 +31,13 @@ def ask_by_daemon(
     parts: Sequence[Part],
     ask: Callable[[Sequence[int]], Sequence[T | SpillwayError]],
 ) -> list[T | SpillwayError]:
-    """Asks for every part, and again for those that were moved meanwhile.
+    """Asks for every part, and again for parts that were moved meanwhile.
 
     Args:
-        client: Whose threads are used.
+        client: The client whose threads are used.
         parts: The parts.
-        ask: Gets indices of parts of one daemon and share; returns an answer for each, in
-            order. What it raises is the answer of all.
+        ask: Gets indices of parts with the same daemon and share. Returns an answer for each, in
+            order. If it raises an error, this is the answer for all of them.
 
     Returns:
         An answer for each part.
@@ -45,14 +45,14 @@ def ask_by_daemon(
     answers: dict[int, T | SpillwayError] = {}
 
     def one(group: list[int]) -> list[int]:
-        """Notes the group's answers; returns whom to ask again."""
+        """Stores the group's answers. Returns the indices to ask again."""
         used = {index: parts[index].sequence for index in group}
         failed: SpillwayError | None = None
         try:
             answers.update(zip(group, ask(group), strict=True))
         except SpillwayError as error:
             failed = error
-            # One that is named may have failed the call for all: the others are asked again.
+            # If the error names one part, only that part has failed. The others are asked again.
             name = error.metadata.get("name")
             named = [index for index in group if used[index].name == name]
             answers.update(dict.fromkeys(named or group, error))
@@ -70,7 +70,7 @@ def ask_by_daemon(
         return again
 
     waiting = list(range(len(parts)))
-    # Each of them may move, and fail the others' calls.
+    # Each part may move, and so make the calls for the others fail.
     for _ in range(MOVES_MAX + len(parts)):
         if not waiting:
             break

@@ -1,9 +1,9 @@
-"""Runs a daemon for as long as its node is there: `python -m spillway_cluster.guard`.
+"""Runs a daemon as long as its Ray node exists: `python -m spillway_cluster.guard`.
 
-Arguments: the process id of Ray's raylet on the node, the file that the daemon's own process id
-is written to, and after `--` the daemon's command line. It lives on when the actor that started
-it is killed, so that the next one finds the daemon; and where the raylet ends, it ends
-the daemon, which nobody would find any more.
+Arguments: the process id of Ray's raylet on the node, the file to which the daemon's process id is
+written, and after `--` the daemon's command line. The guard survives the actor that started it, so
+that the next actor finds the daemon. If the raylet ends, the guard ends the daemon, because no
+actor could find it any more.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import sys
 from pathlib import Path
 from types import FrameType
 
-# As long as a daemon's own grace and a little more.
+# A little longer than the daemon's own grace time.
 _GRACE_SECONDS = 30.0
 
 
 def main(arguments: list[str]) -> int:
-    """Returns the daemon's exit status, 128 and its signal where one ended it."""
+    """Returns the daemon's exit status, or 128 plus the signal that ended it."""
     raylet_text, pid_file, dashes, *command = arguments
     if dashes != "--" or not command:
         raise SystemExit(f"not RAYLET_PID PID_FILE -- COMMAND: {arguments}")
@@ -33,7 +33,7 @@ def main(arguments: list[str]) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2):
         signal.signal(number, passed_on)
-    # Whole or not at all, for who reads it meanwhile.
+    # Written aside and renamed, so that readers see the whole file or none.
     aside = Path(f"{pid_file}.{os.getpid()}")
     aside.write_text(str(process.pid))
     aside.replace(pid_file)

@@ -11,17 +11,17 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 DIRECTORY = "spillway-directory"
 
-# How long a directory that is killed may take to come back.
+# How long a killed directory may take to restart.
 _DIRECTORY_SECONDS = 30.0
 _ANSWER_SECONDS = 5.0
 _PAUSE_SECONDS = 0.1
 
 
 class DirectoryHandle:
-    """Calls the directory, and again while Ray restarts it. Thread-safe."""
+    """Calls the directory, and repeats calls while Ray restarts it. Thread-safe."""
 
     def __init__(self, namespace: str) -> None:
-        """Finds it.
+        """Finds the directory's actor.
 
         Raises:
             Unavailable: There is no cluster in the namespace.
@@ -42,7 +42,8 @@ class DirectoryHandle:
         """Calls a method of `Directory`.
 
         Raises:
-            SpillwayError: What it raised; UNAVAILABLE where it does not answer.
+            SpillwayError: The error that the method raised; UNAVAILABLE if the directory does not
+                answer.
         """
         end = time.monotonic() + _DIRECTORY_SECONDS
         while True:

@@ -1,4 +1,4 @@
-"""Answers of daemons with a share of the KV heads each, put together."""
+"""Merges the answers of daemons that each have a share of the KV heads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PER_HEAD = (
 
 
 def joined(arrays: Sequence[Any], axis: int) -> Any:
-    """Arrays of one kind, one after the other."""
+    """Concatenates arrays of the same type."""
     if len(arrays) == 1:
         return arrays[0]
     if is_torch(arrays[0]):
@@ -37,12 +37,12 @@ def joined(arrays: Sequence[Any], axis: int) -> Any:
 
 
 def heads_of(array: Any, heads: slice, axis: int) -> Any:
-    """The part of an array that belongs to some heads."""
+    """Returns the part of an array that belongs to some heads. axis: the heads' dimension."""
     return array[(slice(None),) * axis + (heads,)]
 
 
 def _interleaved(values: Sequence[Sequence[Any]], query_count: int) -> list[Any]:
-    """[T, heads] of each, one list [T, all heads]."""
+    """Merges lists [T, heads], one of each part, to one list [T, all heads]."""
     widths = [len(each) // query_count for each in values]
     return [
         value
@@ -55,7 +55,7 @@ def _interleaved(values: Sequence[Sequence[Any]], query_count: int) -> list[Any]
 def merged_certificate(
     parts: Sequence[attention_service_pb2.Certificate], query_count: int
 ) -> attention_service_pb2.Certificate:
-    """What all heads' certificates say; the promise is the same for all."""
+    """Merges the certificates of all heads. epsilon, delta and inflation are equal in all parts."""
     whole = attention_service_pb2.Certificate()
     whole.CopyFrom(parts[0])
     for name in _PER_HEAD:
@@ -65,11 +65,11 @@ def merged_certificate(
 
 
 def merged_results(parts: Sequence[AttendResult], head_counts: Sequence[int]) -> AttendResult:
-    """The result of all heads.
+    """Merges the results of parts to the result for all heads.
 
     Args:
-        parts: In the heads' order.
-        head_counts: KV heads of each.
+        parts: Results in the order of the heads.
+        head_counts: Number of KV heads of each part.
     """
     if len(parts) == 1:
         return parts[0]
@@ -84,7 +84,7 @@ def merged_results(parts: Sequence[AttendResult], head_counts: Sequence[int]) ->
     )
     inflations = [part.certificate.head_inflations for part in parts]
     if any(each.size for each in inflations):
-        # A daemon that has raised none says nothing: all of its heads have the policy's.
+        # A daemon without raised inflations lists none: its heads have the inflation of the policy.
         message.certificate.ClearField("head_inflations")
         for each, count in zip(inflations, head_counts, strict=True):
             same = [message.certificate.inflation] * count
@@ -94,7 +94,7 @@ def merged_results(parts: Sequence[AttendResult], head_counts: Sequence[int]) ->
         _interleaved([each.touched_row_counts for each in statistics], query_count)
     )
     message.statistics.moved_row_count = sum(each.moved_row_count for each in statistics)
-    # They work at once.
+    # The daemons work at the same time.
     message.statistics.device_time_us = max(each.device_time_us for each in statistics)
     result = AttendResult(message, decoder_like(None))
     result.__dict__.update(
@@ -104,7 +104,7 @@ def merged_results(parts: Sequence[AttendResult], head_counts: Sequence[int]) ->
 
 
 def merged_selections(parts: Sequence[Selection], query_head_count: int) -> Selection:
-    """The rows of all heads, in the heads' order."""
+    """Merges the selected rows of all heads. parts: in the order of the heads."""
     if len(parts) == 1:
         return parts[0]
     ends = np.cumsum([0] + [int(part.offsets[-1]) for part in parts])
@@ -125,7 +125,7 @@ def merged_selections(parts: Sequence[Selection], query_head_count: int) -> Sele
 
 
 def selection_of(whole: Selection, heads: range) -> Selection:
-    """The rows of some of the heads."""
+    """Returns the selected rows of some of the heads."""
     begin, end = int(whole.offsets[heads.start]), int(whole.offsets[heads.stop])
     return Selection(
         offsets=np.asarray(whole.offsets[heads.start : heads.stop + 1], np.int64) - begin,
@@ -136,7 +136,7 @@ def selection_of(whole: Selection, heads: range) -> Selection:
 def merged_counts(
     shares: Sequence[Share], counts: Sequence[Sequence[int]], layer_count: int
 ) -> tuple[int, ...]:
-    """Tokens of each layer that all who hold a part of it have."""
+    """Returns, for each layer, the number of tokens that all its parts have."""
     return tuple(
         min(
             part[layer - share.layers.start]
@@ -150,7 +150,7 @@ def merged_counts(
 def merged_info(
     shares: Sequence[Share], parts: Sequence[SequenceInfo], layer_count: int
 ) -> SequenceInfo:
-    """What the sequence of these parts is."""
+    """Merges the infos of the parts to that of the whole sequence."""
     counts = merged_counts(shares, [part.layer_token_counts for part in parts], layer_count)
     return dataclasses.replace(
         parts[0],

@@ -1,4 +1,4 @@
-"""The parts of a model, each an ordinary model of one daemon."""
+"""The parts of a model. Each part is an ordinary model of one daemon."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from spillway_cluster.weights import weights_of
 def ensure_part(
     client: spillway.Client, dealt: Dealt, number: int, *, timeout: float | None = None
 ) -> str:
-    """Creates a part of a model where a daemon has none, and gives it its weights.
+    """Creates a part of a model if a daemon does not have it, and uploads its weights.
 
     Args:
-        client: Of the daemon.
+        client: Client of the daemon.
         dealt: The model.
-        number: Of the part.
-        timeout: Of an upload, seconds; None: the client's.
+        number: Index of the part.
+        timeout: Seconds for an upload. None means the client's timeout.
 
     Returns:
-        The part's name.
+        Name of the part.
 
     Raises:
-        FailedPrecondition: How the model was created is not known, or its weights are not at
-            hand here.
+        FailedPrecondition: The options with which the model was created are not known, or the file
+            with its weights is not on this host.
     """
     name = part_name(dealt.model.name, number, dealt.part_count)
     try:
@@ -48,7 +48,7 @@ def ensure_part(
             kv_heads = dealt.model.kv_head_count
             part = created_part(client, part_id, dealt.shares[number], kv_heads, dealt.options)
         except spillway.AlreadyExists:
-            part = client.get_model(name)  # by another client meanwhile
+            part = client.get_model(name)  # another client has created it meanwhile
     if dealt.weights is not None and not part.ready:
         dealt.weights.check()
         try:
@@ -56,14 +56,14 @@ def ensure_part(
         except spillway.FailedPrecondition:
             if not client.get_model(name).ready:
                 raise
-            # By another client meanwhile.
+            # Another client has uploaded them meanwhile.
     return name
 
 
 def upload_part(
     client: spillway.Client, dealt: Dealt, number: int, *, timeout: float | None
 ) -> None:
-    """Gives a daemon's part of a model its weights; arguments as of `ensure_part`."""
+    """Uploads the weights of a daemon's part of a model. Arguments as for `ensure_part`."""
     assert dealt.weights is not None
     name = part_name(dealt.model.name, number, dealt.part_count)
     with weights_of(dealt.weights.path, dealt.model, dealt.shares[number]) as path:
@@ -77,7 +77,7 @@ def created_part(
     kv_head_count: int,
     options: Mapping[str, Any],
 ) -> Model:
-    """Creates a daemon's part of a model."""
+    """Creates a part of a model on a daemon."""
     group = options["query_head_count"] // kv_head_count
     return client.create_model(
         part_id,
@@ -94,7 +94,7 @@ def created_part(
 
 
 def whole_model(name: str, parts: SequenceABC[Model], shares: SequenceABC[Share]) -> Model:
-    """The model that parts make up."""
+    """Returns the description of the whole model that consists of these parts."""
     first = parts[0]
     kv_head_count = max(share.kv_heads.stop for share in shares)
     return dataclasses.replace(

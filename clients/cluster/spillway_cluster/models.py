@@ -1,4 +1,4 @@
-"""The models of a cluster's client: their parts on the daemons, made where they are needed."""
+"""The models of a cluster's client, and their parts, which are created on daemons on demand."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from spillway_cluster.weights import WeightsFile
 T = TypeVar("T")
 X = TypeVar("X")
 
-# Calls to daemons that one client has under way.
+# Most calls to daemons that one client has in progress.
 _THREADS_MAX = 64
 
 
 class ClusterModels:
-    """What `ClusterClient` has of models, and how it asks several daemons at once. Thread-safe.
+    """The model calls of `ClusterClient`, and its calls to several daemons at once. Thread-safe.
 
     Attributes:
-        placement: Which daemons there are, and what lies where.
-        target: What the client was connected to.
+        placement: The daemons, and which sequences are on them.
+        target: Target to which the client was connected.
     """
 
     def __init__(self, placement: Placement, target: str) -> None:
@@ -40,15 +40,16 @@ class ClusterModels:
         self.target = target
         self._threads = ThreadPoolExecutor(_THREADS_MAX, "spillway-cluster")
         self._models: dict[str, Dealt] = {}
-        # Parts of models that are known to be on a daemon, ready if the model is: the daemon, the
-        # part, and which model of its name (`Dealt.made`).
+        # Parts that are known to be on a daemon, and ready if the model is: (daemon, name of the
+        # part, `Dealt.made` of the model).
         self._there: set[tuple[str, str, str]] = set()
 
     def each(self, call: Callable[[X], T], of: Iterable[X]) -> list[T]:
-        """Calls for several daemons at once, and waits for all of them.
+        """Makes a call for each element, all at the same time, and waits for all of them.
 
         Raises:
-            SpillwayError: The first one's in order, once all have ended.
+            SpillwayError: The first error, in the order of the elements, after all calls have
+                ended.
         """
         all_of = list(of)
         if not all_of:
@@ -81,22 +82,23 @@ class ClusterModels:
         layer_groups: int | None = None,
         **options: Any,
     ) -> Model:
-        """Creates a model, on the daemons that would get its next sequence; later on others.
+        """Creates a model on the daemons that its next sequence would use, and later on others.
 
         Args:
-            model_id: As of `Client.create_model`.
-            layer_count: Likewise.
-            kv_head_count: Likewise.
-            part_count: Daemons that share each sequence; None: as `connect` was told, 1 by
-                default.
-            layer_groups: Groups of consecutive layers, each of `part_count / layer_groups`
-                daemons, which share its KV heads; None: likewise.
-            **options: All else of `Client.create_model`.
+            model_id: As for `Client.create_model`.
+            layer_count: As for `Client.create_model`.
+            kv_head_count: As for `Client.create_model`.
+            part_count: Number of daemons that share each sequence. None means as given to
+                `connect`, by default 1.
+            layer_groups: Number of groups of consecutive layers. The KV heads of each group are
+                split over `part_count / layer_groups` daemons. None means as given to `connect`, by
+                default 1.
+            **options: All other arguments of `Client.create_model`.
 
         Raises:
             ValueError: The model has fewer KV heads, or layers, than there are parts.
-            SpillwayError: As of `Client.create_model`. No daemon has a part then that this
-                call has created.
+            SpillwayError: As for `Client.create_model`. No daemon then keeps a part that this call
+                has created.
         """
         if part_count is None:
             part_count = self.placement.part_count
@@ -111,7 +113,7 @@ class ClusterModels:
             raise spillway.InvalidArgument(
                 f"query_head_count {query_heads} is not a multiple of kv_head_count {kv_head_count}"
             )
-        # The parts have one name.
+        # All parts have the same id, so it is chosen here.
         model_id = model_id or f"model-{secrets.token_hex(8)}"
         check_id(model_id)
         name = f"models/{model_id}"
@@ -147,9 +149,9 @@ class ClusterModels:
         """Returns a model by its resource name.
 
         Raises:
-            NotFound: A daemon has no part of it.
-            ValueError: The parts do not make up a model, or are dealt otherwise than this
-                client deals.
+            NotFound: A daemon has no part of the model.
+            ValueError: The parts are not those of one model, or are split in another way than this
+                client splits.
         """
         dealt = self.placement.dealt(name)
         if dealt is None and self.placement.in_order:
@@ -160,7 +162,7 @@ class ClusterModels:
         return dealt.model
 
     def _found_model(self, name: str) -> Dealt:
-        """The model whose parts lie on the daemons in order."""
+        """Returns the model whose parts are on the daemons, in their order."""
         count, groups = self.placement.part_count, self.placement.layer_groups
         numbered = list(enumerate(self.placement.daemons()))
 
@@ -195,7 +197,7 @@ class ClusterModels:
         return dealt
 
     def _check_order(self, name: str, numbered: SequenceABC[tuple[int, str]]) -> None:
-        """Raises ValueError where a daemon has another part of a model than its own."""
+        """Raises ValueError if a daemon has another part of a model than the one expected."""
         for number, daemon in numbered:
             there = {model.name for model in self.placement.client(daemon).list_models()}
             for other in range(len(numbered)):
@@ -206,18 +208,18 @@ class ClusterModels:
                     ) from None
 
     def described(self, model: str, *, anew: bool = False) -> Dealt:
-        """A model and how it is dealt.
+        """Returns a model, and how it is split.
 
         Args:
-            model: Its resource name.
-            anew: To ask for it though it is known: another client may have made another one.
+            model: Resource name of the model.
+            anew: Ask again even if it is known, because another client may have created it again.
         """
         if anew or model not in self._models:
             self.get_model(model)
         return self._models[model]
 
     def _ensure(self, dealt: Dealt, number: int, daemon: str) -> str:
-        """Sees to it that a daemon has a part of a model; returns the part's name."""
+        """Makes sure that a daemon has a part of a model. Returns the part's name."""
         name = part_name(dealt.model.name, number, dealt.part_count)
         if (daemon, name, dealt.made) not in self._there and dealt.options is not None:
             ensure_part(self.placement.client(daemon), dealt, number)
@@ -227,16 +229,16 @@ class ClusterModels:
     def upload_hash_weights(
         self, model: Model | str, path: str | Path, *, timeout: float | None = None
     ) -> Model:
-        """Uploads trained hash weights, to every daemon that serves what its part needs.
+        """Uploads trained hash weights. Every daemon gets what its part needs.
 
-        Arguments and errors as of `Client.upload_hash_weights`: `path` has the whole model's. A
-        daemon that comes later, or to which a part moves, gets them from the file by whoever
-        needs it there, this or another client or the daemon's node: it stays where it is, and
-        is at the same path for them. Said again with the same file it gives them to daemons
-        that have come meanwhile.
+        Arguments and errors are those of `Client.upload_hash_weights`. `path` has the weights of
+        the whole model. The file must stay there, at the same path on all hosts: if a daemon joins
+        later, or a part moves to a daemon, the client or node that needs the weights there reads
+        them from the file. A second call with the same file uploads them to daemons that have
+        joined meanwhile.
 
         Raises:
-            FailedPrecondition: The model has other weights, or awaits none.
+            FailedPrecondition: The model has other weights, or waits for none.
         """
         dealt = self.described(model if isinstance(model, str) else model.name, anew=True)
         weights = WeightsFile.of(path)
@@ -257,7 +259,7 @@ class ClusterModels:
         return dealt.model
 
     def _uploaded(self, dealt: Dealt, weights: WeightsFile, timeout: float | None) -> Dealt:
-        """The model with weights that one daemon of each part has taken."""
+        """Uploads weights to one daemon for each part. Returns the model with them."""
         daemons = self.placement.choose(dealt.part_count, "", dealt)
         ready = dataclasses.replace(
             dealt, model=dataclasses.replace(dealt.model, ready=True), weights=weights
@@ -270,7 +272,7 @@ class ClusterModels:
                     upload_part(client, ready, number, timeout=timeout)
             self.placement.note_weights(ready)
         except BaseException:
-            # Those that have taken them take no others: they are made anew.
+            # Parts that have these weights accept no others, so they are created again.
             for number, daemon in enumerate(daemons):
                 client = self.placement.client(daemon)
                 with contextlib.suppress(SpillwayError):
@@ -282,7 +284,7 @@ class ClusterModels:
         return ready
 
     def _spread(self, dealt: Dealt, timeout: float | None) -> None:
-        """Gives all daemons a model's weights, whichever part they may come to have."""
+        """Uploads a model's weights to all daemons, for every part that they may get."""
 
         def one(daemon: str) -> None:
             client = self.placement.client(daemon)
@@ -290,14 +292,14 @@ class ClusterModels:
                 ensure_part(client, dealt, number, timeout=timeout)
 
         def tried(daemon: str) -> None:
-            # One that does not answer gets them when it is to have a sequence.
+            # A daemon that does not answer gets them before its first sequence of the model.
             with contextlib.suppress(Unavailable, Cancelled):
                 one(daemon)
 
         self.each(tried, self.placement.daemons())
 
     def list_models(self) -> Iterator[Model]:
-        """Yields every model of which each part lies on some daemon, by name."""
+        """Yields every model that has all its parts on some daemon, ordered by name."""
         count = self.placement.part_count
         listed = self.each(
             lambda daemon: [each.name for each in self.placement.client(daemon).list_models()],
@@ -318,10 +320,10 @@ class ClusterModels:
                     continue
 
     def delete_model(self, model: Model | str) -> None:
-        """Deletes a model's parts.
+        """Deletes all parts of a model.
 
         Raises:
-            NotFound: No daemon has one.
+            NotFound: No daemon has a part.
             FailedPrecondition: It has sequences.
         """
         name = model if isinstance(model, str) else model.name
@@ -338,7 +340,7 @@ class ClusterModels:
             self._there.difference_update((*part, dealt.made) for part in parts)
 
     def gone(self, delete: Callable[[X], None], of: Iterable[X]) -> None:
-        """Deletes parts; that some are gone already is no error."""
+        """Deletes parts. Parts that do not exist are an error only if none exists."""
 
         def one(part: X) -> NotFound | None:
             try:

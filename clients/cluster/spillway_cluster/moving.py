@@ -13,18 +13,18 @@ from spillway.errors import Cancelled, DeadlineExceeded, NotFound, SpillwayError
 from spillway_cluster.merging import joined
 from spillway_cluster.placement import Moved
 
-# Rows that are copied at a time: steps of either daemon wait no longer than for so many.
+# Bytes of rows that are copied at a time. Steps on either daemon wait no longer than for these.
 _BYTES_AT_ONCE = 4 << 20
-# So few tokens of each layer are copied while the sequence is sealed; a sequence that grows
-# faster than it is copied is sealed after so many rounds.
+# The sequence is sealed when at most this many tokens of each layer are left to copy, or after
+# _ROUNDS_MAX rounds, if it grows faster than it is copied.
 _LAST_TOKENS = 32
 _ROUNDS_MAX = 12
-# Truncations of a sequence that one move starts anew after.
+# Number of times that one move starts again because the sequence was truncated.
 _STARTS_MAX = 4
 
 
 class Ledger(Protocol):
-    """Where moves are noted; see `Directory`."""
+    """Where moves are recorded; see `Directory`."""
 
     def begin_move(self, part: str, source: str, moved: Moved) -> None: ...
 
@@ -33,13 +33,13 @@ class Ledger(Protocol):
 
 @dataclass
 class Copied:
-    """What a move has come to.
+    """The result of a move.
 
     Attributes:
-        token_count: Tokens of the longest layer.
-        sealed_token_count: Of those, copied while the sequence was sealed.
-        sealed_seconds: For how long it was.
-        rounds: Times that rows were copied.
+        token_count: Number of tokens of the longest layer.
+        sealed_token_count: Number of these that were copied while the sequence was sealed.
+        sealed_seconds: How long the sequence was sealed.
+        rounds: Number of rounds of copying.
     """
 
     token_count: int = 0
@@ -49,7 +49,7 @@ class Copied:
 
 
 class _Truncated(Exception):
-    """The sequence was truncated, so what was copied may be other rows."""
+    """The sequence was truncated, so the rows that were copied may be outdated."""
 
 
 def move(
@@ -62,26 +62,26 @@ def move(
     target_name: str,
     ensure_model: Callable[[str], None],
 ) -> Copied | None:
-    """Moves a part. Its clients' steps wait while it is sealed, for the last few tokens.
+    """Moves a part. Steps of its clients wait while it is sealed, for its last few tokens.
 
-    Rows are copied in rounds while the sequence goes on, each round what has come since the one
-    before. Then it is sealed, the rest is copied, the move is noted, and the part is deleted
-    where it was: from then on it has gone. Where anything fails before, it stays, open, and the
-    copy is deleted, if its daemon answers; where nobody knows whether it was deleted, the next
-    move of the part finds out. A layer's length is copied as it is, also in the middle of a
-    step. The copy counts as named: it stays until its ttl.
+    Rows are copied in rounds while the sequence is in use. Each round copies the rows that are new
+    since the last round. Then the sequence is sealed, the rest is copied, the move is recorded, and
+    the part is deleted at the source. From then on it has moved. If something fails before, the
+    part stays and is unsealed, and the copy is deleted if its daemon answers. If it is not known
+    whether the part was deleted, the next move of the part finds out. Each layer is copied with its
+    own length, also in the middle of a step. The copy counts as named, so it stays until its ttl.
 
     Args:
-        source: Of the daemon that has it.
-        target: Of the daemon that shall have it.
-        part: Its resource name, which it keeps.
-        ledger: Where the move is noted.
-        source_name: What the ledger calls the source.
-        target_name: And the target.
-        ensure_model: Sees to it that the target has a model of that name.
+        source: Client of the daemon that has the part.
+        target: Client of the daemon to which it moves.
+        part: Resource name of the part, which stays the same.
+        ledger: Where the move is recorded.
+        source_name: Name of the source in the ledger.
+        target_name: Name of the target in the ledger.
+        ensure_model: Makes sure that the target has the model with this name.
 
     Returns:
-        What was copied; None where the part is gone: deleted, or expired.
+        What was copied. None if the part does not exist: it was deleted, or has expired.
 
     Raises:
         SpillwayError: The target is full, or one of the daemons does not answer.
@@ -89,7 +89,7 @@ def move(
     try:
         old = source.get_sequence(part)
     except NotFound:
-        # A move that broke off right after the delete.
+        # An earlier move was interrupted right after it deleted the part.
         ledger.end_move(part, done=True)
         return None
     ledger.end_move(part, done=False)
@@ -151,16 +151,17 @@ def _moved(
             )
         moved = Moved(target_name, generation, there.generation)
         ledger.begin_move(old.name, source_name, moved)
-        # A daemon that has restarted has opened it again, and it may have grown.
+        # Only if it is still sealed: a restarted daemon has unsealed it, and it may have grown.
         deleting = True
         try:
             old.delete(if_sealed=True)
         except (Unavailable, Cancelled, DeadlineExceeded):
-            # It may have been, and then the copy is all there is.
+            # It may have been deleted. Then the copy is the only one.
             if not _is_gone(source, old.name):
                 raise
     except BaseException as error:
-        # Once it was to be deleted nobody knows what is there: who moves it next finds out.
+        # If the delete was sent and not answered, the state is unknown, and the next move finds
+        # out.
         if not (deleting and isinstance(error, (Unavailable, Cancelled, DeadlineExceeded))):
             _take_back(old, new, ledger, sealed > 0)
         raise
@@ -172,7 +173,7 @@ def _moved(
 def _created(
     target: spillway.Client, old: spillway.Sequence, info: spillway.SequenceInfo
 ) -> spillway.Sequence:
-    """An empty sequence as the old one, in place of what a move that broke off has left."""
+    """Creates an empty sequence like the old one. Deletes what an interrupted move has left."""
     ttl = info.ttl
     part_id = old.name.removeprefix("sequences/")
     try:
@@ -190,20 +191,20 @@ def _check(old: spillway.Sequence, generation: int) -> None:
 def _copy(
     old: spillway.Sequence, new: spillway.Sequence, counts: list[int], token_bytes: int
 ) -> int:
-    """Copies what has come since the last time.
+    """Copies the rows that are new since the last call.
 
     Args:
-        old: From where.
-        new: To where.
-        counts: Tokens of each layer that are copied; kept up to date.
-        token_bytes: Of a token's rows in one layer.
+        old: The source.
+        new: The copy.
+        counts: Number of copied tokens of each layer; updated.
+        token_bytes: Bytes of a token's rows in one layer.
 
     Returns:
-        The most tokens of a layer that were copied.
+        Largest number of tokens that were copied in a layer.
     """
     now = old.refresh().layer_token_counts
     most = max(end - start for start, end in zip(counts, now, strict=True))
-    # Layers that are alike go together, those of a step's middle in two pieces.
+    # Layers with equal ranges are copied together. In the middle of a step there are two groups.
     first = 0
     while first < len(now):
         last = first + 1
@@ -230,7 +231,7 @@ def _copy(
 def _take_back(
     old: spillway.Sequence, new: spillway.Sequence, ledger: Ledger, sealed: bool
 ) -> None:
-    """The part stays: opens it again and deletes its copy."""
+    """Keeps the part where it is: unseals it and deletes its copy."""
     for undo in (
         lambda: old.unseal() if sealed else None,
         new.delete,
@@ -239,4 +240,4 @@ def _take_back(
         try:
             undo()
         except SpillwayError:
-            continue  # the first error is what is told
+            continue  # the caller raises the first error

@@ -1,4 +1,4 @@
-"""What one node does: it starts, watches, restarts and drains its daemon.
+"""The daemon of one Ray node: starts, watches, restarts and drains it.
 
 Plain Python, without Ray: `actors.NodeActor` serves it.
 """
@@ -28,17 +28,17 @@ _log = logging.getLogger(__name__)
 
 _START_SECONDS = 120.0
 _GRACE_SECONDS = 30.0
-# Between two looks at how full the daemon is.
+# Interval of the reports about how full the daemon is.
 _REPORT_SECONDS = 1.0
-# Between two looks at which names have expired.
+# Interval of the checks which names have expired.
 _EXPIRE_SECONDS = 60.0
-# A daemon that ends at once is started ever more slowly.
+# Pause before a daemon that ended is started again. It doubles if the daemon ends quickly.
 _PAUSE_SECONDS_MIN, _PAUSE_SECONDS_MAX = 0.05, 10.0
 _STEADY_SECONDS = 30.0
 
 
 class NodeDirectory(Ledger, Protocol):
-    """What a node asks of the directory; see `Directory`."""
+    """The methods of the directory that a node calls; see `Directory`."""
 
     def register(self, record: DaemonRecord) -> str: ...
 
@@ -61,11 +61,11 @@ class NodeDirectory(Ledger, Protocol):
 
 @dataclass(frozen=True)
 class Drained:
-    """What a drain has come to.
+    """The result of a drain.
 
     Attributes:
-        moves: Of each part that was moved, where to and what was copied.
-        gone: Parts that were deleted or expired meanwhile.
+        moves: For each part that was moved: the target daemon, and what was copied.
+        gone: Parts that were deleted or expired during the drain.
     """
 
     moves: dict[str, tuple[str, Copied]] = field(default_factory=dict)
@@ -84,14 +84,14 @@ class Node:
         *,
         has_token: bool = False,
     ) -> None:
-        """Starts nothing.
+        """Does not start the daemon yet.
 
         Args:
-            process: The daemon's.
-            directory: Where it is registered.
-            record: What is known of it before it runs.
-            connect: Makes a client of a daemon.
-            has_token: Whether these clients have a token, and so see what is theirs alone.
+            process: Process of the daemon.
+            directory: Directory where the daemon is registered.
+            record: Record with what is known of the daemon before it runs.
+            connect: Creates a client of a daemon.
+            has_token: Whether these clients have a token, and so see only its own sequences.
         """
         self._process = process
         self._directory = directory
@@ -103,16 +103,16 @@ class Node:
         self._draining = threading.Lock()
         self._client: spillway.Client | None = None
         self._restart_count = 0
-        # Of the process that is registered.
+        # boot_id of the process that is registered.
         self._boot_id = ""
         self._expire_at = 0.0
         self.name = ""
 
     def start(self) -> str:
-        """Returns the daemon's name once it serves. Said again it changes nothing.
+        """Returns the daemon's name when it serves. A second call changes nothing.
 
         Raises:
-            RuntimeError: It does not serve; the message has the log's end.
+            RuntimeError: The daemon does not serve. The message has the end of the log.
         """
         if self._watcher is None:
             self._process.start(_START_SECONDS)
@@ -122,13 +122,13 @@ class Node:
         return self.name
 
     def _register(self) -> None:
-        # By a new connection: the old one may look for the daemon again only in a second.
+        # Over a new connection, because the old one may take a second to reconnect.
         fresh = self._connect(self._record)
         info = fresh.server_info
         self._boot_id = info.boot_id
         if self._client is None:
             self._client = fresh
-            # Calls of the watcher wait for no daemon that is not to come back.
+            # When the node stops, the watcher's calls must not wait for the daemon to come back.
             self._client._restarts.given_up = self._given_up
         else:
             fresh.close()
@@ -157,7 +157,8 @@ class Node:
                     continue
                 if self._stopping.is_set():
                     return
-                # The directory may be out itself; the daemon does not wait for it.
+                # In a thread, because the directory may be down too, and the restart must not wait
+                # for it.
                 threading.Thread(target=self._tell_end, args=(self._boot_id,), daemon=True).start()
                 if time.monotonic() - started > _STEADY_SECONDS:
                     pause = _PAUSE_SECONDS_MIN
@@ -175,7 +176,8 @@ class Node:
             except Exception:
                 if self._stopping.is_set():
                     return
-                # The directory restarts too, and a daemon that cannot start may later.
+                # The directory may be restarting too, and a daemon that cannot start may do so
+                # later.
                 _log.exception("%s", self.name)
                 self._stopping.wait(_REPORT_SECONDS)
 
@@ -201,7 +203,7 @@ class Node:
         )
 
     def _expire(self) -> None:
-        """Gives the names of sequences up that have gone by their ttl."""
+        """Drops the names of sequences that have expired."""
         assert self._client is not None
         first_parts = self._directory.first_parts(self.name, CLAIM_SECONDS)
         if not first_parts:
@@ -213,23 +215,23 @@ class Node:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the daemon; None while none runs."""
+        """Process id of the daemon. None if it does not run."""
         return self._process.pid
 
     def drain(self, *, own_only: bool = False) -> Drained:
-        """Moves all that the daemon has to others, and ends it.
+        """Moves all sequences of the daemon to other daemons, and ends it.
 
-        New sequences are placed elsewhere from the beginning. Said again after a failure it goes
-        on where it was.
+        From the start of the drain, new sequences are placed on other daemons. After a failure,
+        another call continues where this one stopped.
 
         Args:
-            own_only: Where the daemon takes tokens: that what other tokens have there may go.
+            own_only: If the daemon requires tokens: allow that sequences of other tokens are lost.
 
         Raises:
-            FailedPrecondition: The daemon takes tokens, and `own_only` was not said.
+            FailedPrecondition: The daemon requires tokens, and `own_only` is not set.
             Unavailable: No other daemon takes sequences.
-            SpillwayError: A part could not be moved; it and those after it stay, and the daemon
-                serves on, without new ones.
+            SpillwayError: A part could not be moved. It and the parts after it stay, and the daemon
+                continues to serve, without new sequences.
         """
         if self._has_token and not own_only:
             raise spillway.FailedPrecondition(
@@ -249,16 +251,16 @@ class Node:
             return drained
 
     def _is_drained(self, others: dict[str, spillway.Client], drained: Drained) -> bool:
-        """Moves all that is there; returns whether no more can come."""
+        """Moves all sequences. Returns whether no more can come."""
         self._directory.set_state(self.name, "draining")
         assert self._client is not None
         while infos := list(self._client.list_sequences()):
-            # Large ones last: they take longest, and the others are safe by then.
+            # Large ones last, because they take longest, and the others are safe by then.
             for info in sorted(infos, key=lambda each: each.row_bytes):
                 self._move(info, others, drained)
-        # Said before it ends, so that nobody waits for it to come back; and before the last look,
-        # as who creates a sequence looks afterwards whether the daemon is drained. One of the
-        # two sees the other.
+        # Set before the daemon ends, so that no client waits for it to come back. Set also before
+        # the last list: a client that creates a sequence checks afterwards whether the daemon is
+        # drained. So either the client or this list notices the other.
         self._directory.set_state(self.name, "drained")
         try:
             if not list(self._client.list_sequences()):
@@ -290,24 +292,24 @@ class Node:
             drained.moves[info.name] = target, copied
 
     def _ensure_model(self, name: str, client: spillway.Client) -> None:
-        """Creates a model, or a part of one, where a daemon has none of that name."""
+        """Creates a model, or a part of one, if a daemon has none with this name."""
         whole, number, count = whole_of(name)
         dealt = self._directory.model(whole)
         if dealt is None or dealt.part_count != count:
-            # Created by somebody who talked to the daemon itself.
+            # Created by a client that was connected to the daemon itself.
             client.get_model(name)
         else:
             ensure_part(client, dealt, number)
 
     def stop(self) -> None:
-        """Ends the daemon; its rows go."""
+        """Ends the daemon. Its rows are lost."""
         self._stopping.set()
         self._process.stop(_GRACE_SECONDS)
-        # At once: Ray may have no patience for the rest.
+        # Done first, because Ray may kill this process before the rest.
         self._process.clear()
         if self._watcher is not None:
             self._watcher.join()
-            # It may have been about to start one.
+            # The watcher may just have started a new process.
             self._process.stop(_GRACE_SECONDS)
         self._process.clear()
         if self._client is not None:
@@ -315,5 +317,5 @@ class Node:
 
 
 def host_id() -> str:
-    """What tells this machine from others."""
+    """Returns an id that distinguishes this machine from others."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

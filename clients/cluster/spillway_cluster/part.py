@@ -1,4 +1,4 @@
-"""A part of a sequence, which lies on one daemon at a time."""
+"""A part of a sequence. It is on one daemon at a time."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from spillway_cluster.shares import Share
 
 T = TypeVar("T")
 
-# A move that takes longer from its seal on has failed, and so does the call that waits for it.
+# If a move takes longer than this after its seal, the call that waits for it fails.
 _MOVE_SECONDS = 30.0
 _WAIT_SECONDS_MIN, _WAIT_SECONDS_MAX = 0.002, 0.05
-# Moves that one call survives.
+# Number of moves that one call survives.
 MOVES_MAX = 8
 
 
@@ -28,14 +28,14 @@ class _Place(NamedTuple):
 
 
 class Part:
-    """What one daemon holds of a sequence; it follows where that is moved to.
+    """What one daemon holds of a sequence. Follows the part when it is moved.
 
     As thread-safe as `spillway.Sequence`.
 
     Attributes:
-        share: Which layers and KV heads of the model.
-        daemon: Name of the daemon, as last heard.
-        sequence: The handle there.
+        share: The part's layers and KV heads of the model.
+        daemon: Name of the daemon, as far as known.
+        sequence: The handle on this daemon.
     """
 
     def __init__(
@@ -57,11 +57,11 @@ class Part:
         return f"Part({self.sequence.name!r}, {self.daemon!r})"
 
     def call(self, use: Callable[[spillway.Sequence], T]) -> T:
-        """Calls with the handle, and again where the part was moved meanwhile."""
+        """Calls with the handle, and again if the part was moved meanwhile."""
         return self._call(lambda place: use(place.sequence))
 
     def fork(self, sequence_id: str) -> Part:
-        """Copies the part, where it is."""
+        """Copies the part, on the daemon where it is."""
 
         def copied(place: _Place) -> Part:
             there = place.sequence.fork(sequence_id)
@@ -80,21 +80,21 @@ class Part:
         return use(self._place)
 
     def follow(self, error: SpillwayError, used: spillway.Sequence) -> bool:
-        """Looks where the part is, after an error that a move may have caused.
+        """Finds out where the part is, after an error that a move may have caused.
 
         Args:
-            error: What a call for the handle raised.
-            used: The handle.
+            error: The error of a call with the handle.
+            used: The handle of that call.
 
         Returns:
-            Whether the call may be made again, with `sequence` as it is now.
+            Whether the call may be repeated, with the present `sequence`.
 
         Raises:
             Unavailable: The daemon is gone for good, with the part.
-            Aborted: Somebody else truncated the sequence before it was moved.
+            Aborted: Another client truncated the sequence before or after it was moved.
         """
         if self.sequence is not used:
-            return True  # by another call
+            return True  # another call has followed it
         sealed = isinstance(error, FailedPrecondition) and error.reason == "SEQUENCE_SEALED"
         if sealed:
             return error.metadata.get("name", used.name) == used.name and self._wait(used)
@@ -110,7 +110,7 @@ class Part:
         return False
 
     def _wait(self, used: spillway.Sequence) -> bool:
-        """Waits until a part that is sealed has moved, or is open again."""
+        """Waits until a sealed part has moved or is unsealed."""
         end = time.monotonic() + _MOVE_SECONDS
         pause = _WAIT_SECONDS_MIN
         while time.monotonic() < end:
@@ -126,7 +126,7 @@ class Part:
         return False
 
     def _moved(self, used: spillway.Sequence, *, gone: bool = False) -> bool:
-        """Takes the handle of where the part has moved to, if it has."""
+        """Replaces the handle if the part has moved. Returns whether it was replaced."""
         moved = self._placement.moved(used.name, self.daemon, gone=gone)
         if moved is None or self.sequence is not used:
             return self.sequence is not used
@@ -135,7 +135,7 @@ class Part:
                 there = self._placement.client(moved.daemon).get_sequence(used.name)
                 break
             except NotFound:
-                # It may just have gone on from there, which nobody has told the directory yet.
+                # It may have moved on from there, and the directory does not know this yet.
                 if self._placement.moved(used.name, moved.daemon, gone=True) is None:
                     raise
                 moved = self._placement.moved(used.name, self.daemon, gone=True) or moved

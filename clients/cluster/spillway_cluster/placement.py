@@ -1,4 +1,4 @@
-"""Which daemons there are, and what lies on which of them."""
+"""Which daemons exist, and which models and sequences are on them."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ from spillway_cluster.weights import WeightsFile
 
 @dataclass(frozen=True)
 class Dealt:
-    """A model, and how it is dealt.
+    """A model, and how it is split over daemons.
 
     Attributes:
-        model: The whole one.
-        part_count: Daemons that hold a sequence of it, one part each.
-        layer_groups: Groups of consecutive layers, each of as many parts.
-        options: What a part is created with, apart from its share; None: it is not known, so
-            the parts must be there.
-        made: Tells it from another model that had its name before; empty: nobody notes models.
-        weights: The hash weights that were uploaded; None: none were.
+        model: The whole model.
+        part_count: Number of daemons that hold a sequence of the model, one part each.
+        layer_groups: Number of groups of consecutive layers. Each group has the same number of
+            parts.
+        options: Arguments with which a part is created, apart from its share. None: not known, so
+            the parts must already exist.
+        made: Id that distinguishes it from earlier models with this name; empty: models are not
+            recorded.
+        weights: The hash weights that were uploaded. None: none were.
     """
 
     model: Model
@@ -40,25 +42,25 @@ class Dealt:
 
     @property
     def shares(self) -> list[Share]:
-        """What each part holds."""
+        """The share of each part."""
         model = self.model
         return deal(model.layer_count, model.kv_head_count, self.part_count, self.layer_groups)
 
 
-# Between taking a name and making its sequence, which may be loaded from a large snapshot.
+# Most time between taking a name and creating its sequence, which may load a large snapshot.
 CLAIM_SECONDS = 600.0
 
-# No name of a user's ends so.
+# Names of this form are reserved for parts.
 _PART = re.compile(r"(.+)\.(\d+)of(\d+)")
 
 
 def part_name(name: str, number: int, part_count: int) -> str:
-    """What a daemon calls a part of a model or of a sequence; a whole one by its own name."""
+    """Returns a daemon's name of a part of a model or sequence. A whole one keeps its name."""
     return name if part_count == 1 or not name else f"{name}.{number}of{part_count}"
 
 
 def whole_of(part: str) -> tuple[str, int, int]:
-    """The name of what a daemon has a part of, the part's number, and how many there are."""
+    """Returns the name of the whole, the number of the part, and the number of all parts."""
     matched = _PART.fullmatch(part)
     if matched is None:
         return part, 0, 1
@@ -66,7 +68,7 @@ def whole_of(part: str) -> tuple[str, int, int]:
 
 
 def check_id(name: str) -> None:
-    """Raises InvalidArgument for a name that a part of something else may have."""
+    """Raises InvalidArgument for a name that has the form of a part's name."""
     if _PART.fullmatch(name):
         raise spillway.InvalidArgument(
             f"{name!r} ends like the parts of a model or sequence (.NUMBERofCOUNT): "
@@ -75,97 +77,97 @@ def check_id(name: str) -> None:
 
 
 class Placement(Protocol):
-    """Decides where models and sequences lie. Thread-safe."""
+    """Decides where models and sequences are. Thread-safe."""
 
-    # Parts and groups of layers of a model that names none.
+    # Defaults for models that do not specify them.
     part_count: int
     layer_groups: int
-    # Whether the parts of every model and sequence lie on the daemons in their order, so that
-    # nothing is noted.
+    # Whether the parts of every model and sequence are on the daemons in their order, so that
+    # nothing needs to be recorded.
     in_order: bool
 
     def daemons(self) -> list[str]:
-        """Names of the daemons that serve."""
+        """Returns the names of the daemons that serve."""
 
     def restarting(self) -> list[str]:
-        """Names of those that do not, and are about to, with what they had."""
+        """Returns the names of daemons that are being restarted and will have what they had."""
 
     def client(self, daemon: str) -> spillway.Client:
-        """The connection to a daemon.
+        """Returns the client of a daemon.
 
         Raises:
-            Unavailable: It does not answer, or is gone.
+            Unavailable: The daemon does not answer, or is gone.
         """
 
     def dealt(self, name: str) -> Dealt | None:
-        """A model by its resource name; None: none is noted."""
+        """Returns a model by its resource name. None: no such model is recorded."""
 
     def add_model(self, dealt: Dealt) -> None:
-        """Notes a model whose parts can be created.
+        """Records a model, so that its parts can be created on more daemons.
 
         Raises:
-            AlreadyExists: There is another one of its name.
+            AlreadyExists: There is another model with this name.
         """
 
     def note_weights(self, dealt: Dealt) -> None:
-        """Notes that a model's hash weights were uploaded, and are to be to further daemons.
+        """Records the uploaded hash weights of a model, so that more daemons can get them.
 
         Raises:
-            NotFound: The model was deleted meanwhile.
+            NotFound: The model was deleted in between.
         """
 
     def drop_model(self, name: str) -> None:
-        """Forgets a model."""
+        """Drops the record of a model."""
 
     def choose(self, part_count: int, sequence: str, model: Dealt | None = None) -> list[str]:
-        """Chooses daemons for a new sequence, one a part, none twice.
+        """Chooses daemons for a new sequence, a different one for each part.
 
         Args:
-            part_count: Daemons.
-            sequence: Its resource name, which is taken then; empty: it has none.
-            model: Of which it shall be, as it is known.
+            part_count: Number of daemons.
+            sequence: Resource name of the sequence, which is then taken; empty: no name.
+            model: Its model, as known to the caller.
 
         Raises:
-            Stale: The model is another one by now.
+            Stale: The model was deleted or replaced.
             AlreadyExists: The name is taken.
-            Unavailable: There are fewer daemons.
+            Unavailable: There are too few daemons.
         """
 
     def put(self, sequence: str, daemons: SequenceABC[str]) -> None:
-        """Notes where a sequence lies that has got a name otherwise: by a fork.
+        """Records where the parts of a named sequence are that was created by a fork.
 
         Raises:
             AlreadyExists: The name is taken.
         """
 
     def find(self, sequence: str) -> list[str] | None:
-        """Where a named sequence's parts were put; None: there is none."""
+        """Returns the daemons on which a named sequence's parts were placed. None: no such name."""
 
     def drop(self, sequence: str, older_than: float = 0.0) -> None:
-        """Gives a name up, if it has been taken for so many seconds."""
+        """Drops a name, if it was taken at least `older_than` seconds ago."""
 
     def deleted(self, sequence: str, parts: SequenceABC[tuple[str, str]]) -> list[tuple[str, str]]:
-        """Notes that a sequence was deleted, and gives its name up.
+        """Records that a sequence was deleted, and drops its name.
 
         Args:
-            sequence: Its name; empty: it had none.
-            parts: What the daemons called its parts, and where they were.
+            sequence: Name of the sequence; empty: it had none.
+            parts: Name and daemon of each part.
 
         Returns:
-            Where copies may be that a move had made which was not ended.
+            Names and daemons of copies that an unfinished move may have left.
         """
 
     def moved(self, part: str, daemon: str, *, gone: bool) -> Moved | None:
-        """Where a part is that was on a daemon: None where it did not move.
+        """Returns where a part is that was on a daemon. None: it did not move.
 
         Args:
-            part: What the daemons call it.
-            daemon: Where it was last.
-            gone: That daemon has it no more, so a move that is under way has come so far.
+            part: Name of the part on the daemons.
+            daemon: The daemon that is known to have had it.
+            gone: The part is no longer there, so a move in progress from there has succeeded.
         """
 
     def loss(self, daemon: str) -> SpillwayError | None:
-        """Why a daemon is gone for good; None while it may come back."""
+        """Returns the error if a daemon is gone for good. None: it may come back."""
 
     def close(self) -> None:
         """Closes the connections."""
@@ -173,12 +175,12 @@ class Placement(Protocol):
 
 @dataclass(frozen=True)
 class Moved:
-    """A part that has gone to another daemon.
+    """The move of a part to another daemon.
 
     Attributes:
-        daemon: Where it is.
-        generation: Its generation where it was.
-        new_generation: Likewise, where it is.
+        daemon: The daemon that has the part now.
+        generation: Generation of the part when it left the old daemon.
+        new_generation: Generation of the part when it came to the new daemon.
     """
 
     daemon: str
@@ -187,16 +189,16 @@ class Moved:
 
 
 class Stale(spillway.Aborted):
-    """What is known of a model is of one that was deleted."""
+    """The caller's information about a model is outdated: the model was deleted."""
 
 
 class FixedPlacement:
-    """Daemons that are named once, in the order of the heads that they hold."""
+    """A fixed list of daemons, in the order of the heads that they hold."""
 
     in_order = True
 
     def __init__(self, clients: SequenceABC[spillway.Client], layer_groups: int = 1) -> None:
-        """Takes the clients over. Arguments and errors as of `SplitClient`."""
+        """Takes ownership of the clients. Arguments and errors as for `SplitClient`."""
         if not clients:
             raise ValueError("no daemons are named")
         if layer_groups < 1 or len(clients) % layer_groups:
@@ -270,7 +272,7 @@ class FixedPlacement:
 
 @contextlib.contextmanager
 def named(placement: Placement, sequence: str) -> Iterator[None]:
-    """Gives a sequence's name up where what makes it fails."""
+    """Drops the name of a sequence if creating the sequence fails."""
     try:
         yield
     except BaseException:

@@ -1,4 +1,4 @@
-"""The process of one daemon, which outlives the actor that watches it."""
+"""The process of one daemon. It outlives the actor that watches it."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from pathlib import Path
 
 from spillway.starting import wait_until_serving
 
-# For a daemon that another cluster has left behind.
+# Grace time for a daemon of an earlier cluster.
 _OTHERS_GRACE_SECONDS = 10.0
 
 
 def make_own(folder: Path) -> None:
-    """Makes a folder that no other user can put anything into.
+    """Makes a folder into which no other user can put files.
 
-    Its name can be guessed, and whoever may write to /tmp can be there first.
+    Anyone who may write to /tmp can guess the name and create the folder first.
 
     Raises:
-        PermissionError: Another user owns it or one above it, or may write to it.
+        PermissionError: Another user owns the folder or one above it, or may write to it.
     """
-    # `mkdir` has no mode for the folders above.
+    # `mkdir` cannot set the mode of the folders above.
     for each in [*reversed(folder.absolute().parents), folder.absolute()]:
         with contextlib.suppress(FileExistsError):
             each.mkdir(mode=0o700)
@@ -44,14 +44,14 @@ def make_own(folder: Path) -> None:
 
 
 class DaemonProcess:
-    """A daemon with a folder of its own, started by a guard that ends it with its node.
+    """A daemon with its own folder, started by a guard that ends it with its Ray node.
 
-    Not thread-safe, but for `pid` and `wait`.
+    Not thread-safe, except `pid` and `wait`.
 
     Attributes:
-        folder: Where its log, its address and its process id are.
-        target: Where clients reach it.
-        local_target: Where those on this machine do, who share memory with it by that.
+        folder: Folder with its log, its address and its process id.
+        target: gRPC target of the daemon.
+        local_target: Target for clients on this machine, which can share memory with the daemon.
     """
 
     def __init__(
@@ -63,17 +63,19 @@ class DaemonProcess:
         cluster: str,
         arena: Path | None = None,
     ) -> None:
-        """Starts nothing, and ends what another cluster has left in the folder.
+        """Does not start the daemon yet. Ends a daemon of another cluster in the folder.
 
         Args:
-            folder: Made, for this user alone, if it is not there, as those above it.
-            command: The daemon and its options, apart from the address and the arena.
-            host: Address of this machine that it listens on; empty: a unix socket in the folder.
-            cluster: Which one it is of: what is there of the same one is gone on with.
-            arena: Folder of tmpfs where its rows outlive it; None: they do not.
+            folder: Created if it does not exist, like those above it, with access only for this
+                user.
+            command: The daemon's program and options, without the address and the arena.
+            host: Address of this machine on which the daemon listens; empty: a unix socket in the
+                folder.
+            cluster: Id of the cluster. A daemon of the same cluster in the folder is kept.
+            arena: Folder on tmpfs in which the rows outlive the daemon. None: they do not.
 
         Raises:
-            PermissionError: Another user may change what is in one of the folders.
+            PermissionError: Another user may change the contents of one of the folders.
         """
         make_own(folder)
         self.folder = folder
@@ -92,7 +94,7 @@ class DaemonProcess:
             noted.write_text(cluster)
 
     def _address(self, host: str) -> str:
-        """The address, the same as of the daemon before."""
+        """Returns the address: that of the last daemon in the folder, or a free one."""
         noted = self.folder / "address"
         if noted.exists() and noted.read_text().startswith(f"tcp:{host}:"):
             return noted.read_text()
@@ -103,15 +105,15 @@ class DaemonProcess:
 
     @property
     def log(self) -> Path:
-        """Where its output goes, after that of those before."""
+        """The log file, to which each new daemon appends."""
         return self.folder / "spillwayd.log"
 
     @property
     def pid(self) -> int | None:
-        """Of the daemon that runs; None where none does."""
+        """Process id of the running daemon. None if none runs."""
         try:
             pid = int((self.folder / "pid").read_text())
-            # Another process may have the number now.
+            # Another process may have this id now.
             command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         except (OSError, ValueError):
             return None
@@ -119,13 +121,13 @@ class DaemonProcess:
         return pid if self.target.encode() in command and state != "Z" else None
 
     def start(self, timeout: float) -> None:
-        """Returns when the daemon serves: the one that runs, or a new one.
+        """Starts a daemon, unless one runs. Returns when it serves.
 
         Args:
-            timeout: Seconds until it must.
+            timeout: Seconds to wait.
 
         Raises:
-            RuntimeError: It does not serve.
+            RuntimeError: The daemon does not serve.
         """
         if self._arena is not None:
             make_own(self._arena)
@@ -148,7 +150,7 @@ class DaemonProcess:
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    # Ray ends its workers' process groups.
+                    # Ray kills the process groups of its workers.
                     start_new_session=True,
                 )
         wait_until_serving(
@@ -156,11 +158,11 @@ class DaemonProcess:
         )
 
     def _ended(self) -> int | None:
-        """None while a daemon runs."""
+        """Returns None while a daemon runs."""
         return None if self.pid is not None else 0
 
     def wait(self, seconds: float) -> bool:
-        """Waits until no daemon runs; returns whether that is so."""
+        """Waits until no daemon runs. Returns whether none does."""
         pid = self.pid
         if pid is None:
             return True
@@ -175,12 +177,12 @@ class DaemonProcess:
         return bool(ended)
 
     def clear(self) -> None:
-        """Removes the rows that a daemon has left in its arena. None may run."""
+        """Removes the rows that a daemon has left in its arena. No daemon may be running."""
         if self._arena is not None:
             shutil.rmtree(self._arena, ignore_errors=True)
 
     def stop(self, grace: float) -> None:
-        """Ends the daemon in good order, and kills it where that takes longer than the grace."""
+        """Ends the daemon. Kills it if it does not end within the grace time."""
         pid = self.pid
         if pid is None:
             return

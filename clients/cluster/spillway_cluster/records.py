@@ -1,4 +1,4 @@
-"""What a directory notes, and where."""
+"""The records of a directory, and its store."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ State = Literal["up", "down", "draining", "drained", "lost"]
 
 @dataclass(frozen=True)
 class DaemonRecord:
-    """A daemon as its node last told.
+    """A daemon, as last reported by its node.
 
     Attributes:
-        name: Of this daemon; one that comes in its place with other rows has another name.
-        slot: Number of the placement group's bundle.
+        name: Name of the daemon. A successor without its rows has another name.
+        slot: Index of the daemon's bundle in the placement group.
         node: Ray's id of the node.
-        host: What tells this machine from others, the kernel's boot id.
-        local_target: Where clients on the same machine reach it; empty: as all others.
-        target: Where all others do.
-        version: Of the daemon.
-        boot_id: Of its process.
-        store_id: Of its rows, which outlive it; empty: they do not.
-        state: up; down, until its node has started it again; draining and drained; lost, with
-            all it had.
+        host: Id of the machine: the kernel's boot id.
+        local_target: Target for clients on the same machine; empty: the same as `target`.
+        target: Target for all other clients.
+        version: Version of the daemon.
+        boot_id: boot_id of its process.
+        store_id: Id of the files in which its rows outlive it; empty: they do not.
+        state: `up`; `down` until its node has restarted it; `draining` and `drained`; `lost`, with
+            all its rows.
         reason: Why it is lost or down.
-        memory_limit_bytes: Everything it may hold.
-        memory_used_bytes: What it holds.
-        sequence_count: Sequences that it has.
-        restart_count: How often its node has started it again.
+        memory_limit_bytes: Limit on its memory.
+        memory_used_bytes: Memory in use.
+        sequence_count: Number of its sequences.
+        restart_count: How often its node has restarted it.
     """
 
     name: str
@@ -56,8 +56,8 @@ class MoveUnderWay:
     """A part that is being moved.
 
     Attributes:
-        source: The daemon that has it.
-        moved: Where it will be.
+        source: The daemon that has the part.
+        moved: The daemon that will have it, and the generations.
     """
 
     source: str
@@ -65,7 +65,7 @@ class MoveUnderWay:
 
 
 class Named(NamedTuple):
-    """A named sequence: whose claim it is, its parts' daemons, and when it was noted."""
+    """A named sequence: the id of the call that took the name, the parts' daemons, and the time."""
 
     claim: str
     daemons: tuple[str, ...]
@@ -73,7 +73,7 @@ class Named(NamedTuple):
 
 
 class Store(Protocol):
-    """Where the directory's records outlive it."""
+    """Stores the directory's records, and outlives the directory."""
 
     def put(self, key: str, value: bytes) -> None: ...
 
@@ -83,7 +83,7 @@ class Store(Protocol):
 
 
 class MemoryStore:
-    """Outlives the directory, but not the process."""
+    """A store in memory. It outlives the directory, but not the process."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 def local_policy(policy: Policy | None, share: Share) -> Policy | None:
-    """A policy as the daemon with a share numbers layers."""
+    """Converts a policy to the layer numbers of a daemon with a share."""
     if policy is None or policy.dense_layers is None:
         return policy
     dense = [share.local(layer) for layer in policy.dense_layers if layer in share.layers]
@@ -47,7 +47,7 @@ def local_policy(policy: Policy | None, share: Share) -> Policy | None:
 
 
 def part_folder(folder: str | Path, number: int, part_count: int) -> str:
-    """Where a daemon saves its part of a sequence."""
+    """Returns the folder in which a daemon saves its part of a sequence."""
     return str(folder) if part_count == 1 else f"{folder}/part{number}"
 
 
@@ -75,7 +75,7 @@ class ClusterSequence:
         self.parts = tuple(parts)
         self.name = name
         self.model = dealt.model.name
-        # Query heads of a KV head.
+        # Number of query heads per KV head.
         self.group = self.whole.query_head_count // self.whole.kv_head_count
 
     def __repr__(self) -> str:
@@ -105,12 +105,12 @@ class ClusterSequence:
         return [part.daemon for part in self.parts]
 
     def _forget(self) -> None:
-        """Makes the next use of a length ask the daemons; for `spillway.transformers`."""
+        """Makes the next use of a length ask the daemons. Used by `spillway.transformers`."""
         for part in self.parts:
             part.sequence._forget()
 
     def _takes_from_gpu(self, array: Array) -> bool:
-        """Whether appends read the tensor's rows in its GPU's memory: all the daemons'."""
+        """Whether the appends of all daemons read the tensor's rows directly in GPU memory."""
         return all(part.sequence._takes_from_gpu(array) for part in self.parts)
 
     @property
@@ -319,7 +319,7 @@ class ClusterSequence:
         Raises:
             OutOfRange: `token_count` is above the length of a part. No part is truncated then.
         """
-        # All parts, or none.
+        # Checked first, so that all parts are truncated or none.
         if token_count > self.refresh().token_count:
             raise spillway.OutOfRange(
                 f"token_count {token_count} is not in [0, {self.token_count}]"
@@ -337,7 +337,7 @@ class ClusterSequence:
         self._client.gone(lambda part: part.call(lambda s: s.delete()), self.parts)
         placement = self._client.placement
         places = [(part.sequence.name, part.daemon) for part in self.parts]
-        # A drain that broke off before it deleted a part has left a copy of it.
+        # A drain that was interrupted before it deleted a part has left a copy of the part.
         for name, daemon in placement.deleted(self.name, places):
             with contextlib.suppress(NotFound):
                 placement.client(daemon).get_sequence(name).delete()

@@ -15,18 +15,18 @@ Strategy = Literal["SPREAD", "STRICT_SPREAD", "PACK", "STRICT_PACK"]
 Listen = Literal["tcp", "unix"]
 
 
-# It names folders and keys.
+# Namespaces are parts of folder names and keys.
 _NAMESPACE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
 
 
 def check_namespace(namespace: str) -> None:
-    """Raises ValueError for one that no cluster can have."""
+    """Raises ValueError for a namespace that is not valid."""
     if not _NAMESPACE.fullmatch(namespace):
         raise ValueError(f"namespace {namespace!r} is not of the form {_NAMESPACE.pattern}")
 
 
 def _plain(address: str) -> str:
-    """An address as a name of a file."""
+    """Returns an address in a form that a file name may have."""
     return re.sub(r"[^A-Za-z0-9.]", "-", address)
 
 
@@ -71,35 +71,36 @@ class Settings:
     resume_seconds: float = 60.0
 
     def bundles(self) -> list[dict[str, float]]:
-        """What Ray keeps for each daemon."""
+        """Returns the resources that Ray reserves for each daemon."""
         one = {"CPU": self.cpus}
         if self.gpus:
             one["GPU"] = self.gpus
         return [dict(one) for _ in range(self.daemon_count)]
 
     def folder(self, ray_address: str, namespace: str, slot: int) -> Path:
-        """Where a daemon's log and socket are.
+        """Returns the folder with a daemon's log and socket.
 
         Args:
-            ray_address: Of the Ray cluster's head: there may be several on a machine.
-            namespace: Of ours in it.
-            slot: The daemon's.
+            ray_address: Address of the Ray cluster's head. A machine may be in several Ray
+                clusters.
+            namespace: Ray namespace of the daemons.
+            slot: Slot of the daemon.
         """
         base = self.state_folder or f"/tmp/spillway-cluster-{os.getuid()}"
         return Path(base) / _plain(ray_address) / namespace / str(slot)
 
     def arena(self, ray_address: str, namespace: str, slot: int) -> Path | None:
-        """Where its rows are; arguments as of `folder`."""
+        """Returns the folder for a daemon's rows. Arguments as for `folder`."""
         if not self.arena_folder:
             return None
         own = f"spillway-cluster-{os.getuid()}-{_plain(ray_address)}-{namespace}-{slot}"
         return Path(self.arena_folder) / own
 
     def command(self) -> list[str]:
-        """Its command line, apart from its address and arena.
+        """Returns a daemon's command line, without its address and arena.
 
         Raises:
-            FileNotFoundError: There is no daemon to start.
+            FileNotFoundError: The daemon's program was not found.
         """
         binary = self.binary or os.environ.get("SPILLWAYD") or shutil.which("spillwayd")
         if not binary or not os.access(binary, os.X_OK):
@@ -117,6 +118,6 @@ class Settings:
         return command
 
     def connect(self, target: str) -> spillway.Client:
-        """A client of one of the daemons."""
+        """Connects to one of the daemons."""
         token = Path(self.token_file).read_text().strip() if self.token_file else None
         return spillway.connect(target, token=token, resume_seconds=self.resume_seconds)

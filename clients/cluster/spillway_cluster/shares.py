@@ -32,7 +32,7 @@ class Share:
 
 
 def even_ranges(count: int, part_count: int) -> list[range]:
-    """Cuts range(count) into parts as even as they go, the larger ones first."""
+    """Splits range(count) into parts of about equal size, the larger ones first."""
     small, larger = divmod(count, part_count)
     bounds = [part * small + min(part, larger) for part in range(part_count + 1)]
     return [range(a, b) for a, b in zip(bounds, bounds[1:], strict=False)]

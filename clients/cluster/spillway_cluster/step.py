@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class _Owned(NamedTuple):
-    """A part, and which of the step's sequences it is of."""
+    """A part, and the index of its sequence in the step."""
 
     number: int
     part: Part
@@ -34,9 +34,9 @@ class _Owned(NamedTuple):
 def _followed(
     owned: SequenceABC[_Owned], handles: SequenceABC[spillway.Sequence], error: SpillwayError
 ) -> bool:
-    """Whether one of the parts has moved, which is why a call for these handles failed."""
+    """Whether a call with these handles failed because one of the parts has moved."""
     pairs = zip(owned, handles, strict=True)
-    # All of them are looked for, not only up to the first.
+    # Every part is checked, not only those up to the first that moved.
     moved = [each.part.follow(error, handle) for each, handle in pairs]
     return any(moved)
 
@@ -46,7 +46,7 @@ def _moved_too_often() -> SpillwayError:
 
 
 class _Group:
-    """The parts that one daemon has under one share, and their step there."""
+    """The parts with the same daemon and share, and their step on this daemon."""
 
     def __init__(self, step: ClusterStep, owned: SequenceABC[_Owned]) -> None:
         self.owned = list(owned)
@@ -70,7 +70,7 @@ class _Group:
         *,
         at_once: bool,
     ) -> Callable[[], tuple[Any, Any]]:
-        """As `DecodeStep._asked`; rows: q, k and v of the whole step."""
+        """See `DecodeStep._asked`. rows: q, k and v of the whole step."""
         heads, query_heads = self.share.heads, self.share.query_heads(group)
         q, k, v = (self._mine(array) for array in rows)
         return self._step._asked(
@@ -83,7 +83,7 @@ class _Group:
         )
 
     def _mine(self, array: Any) -> Any:
-        """Of an array of all the step's sequences, those of the group."""
+        """Selects the group's sequences from an array of all the step's sequences."""
         if len(self._numbers) == array.shape[0]:
             return array
         first, last = self._numbers[0], self._numbers[-1]
@@ -92,7 +92,7 @@ class _Group:
         return array[self._numbers]
 
     def portion(self, group: int) -> Portion | None:
-        """What it has of the whole step's arrays; None where they must be gathered."""
+        """Returns the group's portion of the whole step's arrays. None: it is no regular slice."""
         first, last = self._numbers[0], self._numbers[-1]
         every = (last - first) // max(len(self._numbers) - 1, 1) or 1
         numbers = range(first, last + 1, every)
@@ -147,7 +147,7 @@ class ClusterStep:
             if starts is None
             else tuple(starts)
         )
-        # By the layers that a group of layers begins with.
+        # Keys: the first layer of each group of layers.
         self._owned_from = {
             layer: [
                 _Owned(number, part)
@@ -157,10 +157,10 @@ class ClusterStep:
             for layer in sequences[0].first_layers
         }
         self._groups: dict[int, list[_Group]] = {}
-        # What asks the groups of such a list together; None: they are asked one by one.
+        # Asks the groups of such a list together. None: they are asked one by one.
         self._at_once: dict[int, tuple[list[_Group], AttendsAtOnce | None]] = {}
         self._last: list[_Group] = []
-        # What the last attend was asked by; None: one by one.
+        # The object that asked in the last attend. None: the groups were asked one by one.
         self._last_at_once: AttendsAtOnce | None = None
         try:
             for layer in sequences[0].first_layers:
@@ -181,14 +181,14 @@ class ClusterStep:
         self.close()
 
     def _owned(self, layer: int) -> list[_Owned]:
-        """The parts that serve a layer, and others of its group."""
+        """Returns the parts that serve a layer and the other layers of its group."""
         first = max((each for each in self._owned_from if each <= layer), default=-1)
         if first < 0 or layer >= self.sequences[0].whole.layer_count:
             self.sequences[0].parts_of(layer)  # raises
         return self._owned_from[first]
 
     def _groups_of(self, layer: int) -> list[_Group]:
-        """The daemons' steps that serve a layer, where the parts are now."""
+        """Returns the daemons' steps that serve a layer, on the daemons where its parts are now."""
         owned = self._owned(layer)
         first = owned[0].part.share.layers.start
         known = self._groups.get(first, [])
@@ -208,8 +208,8 @@ class ClusterStep:
     def _regrouped(
         self, owned: SequenceABC[_Owned], known: SequenceABC[_Group]
     ) -> list[_Group] | None:
-        """Steps of the daemons that the parts are on; None where one moved meanwhile."""
-        # Those that are as they were go on.
+        """Begins steps on the daemons that have the parts. None: a part has moved meanwhile."""
+        # Groups that did not change keep their steps.
         kept = {tuple(map(id, group.handles)): group for group in known}
         groups: list[_Group] = []
         begun: list[_Group] = []
@@ -251,13 +251,14 @@ class ClusterStep:
             try:
                 out, lse, failed = at_once.attend(layer, (q, k, v), kind)
             except BaseException:
-                # An interrupt.
+                # For example an interrupt.
                 self.close()
                 raise
             self._last, self._last_at_once = groups, at_once
             if not failed:
                 return out, lse
-            # Those are asked once more, and then followed or waited for.
+            # Failed groups are asked again below, where moved parts are followed and seals waited
+            # for.
             for index, group in enumerate(groups):
                 if index not in failed:
                     portion = at_once.portions[index]
@@ -275,7 +276,7 @@ class ClusterStep:
         raise _moved_too_often()
 
     def _asked_at_once(self, groups: list[_Group]) -> AttendsAtOnce | None:
-        """What asks the groups of a layer together, if all of them allow it."""
+        """Returns the object that asks all groups of a layer together. None: not possible."""
         first = groups[0].share.layers.start
         known, at_once = self._at_once.get(first, (None, None))
         if known is groups and (at_once is None or at_once.begun()):
@@ -296,9 +297,9 @@ class ClusterStep:
         rows: tuple[Array, Array, Array],
         out_dtype: OutDType | None,
     ) -> list[tuple[_Group, tuple[Any, Any]]]:
-        """Asks all of them, then waits for each; without those that a part has moved from."""
+        """Asks all groups, then waits for each. Leaves out groups from which a part has moved."""
         query_group = self.sequences[0].group
-        # One thread for all: to wake another for each takes longer than to ask.
+        # In one thread, because waking up another thread takes longer than asking.
         waiting: list[tuple[_Group, Callable[[], tuple[Any, Any]]]] = []
         answers: list[tuple[_Group, tuple[Any, Any]]] = []
         failed: list[Exception] = []
@@ -327,7 +328,7 @@ class ClusterStep:
                 except Exception as error:  # noqa: BLE001
                     note(group, error)
         except BaseException:
-            # An interrupt: the others are given up too.
+            # An interrupt: give up the other answers too.
             self.close()
             raise
         if failed:
@@ -335,12 +336,12 @@ class ClusterStep:
         return answers
 
     def _joined(self, answers: SequenceABC[tuple[_Group, tuple[Any, Any]]]) -> tuple[Any, Any]:
-        """All heads of all sequences, in order."""
+        """Joins the answers to arrays of all heads of all sequences, in order."""
         count = len(self.sequences)
         if all(len(group.owned) == count for group, _ in answers):
             ordered = sorted(answers, key=lambda each: each[0].share.kv_heads.start)
             return tuple(joined([answer[i] for _, answer in ordered], 2) for i in (0, 1))
-        # [sequence][first head] of each part.
+        # For each sequence, a dict from the first KV head of a part to its output and log-sum-exp.
         rows: list[dict[int, tuple[Any, Any]]] = [{} for _ in range(count)]
         for group, answer in answers:
             for place, owned in enumerate(group.owned):

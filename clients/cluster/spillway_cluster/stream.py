@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Step:
-    """What was sent, so that it can be sent again where a part has moved."""
+    """The contents of a step, kept so that it can be sent again if a part has moved."""
 
     sequence: ClusterSequence
     layer: int
@@ -31,11 +31,11 @@ class _Step:
     options: dict[str, Any]
     policy: Policy | None
     parts: list[Part]
-    # Of each part: the handle that was used, the answer, and what failed.
+    # For each part: the handle that was used and the answer. failed: the first error.
     handles: list[spillway.Sequence]
     answers: dict[int, AttendResult] = field(default_factory=dict)
     failed: SpillwayError | None = None
-    # Parts that are in flight.
+    # Number of parts in flight.
     open_count: int = 0
     moves: int = 0
 
@@ -52,7 +52,7 @@ class ClusterStream:
         self._streams: dict[str, spillway.DecodeStream] = {}
         self._next_id = 1
         self._pending: dict[int, _Step] = {}
-        # What each daemon's stream calls a part of a step.
+        # (daemon, its correlation id) -> (number of the step, index of the part).
         self._sent: dict[tuple[str, int], tuple[int, int]] = {}
         self._closed = False
 
@@ -97,17 +97,17 @@ class ClusterStream:
                 self._send(number, step, index)
             except BaseException as error:
                 if step.open_count and isinstance(error, SpillwayError):
-                    # Daemons that have it answer all the same; then it is told.
+                    # The daemons that got the step will answer. recv() raises the error after that.
                     step.failed = error
                     break
                 del self._pending[number]
                 if step.open_count:
-                    self.close()  # nobody takes those answers
+                    self.close()  # nothing would receive those answers
                 raise
         return number
 
     def _send(self, number: int, step: _Step, index: int) -> None:
-        """Sends a part of a step to where it is."""
+        """Sends a part of a step to the daemon that has it."""
         part = step.parts[index]
         share, daemon = part.share, part.daemon
         step.handles[index] = part.sequence
@@ -144,14 +144,14 @@ class ClusterStream:
         return number, merged_results(parts, step.sequence.head_counts(step.layer))
 
     def _take(self, daemon: str) -> None:
-        """Takes one daemon's next answer."""
+        """Handles the next answer of one daemon."""
         try:
             sent, result = self._streams[daemon].recv()
         except SpillwayError as error:
             if error.correlation_id is not None:
                 self._failed(*self._answered(daemon, error.correlation_id), error)
                 return
-            # The stream broke, and with it everything on it.
+            # The stream broke, and all its steps in flight with it.
             broken = [key for key in self._sent if key[0] == daemon]
             for _, each in broken:
                 self._failed(*self._answered(daemon, each), error)
@@ -165,7 +165,7 @@ class ClusterStream:
         return number, index
 
     def _failed(self, number: int, index: int, error: SpillwayError) -> None:
-        """Sends a part again where it has moved, or notes the error."""
+        """Sends a part again if it has moved. Otherwise stores the error."""
         step = self._pending[number]
         try:
             moved = step.moves < MOVES_MAX and step.parts[index].follow(error, step.handles[index])
@@ -177,7 +177,7 @@ class ClusterStream:
         step.moves += 1
         q, k, _ = step.rows
         if k is not None and step.options["visible"] is None:
-            # A later step's tokens may be there already.
+            # A later step may have appended its tokens already.
             start = step.options["start"]
             step.options["visible"] = range(start + 1, start + q.shape[0] + 1)
         try:

@@ -1,4 +1,4 @@
-"""Trained hash weights: which of a file's tensors a part of a model needs."""
+"""Trained hash weights: selects the tensors that a part of a model needs."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _PIECE_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class WeightsFile:
-    """A file that was uploaded.
+    """An uploaded file with weights.
 
     Attributes:
-        path: Where it is, for all who are to give it to a further daemon.
-        sha256: Of its bytes.
+        path: Path of the file, on every host that uploads it to another daemon.
+        sha256: SHA-256 digest of its bytes.
     """
 
     path: str
@@ -36,7 +36,7 @@ class WeightsFile:
 
     @classmethod
     def of(cls, path: str | Path) -> WeightsFile:
-        """Reads a file."""
+        """Reads a file and computes its digest."""
         found = Path(path).resolve()
         digest = hashlib.sha256()
         with found.open("rb") as file:
@@ -45,7 +45,7 @@ class WeightsFile:
         return cls(str(found), digest.hexdigest())
 
     def check(self) -> None:
-        """Raises FailedPrecondition where the file is not what it was."""
+        """Raises FailedPrecondition if the file cannot be read or has changed."""
         try:
             now = WeightsFile.of(self.path)
         except OSError as error:
@@ -62,19 +62,19 @@ class WeightsFile:
 
 @contextmanager
 def weights_of(path: str | Path, model: Model, share: Share) -> Iterator[Path]:
-    """Yields a safetensors file with what one part of a model needs.
+    """Yields a safetensors file with the weights that one part of a model needs.
 
-    Its layers are numbered as the part numbers them, and each tensor has the part's KV heads, or
-    their query heads, of its first dimension.
+    The file has the part's layers, with the part's numbers. Of the first dimension of each tensor,
+    it has the part's KV heads, or their query heads.
 
     Args:
-        path: The whole model's file.
+        path: File with the weights of the whole model.
         model: The whole model.
-        share: The part's.
+        share: Share of the part.
 
     Raises:
-        InvalidArgument: It is not a safetensors file, or a tensor's first dimension is neither the
-            KV heads nor the query heads.
+        InvalidArgument: The file is not a safetensors file, or the first dimension of a tensor is
+            neither the KV heads nor the query heads.
     """
     whole = range(model.layer_count), range(model.kv_head_count)
     if (share.layers, share.kv_heads) == whole:
@@ -97,7 +97,7 @@ def _write_part(file: BinaryIO, made: IO[bytes], model: Model, share: Share, pat
         if name == "__metadata__" or matched is None:
             continue
         layer = int(matched[1])
-        # Layers that the model does not have are the daemon's to refuse.
+        # The daemon refuses layers that the model does not have.
         if layer not in share.layers and layer < model.layer_count:
             continue
         first, last = tensor["data_offsets"]
@@ -131,7 +131,7 @@ def _write_part(file: BinaryIO, made: IO[bytes], model: Model, share: Share, pat
 
 
 def _header(file: BinaryIO, path: str) -> tuple[dict[str, dict[str, list[int]]], int]:
-    """The description of the tensors, and where their bytes begin."""
+    """Returns the description of the tensors, and the offset of their bytes."""
     size = int.from_bytes(file.read(8), "little")
     text = file.read(size) if size <= _HEADER_BYTES_MAX else b""
     try:

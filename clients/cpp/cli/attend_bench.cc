@@ -19,19 +19,19 @@
 namespace spillway::cli {
 namespace {
 
-// Should the tool be killed, its sequence goes after this long.
+// If the tool is killed, the daemon deletes its sequence after this time.
 constexpr int64_t kSequenceTtlSeconds = 600;
-// K and V made at a time while filling the sequence, bytes.
+// Bytes of K and V that one append of the filling sends.
 constexpr int64_t kFillBytes = int64_t{64} << 20;
 
-// What the measured attends took and touched.
+// Times and row counts of the measured attends.
 struct Measurement {
   std::vector<double> round_trips_us;
   std::vector<double> device_times_us;
-  // Over attends, queries and KV heads.
+  // Sums over attends, queries and KV heads.
   double touched_rows = 0;
   double visible_rows = 0;
-  // Certificates by promise, over attends, queries and query heads.
+  // Certificates by promise (kind of bound), summed over attends, queries and query heads.
   int64_t exact_count = 0;
   int64_t statistical_count = 0;
   int64_t none_count = 0;
@@ -54,7 +54,7 @@ class Bench {
         // k is standard normal, so scale * q.k has the standard deviation of q.
         queries_(options.dtype, options.logit_stddev, options.data_seed + 1) {}
 
-  // Makes the model and the sequence, owned by `resources`.
+  // Creates the model and the sequence, which `resources` then owns.
   absl::Status Create(TemporaryResources& resources) {
     v1::Model spec;
     spec.set_layer_count(options_.layer_count);
@@ -154,7 +154,7 @@ class Bench {
     return std::move(*response->mutable_results(0));
   }
 
-  // Appends as many tokens as there are queries to the step's layer.
+  // Appends query_count tokens at the layer, and attends with as many queries.
   absl::StatusOr<v1::AttendResult> Decode(DecodeStream& stream, int32_t step, int32_t layer,
                                           double& round_trip_us) {
     v1::DecodeRequest request;
@@ -174,7 +174,7 @@ class Bench {
     const absl::Time start = absl::Now();
     const absl::Status status = stream.Step(request, decode_response_);
     round_trip_us = absl::ToDoubleMicroseconds(absl::Now() - start);
-    // The stream's own status says more than that it has ended.
+    // The stream's own status says more than the UNAVAILABLE of Step().
     if (absl::IsUnavailable(status)) {
       RETURN_IF_ERROR(stream.Finish());
     }

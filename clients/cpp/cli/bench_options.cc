@@ -11,8 +11,8 @@ namespace {
 
 using Range = CLI::Range;
 
-// An option that sets a field of the policy only when it is given; the daemon
-// checks the value. text: how a value is told.
+// Adds an option that sets a field of the policy only if it is given. The daemon checks the value.
+// text: converts a value to text.
 template <typename T, typename Set, typename Text>
 CLI::Option* AddPolicyOption(CLI::App& command, BenchOptions& options, const std::string& name,
                              Set set, Text text, const std::string& description) {
@@ -29,7 +29,7 @@ CLI::Option* AddPolicyOption(CLI::App& command, BenchOptions& options, const std
   return AddPolicyOption<T>(command, options, name, set, text, description);
 }
 
-// Makes an option take the names of a map, and shows them as its type.
+// Makes an option accept the names of a map, and shows them in the help as its type.
 template <typename Enum>
 void SetChoices(CLI::Option* option, const std::map<std::string, Enum>& names) {
   option->transform(CLI::CheckedTransformer(names, CLI::ignore_case).description(""));
@@ -38,12 +38,12 @@ void SetChoices(CLI::Option* option, const std::map<std::string, Enum>& names) {
   option->type_name(type);
 }
 
-// "double_sparsity" of SELECTOR_DOUBLE_SPARSITY.
+// SELECTOR_DOUBLE_SPARSITY -> "double_sparsity".
 std::string ShortName(const std::string& name) {
   return absl::AsciiStrToLower(name.substr(name.find('_') + 1));
 }
 
-// An option that takes the API's values but the first, which is none.
+// Adds an option that accepts all values of an API enum except the first, which is _UNSPECIFIED.
 template <typename Enum, typename Set>
 void AddPolicyEnum(CLI::App& command, BenchOptions& options, const std::string& name, Enum last,
                    const std::string& (*name_of)(Enum), Set set, const std::string& description) {

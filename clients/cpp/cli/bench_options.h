@@ -14,7 +14,7 @@ namespace spillway::cli {
 enum class BenchMode {
   // Unary Attend; the sequence keeps its length.
   kAttend,
-  // Decode stream: each step appends a token, then attends.
+  // Decode stream: each step appends query_count tokens, then attends.
   kDecode,
 };
 
@@ -30,17 +30,17 @@ struct BenchOptions {
   // Tokens appended before the measurement, and queries of each attend.
   int64_t token_count = 32768;
   int32_t query_count = 1;
-  // Measured attends, after `warmup_count` that are not.
+  // Attends that are measured, and attends before them that are not.
   int32_t iteration_count = 100;
   int32_t warmup_count = 10;
   // Standard deviation of the logits: K is standard normal, queries are
   // scaled.
   double logit_stddev = 3;
-  // Seed of the K/V and queries. The policy has a seed of its own.
+  // Seed of K/V and queries. The policy has its own seed.
   uint64_t data_seed = 1;
   // Fields that are set override the daemon's defaults.
   v1::Policy policy;
-  // The same as text, by the options' names.
+  // The same fields as text. Keys are option names without "--".
   std::map<std::string, std::string> policy_overrides;
 };
 

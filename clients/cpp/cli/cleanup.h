@@ -1,4 +1,4 @@
-// A model and a sequence that go when their owner does.
+// A model and a sequence that are deleted with their owner.
 #pragma once
 
 #include <string>
@@ -8,12 +8,12 @@
 
 namespace spillway::cli {
 
-// Deletes what it was given, with the daemon's usual deadline and whatever
-// stopped the work itself. Not thread-safe.
+// Deletes the model and the sequence that it owns, with the client's default timeout, even if the
+// command was interrupted. Not thread-safe.
 class TemporaryResources {
  public:
   explicit TemporaryResources(Client& client) : client_(client) {}
-  // Deletes what is left and prints a failure to the standard error stream.
+  // Deletes what was not deleted yet. Prints an error to the standard error stream.
   ~TemporaryResources();
 
   TemporaryResources(const TemporaryResources&) = delete;
@@ -22,7 +22,7 @@ class TemporaryResources {
   void OwnModel(std::string name) { model_ = std::move(name); }
   void OwnSequence(std::string name) { sequence_ = std::move(name); }
 
-  // Deletes now; the first failure is returned.
+  // Deletes now. Returns the first error.
   absl::Status Delete();
 
  private:

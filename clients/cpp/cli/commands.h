@@ -1,5 +1,4 @@
-// The subcommands of the tool. Each asks one daemon and prints the answer;
-// none knows the command line.
+// The subcommands of the tool. They print to an Output, and know nothing of the command line.
 #pragma once
 
 #include <ostream>
@@ -18,37 +17,38 @@ struct Output {
   std::ostream& out;
   // One JSON document instead of text for people.
   bool json = false;
-  // Whether a terminal shows it.
+  // The output is a terminal.
   bool terminal = false;
 };
 
-// Version, devices, memory, and per model what it holds and how many tokens
-// still fit. watch: anew each second, until it is stopped.
+// Prints version, devices and memory, and for each model its size and how many more tokens fit.
+// watch: prints again every second until it is stopped.
 absl::Status Status(Client& client, bool watch, const CallOptions& call, const Output& output);
 
-// Tokens a second, latencies, memory and models, of the second before, over and over until it is
-// stopped, or once.
+// Prints tokens per second, latencies, memory and models, measured over the last second. once:
+// prints one measurement; otherwise repeats until it is stopped.
 absl::Status Top(Client& client, bool once, const CallOptions& call, const Output& output);
 
-// What of this machine would slow the daemon down or end it, a line each; without a daemon, too.
+// Checks this machine for settings that slow the daemon down or can get it killed. Prints one line
+// per finding. Works without a daemon.
 void Doctor(const std::string& target, const Access& access, const Output& output);
 
-// Every model's shape, and bytes per token.
+// Prints the shape of every model, and its bytes per token.
 absl::Status Models(Client& client, const CallOptions& call, const Output& output);
 
-// Every sequence, or those of one model (models/{id} or {id}).
+// Prints every sequence, or those of one model (models/{id} or {id}).
 absl::Status Sequences(Client& client, const std::string& model, const CallOptions& call,
                        const Output& output);
 
-// Deletes each (models/{id} or {id}); the errors of those that stay.
+// Deletes each model (models/{id} or {id}). Returns the errors of those that were not deleted.
 std::vector<absl::Status> DeleteModels(Client& client, const std::vector<std::string>& names,
                                        const CallOptions& call, const Output& output);
-// The same of sequences.
+// The same for sequences.
 std::vector<absl::Status> DeleteSequences(Client& client, const std::vector<std::string>& names,
                                           const CallOptions& call, const Output& output);
 
-// Times attends over a temporary sequence of random K/V; deletes what it made
-// whatever happens.
+// Times attends over a temporary sequence of random K/V. Deletes what it created, even after an
+// error.
 absl::Status AttendBench(Client& client, const BenchOptions& options, const CallOptions& call,
                          const Output& output);
 

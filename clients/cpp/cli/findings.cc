@@ -17,10 +17,11 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// Connections, regions and saved sequences need some each; the daemon raises its own to the most.
+// Each connection, region and saved sequence needs descriptors. The daemon raises its own limit to
+// the hard limit.
 constexpr int64_t kDescriptorCountWanted = 4096;
 
-// Empty where it cannot be read.
+// Contents of a file; empty if it cannot be read.
 std::string Read(const fs::path& path) {
   std::ifstream file(path);
   std::ostringstream text;
@@ -28,7 +29,7 @@ std::string Read(const fs::path& path) {
   return std::string(absl::StripAsciiWhitespace(text.str()));
 }
 
-// Of /proc/meminfo, bytes; 0 where it is not there.
+// Value of a key in /proc/meminfo, in bytes; 0 if the key does not exist.
 int64_t MemInfo(const fs::path& root, const std::string& key) {
   for (const std::string& line :
        std::vector<std::string>(absl::StrSplit(Read(root / "proc/meminfo"), '\n'))) {
@@ -122,7 +123,7 @@ Finding Memory(const fs::path& root, std::optional<int64_t> limit_bytes) {
   const int64_t limit = limit_bytes.value_or(MemInfo(root, "MemTotal") / 4 * 3);
   const std::string found = absl::StrCat(FormatBytes(available), " free, limit ",
                                          FormatBytes(limit), limit_bytes ? "" : " by default");
-  // A daemon that serves holds a part of its limit already.
+  // A running daemon already holds a part of its limit.
   const bool ok = limit_bytes || available >= limit;
   return {"memory", ok, found,
           ok ? ""

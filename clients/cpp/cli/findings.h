@@ -1,4 +1,4 @@
-// What of a machine matters to the daemon.
+// Checks of a machine that matter to the daemon.
 #pragma once
 
 #include <cstdint>
@@ -13,18 +13,19 @@ struct Finding {
   std::string what;  // "huge pages"
   bool ok = true;
   std::string found;
-  std::string advice;  // where it is not ok
+  std::string advice;  // if not ok
 };
 
-// What is asked of the process that looks.
+// Limits of the calling process.
 struct ProcessLimits {
-  int64_t memlock_bytes = 0;  // negative: none
+  int64_t memlock_bytes = 0;  // negative: no limit
   int64_t descriptor_count = 0;
 };
 ProcessLimits LimitsOfThisProcess();
 
-// What the files of a machine say, below `root`: "/", or a copy for tests.
-// memory_limit_bytes: the daemon's, where one answers; else what it would take by default.
+// Examines the machine through the files below `root`: "/", or a copy for tests.
+// memory_limit_bytes: limit of the running daemon; nullopt: no daemon answers, and its default is
+// used.
 std::vector<Finding> Examine(const std::filesystem::path& root, const ProcessLimits& limits,
                              std::optional<int64_t> memory_limit_bytes);
 

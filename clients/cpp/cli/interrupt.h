@@ -9,9 +9,8 @@
 
 namespace spillway::cli {
 
-// Make one before any other thread starts: the signals stay blocked in every
-// thread of the process while it lives. A second signal ends the process at
-// once, for a clean-up that hangs.
+// Must be created before any other thread starts: SIGINT and SIGTERM stay blocked in all threads as
+// long as it exists. A second signal ends the process at once, in case the cleanup hangs.
 class Interrupt {
  public:
   Interrupt();
@@ -22,7 +21,7 @@ class Interrupt {
 
   std::stop_token token() const { return source_.get_token(); }
 
-  // The signal that came, or 0.
+  // The first signal that arrived, or 0.
   int signal() const { return signal_; }
 
  private:

@@ -8,7 +8,7 @@
 namespace spillway::cli {
 namespace {
 
-// How the model's keys become codes, in a word.
+// Short name of the way in which the model's keys become codes.
 std::string HashName(const v1::HashWeights& weights) {
   switch (weights.kind_case()) {
     case v1::HashWeights::kRotation:
@@ -53,7 +53,8 @@ Json SequenceJson(const v1::Sequence& sequence) {
           {"sealed", sequence.sealed()}};
 }
 
-// What it stays for until its ttl; "nobody" where it goes before.
+// What keeps the sequence until its ttl ends. "nobody": it is deleted earlier, when the grace time
+// ends.
 std::string KeptBy(const v1::Sequence& sequence) {
   if (sequence.named()) return "name";
   return sequence.abandoned() ? "nobody" : "client";

@@ -1,4 +1,5 @@
-// spillway: asks a daemon how it does, and times it.
+// The command line tool `spillway`: shows the state of a daemon, deletes its models and sequences,
+// measures it, and makes tokens.
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
@@ -68,11 +69,11 @@ int Main(int argc, char** argv) {
       ->envname("SPILLWAY_TLS_CERT");
   app.add_option("--tls-key", access.tls_key, "PEM file with the key of --tls-cert")
       ->envname("SPILLWAY_TLS_KEY");
-  // Not the token itself: others see command lines.
+  // The token itself is not an option, because other users can see command lines.
   std::string token_file;
   app.add_option("--token-file", token_file,
                  "file whose first line is the token; by default the token is in SPILLWAY_TOKEN");
-  // Global options may stand after the subcommand too.
+  // Global options may also follow the subcommand.
   app.fallthrough();
 
   CLI::App* status = app.add_subcommand("status", "show the daemon, its memory and its models");

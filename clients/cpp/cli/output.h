@@ -1,4 +1,4 @@
-// How the tool writes: tables and units for people.
+// Text output: tables, and numbers with units.
 #pragma once
 
 #include <cstdint>
@@ -11,13 +11,13 @@
 
 namespace spillway::cli {
 
-// Columns as wide as their widest cell; the first is aligned left, the others
-// right.
+// A table whose columns are as wide as their widest cell. The first column is aligned left, the
+// others right.
 class Table {
  public:
   explicit Table(std::vector<std::string> headers) : rows_{std::move(headers)} {}
 
-  // REQUIRES: as many cells as headers.
+  // REQUIRES: there are as many cells as headers.
   void AddRow(std::vector<std::string> cells) { rows_.push_back(std::move(cells)); }
 
   void Print(std::ostream& out) const;
@@ -26,24 +26,24 @@ class Table {
   std::vector<std::vector<std::string>> rows_;
 };
 
-// "sequences/{id}" of that or of the id alone.
+// Returns "{collection}/{id}" for this name or for "{id}".
 std::string FullName(const std::string& collection, const std::string& name);
-// The id of a name "sequences/{id}", for tables.
+// The id in a name such as "sequences/{id}".
 std::string ShortName(const std::string& name);
 
-// "1.5 GiB".
+// For example "1.5 GiB".
 std::string FormatBytes(int64_t bytes);
 
-// "1,234,567".
+// For example "1,234,567".
 std::string FormatCount(int64_t count);
 
-// "12.3 %" of the whole; "-" when the whole is 0.
+// `part` of `whole`, for example "12.3 %"; "-" if the whole is 0.
 std::string FormatShare(double part, double whole);
 
-// "bf16" of DTYPE_BF16.
+// DTYPE_BF16 -> "bf16".
 std::string DTypeName(v1::DType dtype);
 
-// "3 d 4 h", "5 min", "12 s": two units at most.
+// For example "3 d 4 h", "5 min", "12 s": at most two units.
 std::string FormatAge(absl::Duration age);
 
 }  // namespace spillway::cli

@@ -1,4 +1,4 @@
-// Metrics of one moment, and what two of them say of the time between.
+// Metrics at one moment, and rates and percentiles between two moments.
 #pragma once
 
 #include <cstdint>
@@ -19,13 +19,14 @@ class Reading {
   Reading(const std::vector<v1::MetricFamily>& families, absl::Time time);
 
   absl::Time time() const { return time_; }
-  // Of a counter or gauge; 0 where there is none.
+  // Value of a counter or gauge; 0 if it does not exist.
   double Value(const std::string& name, const Labels& labels = {}) const;
-  // Of all its series.
+  // Sum over all series of a metric.
   double Sum(const std::string& name) const;
-  // The values of a label, in order.
+  // The values of a label, in the order of the series.
   std::vector<std::string> LabelsOf(const std::string& name, const std::string& label) const;
-  // Of a histogram without labels, counted since `before`; nothing where nothing was.
+  // Percentile of a histogram without labels, over the observations since `before` (null: all).
+  // part: in [0, 1]. nullopt if there are no observations.
   std::optional<double> Percentile(const Reading* before, const std::string& name,
                                    double part) const;
 
@@ -43,7 +44,7 @@ class Reading {
   std::map<std::string, std::vector<Series>> families_;
 };
 
-// How fast a counter rose, a second; 0 where no time has passed or the daemon began anew.
+// Increase of a counter per second; 0 if no time has passed or the daemon has restarted.
 double Rate(const Reading& before, const Reading& now, const std::string& name,
             const Reading::Labels& labels = {});
 

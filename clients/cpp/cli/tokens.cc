@@ -21,10 +21,10 @@
 namespace spillway::cli {
 namespace {
 
-// Who finds one in a log knows what it is.
+// With this prefix, people and secret scanners recognise a token, for example in a log.
 constexpr std::string_view kPrefix = "spillway_";
 
-// As of models and sequences.
+// The same rule as for the ids of models and sequences.
 absl::Status CheckName(const std::string& name, const char* what) {
   const auto plain = [](unsigned char c) {
     return absl::ascii_islower(c) || absl::ascii_isdigit(c);
@@ -72,7 +72,7 @@ absl::Status Append(const std::string& path, const std::string& entry) {
   const Descriptor file(
       open(path.c_str(), O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600));
   const std::string text = absl::StrCat("\n", entry);
-  // In one write: a daemon that reads meanwhile sees all of it or nothing.
+  // One write: a daemon that reads the file meanwhile sees the whole entry or nothing.
   if (!file.valid() ||
       write(file.get(), text.data(), text.size()) != static_cast<ssize_t>(text.size())) {
     return absl::UnavailableError(absl::StrCat("cannot write ", path, ": ", std::strerror(errno)));

@@ -152,7 +152,7 @@ absl::Status Top(Client& client, bool once, const CallOptions& call, const Outpu
     return Reading(families, absl::Now());
   };
   ASSIGN_OR_RETURN(Reading before, look());
-  // What it says is of the time between two looks.
+  // Every figure is a difference between two readings.
   if (!WaitFor(absl::Seconds(1), call.stop)) return absl::OkStatus();
   const std::string& version = client.server_info().version();
   const auto print = [&](std::ostream& out) -> absl::Status {

@@ -11,9 +11,9 @@
 namespace spillway::cli {
 namespace {
 
-// Characters to insert, delete or replace to make one word of the other.
+// Levenshtein distance: insertions, deletions and replacements that turn one word into the other.
 size_t EditDistance(std::string_view a, std::string_view b) {
-  std::vector<size_t> row(b.size() + 1);  // from a's first i characters to b's first j
+  std::vector<size_t> row(b.size() + 1);  // distances of a's first i characters to b's first j
   std::iota(row.begin(), row.end(), 0);
   for (size_t i = 0; i < a.size(); ++i) {
     size_t diagonal = row[0]++;
@@ -31,7 +31,7 @@ std::string NoSuchCommand(const std::string& word, const std::vector<std::string
   const auto nearest = std::min_element(
       commands.begin(), commands.end(),
       [&](const std::string& a, const std::string& b) { return distance(a) < distance(b); });
-  // Beyond half of the word it would be a guess.
+  // If more than half of the word differs, a suggestion would be a guess.
   const bool near = 2 * distance(*nearest) <= std::max(word.size(), nearest->size());
   return absl::StrCat("there is no command \"", word, "\"; ",
                       near ? absl::StrCat("did you mean \"", *nearest, "\"?")
@@ -41,7 +41,7 @@ std::string NoSuchCommand(const std::string& word, const std::vector<std::string
 }  // namespace
 
 std::string UsageMessage(const CLI::App& app, const CLI::ParseError& error) {
-  // The innermost command that was recognised.
+  // Find the innermost command that was recognised.
   const CLI::App* at = &app;
   while (!at->get_subcommands().empty()) at = at->get_subcommands().front();
   std::vector<std::string> commands;
@@ -52,7 +52,7 @@ std::string UsageMessage(const CLI::App& app, const CLI::ParseError& error) {
   const auto word = std::find_if(rest.begin(), rest.end(), [](const std::string& argument) {
     return !argument.empty() && argument.front() != '-';
   });
-  // An option that is unknown comes first: the word may be its value.
+  // If an unknown option comes first, the word may be its value.
   const bool option_first = !rest.empty() && rest.front().starts_with('-');
   if (!commands.empty() && word != rest.end() && !option_first) {
     return NoSuchCommand(*word, commands);

@@ -25,7 +25,8 @@ absl::Status Watch(std::ostream& out, bool terminal, const std::stop_token& stop
       return stop.stop_requested() ? absl::OkStatus() : status;
     }
     if (terminal) {
-      // From the top left corner over what was there, each line's rest and the screen's removed.
+      // Overwrites the last output from the top left corner: clears the rest of each line, and the
+      // screen below.
       out << (first ? "\x1b[2J" : "") << "\x1b[H"
           << absl::StrReplaceAll(text.str(), {{"\n", "\x1b[K\n"}}) << "\x1b[J";
     } else {

@@ -1,4 +1,4 @@
-// Printing over and over, until somebody stops it.
+// Repeated output, until a stop is requested.
 #pragma once
 
 #include <ostream>
@@ -10,12 +10,12 @@
 
 namespace spillway::cli {
 
-// Waits; false where it was stopped before.
+// Waits for `time`. Returns false if a stop was requested.
 bool WaitFor(absl::Duration time, const std::stop_token& stop);
 
-// Once a second, beginning now, writes what `print` writes, until it fails or is stopped, which is
-// no error. On a terminal each takes the place of the one before; elsewhere an empty line stands
-// between.
+// Writes the output of `print` every second, starting now, until `print` fails or a stop is
+// requested; a stop is not an error. On a terminal each output overwrites the one before. Elsewhere
+// an empty line separates them.
 absl::Status Watch(std::ostream& out, bool terminal, const std::stop_token& stop,
                    absl::FunctionRef<absl::Status(std::ostream&)> print);
 

@@ -14,7 +14,8 @@ namespace {
 
 using Json = nlohmann::json;
 
-constexpr int64_t kDimensionMax = int64_t{1} << 24;  // bytes of a matrix do not overflow
+// So that the byte count of a matrix cannot overflow.
+constexpr int64_t kDimensionMax = int64_t{1} << 24;
 constexpr int64_t kLayerCountMax = 1024;
 constexpr int64_t kHeadCountMax = 1024;
 constexpr int64_t kHeadDimMax = 256;
@@ -25,7 +26,7 @@ absl::Status Refuse(const Text&... text) {
   return absl::InvalidArgumentError(absl::StrCat(text...));
 }
 
-// A file that is read piece by piece.
+// A file from which ranges of bytes are read.
 class File {
  public:
   explicit File(std::string path) : path_(std::move(path)) {}
@@ -51,7 +52,7 @@ class File {
     return absl::OkStatus();
   }
 
-  // An object; what is nested deeper than a safetensors header is left out.
+  // Reads an object. Drops values that are nested deeper than in a safetensors header.
   absl::StatusOr<Json> ReadJson(uint64_t start, uint64_t count) {
     if (count > kJsonBytesMax) {
       return Refuse(path_, ": JSON of ", count, " bytes is longer than ", kJsonBytesMax);
@@ -70,14 +71,14 @@ class File {
   uint64_t bytes_ = 0;
 };
 
-// A member of an object; null where there is none.
+// A member of an object; null if it does not exist.
 Json Get(const Json& from, const std::string& member) {
   return from.is_object() && from.contains(member) ? from[member] : Json();
 }
 
 std::string Shown(const Json& value) { return value.dump().substr(0, 100); }
 
-// A number in (0, max]. otherwise: what it is where it is not given; 0: it must be.
+// A number in (0, max]. otherwise: the value if the member is missing; 0: the member is required.
 template <typename T>
 absl::StatusOr<T> Positive(const Json& from, const std::string& member, T max, T otherwise = 0) {
   const Json value = Get(from, member);
@@ -88,7 +89,7 @@ absl::StatusOr<T> Positive(const Json& from, const std::string& member, T max, T
                 std::is_integral_v<T> ? "an integer" : "a number", " in (0, ", max, "]");
 }
 
-// Refuses what is given and differs from all that is handled here.
+// Refuses a member that is set to any value other than `handled`, the only one that is supported.
 absl::Status Only(const Json& from, const std::string& member, const Json& handled) {
   const Json value = Get(from, member);
   if (value.is_null() || value == handled) return absl::OkStatus();
@@ -106,7 +107,8 @@ absl::StatusOr<Config> ParseConfig(const Json& json) {
   RETURN_IF_ERROR(Only(json, "pretraining_tp", 1));
   RETURN_IF_ERROR(Only(json, "quantization_config", nullptr));
   RETURN_IF_ERROR(Only(json, "rope_scaling", nullptr));
-  // transformers 5 has an object of its own for what stood beside the rest.
+  // transformers 5 puts the RoPE parameters into a separate object; earlier versions have them at
+  // the top level.
   const Json given = Get(json, "rope_parameters");
   const Json& rope = given.is_null() ? json : given;
   if (!rope.is_object()) return Refuse("config.json: rope_parameters is ", Shown(rope));
@@ -133,22 +135,24 @@ absl::StatusOr<Config> ParseConfig(const Json& json) {
   return config;
 }
 
-// 8 bytes with the length of a header, the header in JSON, the tensors' bytes.
+// A safetensors file: 8 bytes with the length of the header, the header in JSON, the bytes of the
+// tensors.
 class SafeTensors {
  public:
   explicit SafeTensors(const std::string& path) : file_(path) {}
 
   absl::Status Open() {
     RETURN_IF_ERROR(file_.Open());
-    uint64_t header_bytes = 0;  // little endian, as the host
+    uint64_t header_bytes = 0;  // little endian, like the host
     RETURN_IF_ERROR(file_.Read(0, sizeof(header_bytes), &header_bytes));
     ASSIGN_OR_RETURN(header_, file_.ReadJson(sizeof(header_bytes), header_bytes));
-    data_start_ = sizeof(header_bytes) + header_bytes;  // within the file, for it was read
+    // Within the file, because the header was read.
+    data_start_ = sizeof(header_bytes) + header_bytes;
     return absl::OkStatus();
   }
 
-  // The finite elements of a tensor [rows, columns], or of one [columns] where rows is 0: then as
-  // one row. REQUIRES: both are at most kDimensionMax.
+  // Loads a tensor of shape [rows, columns]; if rows is 0, a tensor of shape [columns], as one row.
+  // All elements must be finite. REQUIRES: both are at most kDimensionMax.
   absl::StatusOr<Matrix> Load(const std::string& name, int64_t rows, int64_t columns) {
     const Json tensor = Get(header_, name);
     const Json dtype = Get(tensor, "dtype"), shape = Get(tensor, "shape");

@@ -10,12 +10,12 @@
 
 using Matrix = Eigen::Matrix<float, Eigen::Dynamic, Eigen::Dynamic, Eigen::RowMajor>;
 
-// config.json, as far as the model depends on it.
+// The fields of config.json that the model needs.
 struct Config {
   int64_t vocabulary_size, hidden_size, intermediate_size;
   int64_t layer_count, head_count, kv_head_count, head_dim;
   float rms_norm_eps, rope_theta;
-  bool tied;  // the head's weights are the embedding's
+  bool tied;  // lm_head shares the embedding's weights
 };
 
 // Projections [out, in]; norms [1, hidden_size].
@@ -27,12 +27,12 @@ struct Layer {
 struct Checkpoint {
   Config config;
   Matrix embedding;  // [vocabulary_size, hidden_size]
-  Matrix head;       // the same; empty where tied
+  Matrix head;       // lm_head, same shape; empty if tied
   Matrix norm;
   std::vector<Layer> layers;
 };
 
-// Reads config.json and model.safetensors, F32 or BF16. NOT_FOUND where one cannot be read;
-// INVALID_ARGUMENT, naming what is wrong, where one is malformed or of a model other than a Llama
-// with the default rotary embedding and without biases and quantization.
+// Reads config.json and model.safetensors (F32 or BF16). NOT_FOUND if a file cannot be read.
+// INVALID_ARGUMENT, with the reason, if a file is malformed, or if the model is not a Llama with
+// the default rotary embedding, without biases and quantization.
 absl::StatusOr<Checkpoint> LoadCheckpoint(const std::string& folder);

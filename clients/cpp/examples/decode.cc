@@ -1,11 +1,11 @@
-// A runner in C++: decodes greedily with a small Llama from a Hugging Face folder. The model, in
-// llama.h, gives its queries, keys and values away and is given what attention makes of them.
-// Spillway holds K and V, in this process or in a daemon, and is reached through libspillway:
-// messages of spillway.v1 set it up, and decode steps in this process need none.
+// A runner in C++: decodes greedily with a small Llama from a Hugging Face folder. The model in
+// llama.h computes queries, keys and values; Spillway computes attention. Spillway keeps K and V in
+// this process or in a daemon, and is called through libspillway: messages of spillway.v1 create
+// the model and the sequence. Decode steps in this process need no messages.
 //
 //   decode_example FOLDER ID... [--tokens 40] [--target unix:/run/spillway.sock]
 //
-// ID...: the prompt's token ids. Prints those of the new tokens.
+// ID...: token ids of the prompt. Prints the ids of the new tokens.
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cstdint>
@@ -32,7 +32,7 @@ namespace {
 
 namespace v1 = spillway::v1;
 
-// New tokens of a step.
+// Most new tokens of one step.
 constexpr size_t kStepTokenCountMax = 16;
 
 template <auto kFree>
@@ -43,7 +43,7 @@ using Channel = std::unique_ptr<spillway_channel, Free<spillway_channel_close>>;
 using Call = std::unique_ptr<spillway_call, Free<spillway_call_close>>;
 using Step = std::unique_ptr<spillway_step, Free<spillway_step_end>>;
 
-// Why this thread's last function failed.
+// The error of the last function that failed in this thread.
 absl::Status LastError() {
   const char* message = nullptr;
   const void* details = nullptr;
@@ -52,11 +52,11 @@ absl::Status LastError() {
   return absl::Status(static_cast<absl::StatusCode>(code), message);
 }
 
-// Sends a message of a call and waits for an answer. last: no other follows.
+// Sends a message of a call and waits for the answer. last: no more messages follow.
 template <typename Response, typename Request>
 absl::StatusOr<Response> Ask(spillway_call* call, const Request& request, bool last) {
   const std::string sent = request.SerializeAsString();
-  spillway_call_send(call, sent.data(), sent.size());  // where it fails, receiving tells why
+  spillway_call_send(call, sent.data(), sent.size());  // if this fails, receive tells why
   if (last) spillway_call_send_end(call);
   const void* data = nullptr;
   size_t size = 0;
@@ -71,14 +71,14 @@ absl::StatusOr<Response> Ask(spillway_call* call, const Request& request, bool l
   return absl::Status(static_cast<absl::StatusCode>(code), message);
 }
 
-// A sequence in Spillway: K and V of the tokens so far, in all layers.
+// A sequence in Spillway: K and V of all tokens so far, in all layers.
 class Sequence {
  public:
   Sequence() = default;
   Sequence(const Sequence&) = delete;
   Sequence& operator=(const Sequence&) = delete;
 
-  // Deletes what a daemon would keep.
+  // Deletes the sequence and the model, because a daemon would keep them.
   ~Sequence() {
     step_.reset();
     decode_.reset();
@@ -94,7 +94,7 @@ class Sequence {
     }
   }
 
-  // target: "embedded:", or that of a daemon. settings: of an embedded engine, "name=value".
+  // target: "embedded:", or a daemon's address. settings: for an embedded engine, "name=value".
   absl::Status Open(const std::string& target, const std::vector<std::string>& settings,
                     const Config& config) {
     const bool embedded = target == "embedded:";
@@ -131,13 +131,13 @@ class Sequence {
 
   int64_t token_count() const { return token_count_; }
 
-  // Begins a step of so many new tokens, each layer of which is then attended once. exact: they
-  // attend to all tokens before them, else as the default policy says.
+  // Begins a step of new_token_count tokens. Attend() must then be called once for each layer.
+  // exact: the tokens attend to all earlier tokens; otherwise as the default policy says.
   absl::Status Begin(int64_t new_token_count, bool exact) {
     start_ = token_count_;
     token_count_ += new_token_count;
     policy_.set_selector(exact ? v1::SELECTOR_ALL : v1::SELECTOR_UNSPECIFIED);
-    if (decode_ != nullptr) return absl::OkStatus();  // its messages say all of this
+    if (decode_ != nullptr) return absl::OkStatus();  // each Decode message has these fields
     v1::DecodeStep description;
     description.add_parts()->set_sequence(name_);
     description.mutable_parts(0)->set_token_start(start_);
@@ -148,8 +148,8 @@ class Sequence {
     return step_ != nullptr ? absl::OkStatus() : LastError();
   }
 
-  // Appends k and v [T, H_kv * d] of the step's tokens at a layer, and attends q [T, H_q * d] to
-  // what is there. out: like q, written.
+  // Appends k and v [T, H_kv * d] of the step's tokens at a layer, and attends with q [T, H_q * d]
+  // to all tokens so far. out: written, shaped like q.
   absl::Status Attend(int layer, Matrix& q, Matrix& k, Matrix& v, Matrix& out) {
     if (decode_ != nullptr) return AttendInDaemon(layer, q, k, v, out);
     const auto place = [this](Matrix& from) {  // strides of sequences, tokens and heads, bytes
@@ -201,7 +201,7 @@ class Sequence {
   }
 
   Channel channel_;
-  Call decode_;  // to a daemon; null: an engine in this process
+  Call decode_;  // null for an embedded engine
   Step step_;
   std::string model_, name_;
   v1::Policy policy_;  // of the step

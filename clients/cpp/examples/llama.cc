@@ -15,14 +15,16 @@ Llama::Llama(const Checkpoint& checkpoint) : checkpoint_(checkpoint) {
   }
 }
 
-// Each row of x, divided by the root of its mean square, times the weights [1, hidden_size].
+// RMS norm: divides each row of x by its root mean square, and multiplies by weight [1,
+// hidden_size].
 Matrix Llama::Norm(const Matrix& x, const Matrix& weight) const {
   const float eps = checkpoint_.config.rms_norm_eps;
   const Eigen::ArrayXf scale = (x.array().square().rowwise().mean() + eps).rsqrt();
   return ((x.array().colwise() * scale).rowwise() * weight.row(0).array()).matrix();
 }
 
-// Rotary embedding of [T, H * d] in place: of a head, elements i and i + d / 2 turn together.
+// Rotary embedding of [T, H * d], in place. Elements i and i + d / 2 of a head are rotated as a
+// pair.
 void Llama::Rotate(int64_t position, Matrix& heads) const {
   const int64_t half = frequencies_.size();
   for (int64_t t = 0; t < heads.rows(); ++t) {

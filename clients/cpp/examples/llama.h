@@ -1,4 +1,4 @@
-// A Llama, but for its attention.
+// A Llama without its attention.
 #pragma once
 
 #include <cstdint>
@@ -9,20 +9,20 @@
 #include "absl/types/span.h"
 #include "checkpoint.h"
 
-// Attention of new tokens at a layer, after the positional encoding: of q [T, H_q * d] over all
-// tokens up to each one's own, with these k and v [T, H_kv * d] for the new ones. Writes out, like
-// q.
+// Computes attention of new tokens at a layer, after the positional encoding. Each query of q [T,
+// H_q * d] attends to all tokens up to its own. k and v [T, H_kv * d] are those of the new tokens.
+// Writes out, shaped like q.
 using Attend =
     absl::FunctionRef<absl::Status(int layer, Matrix& q, Matrix& k, Matrix& v, Matrix& out)>;
 
-// Thread-safe. The checkpoint outlives it.
+// Thread-safe. The checkpoint must outlive it.
 class Llama {
  public:
   explicit Llama(const Checkpoint& checkpoint);
 
-  // The likeliest token after `ids`, of which the first is at `position`. Errors are attend's, and
-  // OUT_OF_RANGE where a logit is not finite.
-  // REQUIRES: ids are not empty, and in [0, vocabulary_size).
+  // Returns the most likely token after `ids`; the first of them is at `position`. Returns attend's
+  // errors, and OUT_OF_RANGE if a logit is not finite.
+  // REQUIRES: ids is not empty; its elements are in [0, vocabulary_size).
   absl::StatusOr<int64_t> Next(absl::Span<const int64_t> ids, int64_t position,
                                Attend attend) const;
 
@@ -31,5 +31,5 @@ class Llama {
   void Rotate(int64_t position, Matrix& heads) const;
 
   const Checkpoint& checkpoint_;
-  Eigen::Array<float, 1, Eigen::Dynamic> frequencies_;  // [d / 2], radians a token
+  Eigen::Array<float, 1, Eigen::Dynamic> frequencies_;  // [d / 2], radians per token
 };

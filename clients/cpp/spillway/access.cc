@@ -63,13 +63,13 @@ absl::Status CheckToken(const std::string& token) {
   const bool fits = std::all_of(token.begin(), token.end(), [](unsigned char c) {
     return absl::ascii_isalnum(c) || std::strchr("-._~+/=", c) != nullptr;
   });
-  // What it holds is nobody else's business.
+  // The message does not contain the token, which is a secret.
   return fits ? absl::OkStatus()
               : absl::InvalidArgumentError(
                     "the token has characters other than letters, digits and -._~+/=");
 }
 
-// Says with every call whose it is. gRPC's own way, call credentials, is for TLS alone.
+// Adds the token to every call. gRPC's own way, call credentials, works only with TLS.
 class TokenSender final : public grpc::experimental::Interceptor {
  public:
   explicit TokenSender(const std::string& header) : header_(header) {}
@@ -82,7 +82,7 @@ class TokenSender final : public grpc::experimental::Interceptor {
   }
 
  private:
-  const std::string& header_;  // the factory's
+  const std::string& header_;  // owned by the factory
 };
 
 class TokenSenders final : public grpc::experimental::ClientInterceptorFactoryInterface {
@@ -109,13 +109,13 @@ absl::StatusOr<std::shared_ptr<grpc::Channel>> OpenChannel(const std::string& ta
                                                            grpc::ChannelArguments arguments) {
   // A daemon on this host is not behind the user's web proxy.
   arguments.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
-  // A daemon that restarts is there again within seconds.
+  // A daemon that restarts is usually back within seconds.
   arguments.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 50);
   arguments.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 1000);
-  // A connection that another client has left may be to a daemon that is gone.
+  // A connection that another channel opened may lead to a daemon that is gone.
   arguments.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
-  // Clients call again themselves. A stream that gRPC moves to another connection may lose
-  // its next message, and then waits for ever.
+  // Clients retry calls themselves. If gRPC moves a stream to another connection, the stream may
+  // lose its next message and then wait forever.
   arguments.SetInt(GRPC_ARG_ENABLE_RETRIES, 0);
   std::shared_ptr<grpc::ChannelCredentials> credentials = grpc::InsecureChannelCredentials();
   if (SpeaksTls(target, access)) {

@@ -16,7 +16,7 @@ namespace {
 // Largest piece of a weights file in one message, bytes (the API's limit).
 constexpr size_t kUploadBytesMax = size_t{2} << 20;
 
-// Makes one unary call of the client's. The request's type is named by the method.
+// Makes one unary call of the client. The type of the request follows from the method.
 template <typename Stub, typename Request, typename Response>
 absl::StatusOr<Response> Call(const PresenceKeeper& client, Stub& stub,
                               grpc::Status (Stub::*method)(grpc::ClientContext*, const Request&,
@@ -68,7 +68,7 @@ absl::StatusOr<std::unique_ptr<Client>> Client::Connect(std::shared_ptr<grpc::Ch
   absl::StatusOr<v1::GetServerInfoResponse> info =
       client->GetServerInfo({.timeout = options.connect_timeout});
   if (!info.ok()) {
-    // With its reason.
+    // UNAUTHENTICATED is returned unchanged, to keep its reason.
     absl::Status status = info.status();
     if (absl::IsUnauthenticated(status)) return status;
     return absl::Status(status.code(),
@@ -99,7 +99,7 @@ absl::StatusOr<v1::GetStatisticsResponse> Client::GetStatistics(const std::strin
       all = *std::move(page);
       continue;
     }
-    // With a model asked for, every page names it.
+    // If a model is given, every page repeats it.
     if (model.empty()) all->mutable_models()->MergeFrom(page->models());
     all->mutable_sequences()->MergeFrom(page->sequences());
   } while (!request.page_token().empty());
@@ -108,7 +108,7 @@ absl::StatusOr<v1::GetStatisticsResponse> Client::GetStatistics(const std::strin
 
 absl::StatusOr<std::vector<v1::MetricFamily>> Client::GetMetrics(const CallOptions& options) {
   v1::GetStatisticsRequest request;
-  request.set_page_size(1);  // of models, which nobody looks at
+  request.set_page_size(1);  // models; they are not used
   request.set_include_metrics(true);
   auto response = Call(presence_, *admin_, &v1::AdminService::Stub::GetStatistics, request,
                        options_.call_timeout, options);

@@ -9,7 +9,7 @@
 namespace spillway {
 namespace {
 
-// Type URL as google::protobuf::Any writes it.
+// The type URL that google::protobuf::Any writes.
 template <typename Message>
 std::string TypeUrl() {
   return absl::StrCat("type.googleapis.com/", Message().GetTypeName());

@@ -10,7 +10,7 @@
 namespace spillway {
 namespace {
 
-// Room for the message's other fields: the name, shapes and counters.
+// Space for the message's other fields: the name, shapes and counters.
 constexpr int64_t kHeaderBytes = 1024;
 
 }  // namespace

@@ -15,10 +15,10 @@ namespace spillway {
 namespace {
 
 constexpr std::chrono::seconds kLookInterval{1};
-// Looks between two attempts while a daemon refuses them.
+// Most looks between two attempts, if the daemon keeps refusing.
 constexpr int kPauseMax = 8;
 
-// 128 bits that nobody else has.
+// A random id of 128 bits.
 std::string NewId() {
   std::random_device random;
   std::string id;
@@ -28,12 +28,12 @@ std::string NewId() {
 
 }  // namespace
 
-// One stream.
+// One Connect stream.
 class PresenceKeeper::Connection {
  public:
   Connection(const std::shared_ptr<grpc::Channel>& channel, const std::string& client_id)
       : stub_(v1::SequenceService::NewStub(channel)) {
-    // A daemon that restarts is waited for.
+    // If the daemon restarts, wait for it.
     context_.set_wait_for_ready(true);
     v1::ConnectRequest request;
     request.set_client_id(client_id);
@@ -48,7 +48,7 @@ class PresenceKeeper::Connection {
     }
   }
 
-  // How the stream ended, if it has. Does not wait.
+  // The status code of the stream if it has ended. Does not wait.
   std::optional<grpc::StatusCode> Look() {
     void* tag;
     bool ok;
@@ -87,8 +87,8 @@ PresenceKeeper::~PresenceKeeper() {
 }
 
 void PresenceKeeper::Run() {
-  int lived = 0;  // looks since the stream was opened
-  int pause = 1;  // looks before the next is
+  int lived = 0;  // looks since the stream was opened or ended
+  int pause = 1;  // looks before the stream is opened again
   MutexLock lock(mutex_);
   for (;;) {
     const auto next = std::chrono::steady_clock::now() + kLookInterval;
@@ -105,7 +105,7 @@ void PresenceKeeper::Run() {
     }
     const std::optional<grpc::StatusCode> ended = connection_->Look();
     if (!ended) continue;
-    // A daemon of before this call keeps all sequences until their ttl.
+    // An older daemon without this call keeps all sequences until their ttl.
     if (*ended == grpc::StatusCode::UNIMPLEMENTED) return;
     pause = lived > pause ? 1 : std::min(2 * pause, kPauseMax);
     lived = 0;

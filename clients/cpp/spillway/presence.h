@@ -35,7 +35,7 @@ class PresenceKeeper {
 
   const std::shared_ptr<grpc::Channel> channel_;
   const std::string client_id_;
-  std::unique_ptr<Connection> connection_;  // the thread's, once that runs
+  std::unique_ptr<Connection> connection_;  // used only by the thread, once it runs
   Mutex mutex_;
   CondVar wake_;
   bool stopped_ ABSL_GUARDED_BY(mutex_) = false;

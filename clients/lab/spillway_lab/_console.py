@@ -1,4 +1,4 @@
-"""What the commands of a language model share: what they are told of it, and progress."""
+"""The common part of the commands that load a language model: arguments and progress."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rich.progress import (
 
 
 def progress(what: str, console: Console) -> Progress:
-    """A progress bar."""
+    """Returns a progress bar."""
     return Progress(
         TextColumn(what),
         TextColumn("{task.description}"),
@@ -31,7 +31,7 @@ def progress(what: str, console: Console) -> Progress:
 
 
 def layer_ranges(text: str) -> list[tuple[str, int, int]]:
-    """The parts of a list of layers such as "0,4-6": as written, the first and the last."""
+    """Splits a list of layers such as "0,4-6" into (text, first layer, last layer)."""
     ranges = []
     for part in text.split(","):
         first, dash, last = part.partition("-")
@@ -42,15 +42,15 @@ def layer_ranges(text: str) -> list[tuple[str, int, int]]:
 
 
 def from_pretrained(kind: Any, model: str, **options: Any) -> Any:
-    """What transformers makes of a folder, a name on the hub or a `.gguf` file.
+    """Loads a folder, a model name on the hub, or a `.gguf` file with transformers.
 
     Args:
         kind: A class of transformers with `from_pretrained`.
-        model: What the command line was told.
-        options: For `from_pretrained`.
+        model: The model as given on the command line.
+        options: Arguments for `from_pretrained`.
 
     Raises:
-        typer.BadParameter: It is none of them, or holds no model.
+        typer.BadParameter: It is none of these, or has no model.
     """
     name, path = model, Path(model)
     if path.suffix == ".gguf":

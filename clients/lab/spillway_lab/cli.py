@@ -1,7 +1,6 @@
 """The command `spillway-lab`: measures, draws, trains and evaluates.
 
-Talking to a daemon (status, models, sequences, attend-bench) is the business of the C++
-tool, `spillway`.
+The commands for a daemon (status, models, sequences, attend-bench) are in the C++ tool, `spillway`.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ class _Command(NamedTuple):
     """A command or a group of them.
 
     Attributes:
-        module: Imported when the command is asked for: some take seconds.
-        attribute: The function, or the group.
-        summary: For the list of commands.
+        module: Imported only when the command is called, because some imports take seconds.
+        attribute: Name of the function or the group.
+        summary: Text for the list of commands.
     """
 
     module: str

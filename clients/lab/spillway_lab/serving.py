@@ -1,4 +1,4 @@
-"""A daemon for as long as a program of ours runs."""
+"""Runs a daemon during a program."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from spillway.starting import wait_until_serving
 
 
 def find_binary(root: Path) -> Path:
-    """The daemon to run: $SPILLWAYD, else the release build's of a checkout.
+    """Returns the daemon's program: $SPILLWAYD, or the release build of a checkout.
 
     Raises:
-        FileNotFoundError: There is none.
+        FileNotFoundError: There is no such program.
     """
     binary = Path(os.environ.get("SPILLWAYD", root / "build/release/daemon/spillwayd"))
     if not binary.exists():
@@ -26,9 +26,9 @@ def find_binary(root: Path) -> Path:
 
 
 def prefer_library(binary: Path) -> None:
-    """Takes the libspillway that lies with a daemon, in a build tree or an unpacked archive.
+    """Uses the libspillway next to a daemon, in a build tree or an unpacked archive.
 
-    Where `SPILLWAY_LIBRARY` is set, that stays.
+    If `SPILLWAY_LIBRARY` is set, it is not changed.
     """
     for folder in ("clients/c", "lib"):
         path = binary.resolve().parent.parent / folder / "libspillway.so.1"
@@ -37,22 +37,22 @@ def prefer_library(binary: Path) -> None:
 
 
 class Daemon:
-    """A daemon at an address, which may be killed and started again. Not thread-safe.
+    """A daemon at an address. It can be killed and started again. Not thread-safe.
 
-    Decode streams go through the libspillway that lies with it.
+    Decode streams use the libspillway next to the daemon.
 
     Attributes:
-        target: Its gRPC target.
+        target: gRPC target of the daemon.
     """
 
     def __init__(self, binary: Path, target: str, log: Path, *flags: str, timeout: float) -> None:
-        """Does not start it.
+        """Does not start the daemon yet.
 
         Args:
-            binary: The daemon.
-            target: Where it shall listen.
-            log: Where its output goes, after what is there.
-            flags: Beside its address.
+            binary: The daemon's program.
+            target: Target on which it listens.
+            log: File to which its output is appended.
+            flags: Options other than its address.
             timeout: Seconds until it must serve.
         """
         prefer_library(binary)
@@ -63,22 +63,22 @@ class Daemon:
 
     @property
     def pid(self) -> int:
-        """Of the process that runs."""
+        """Process id of the running daemon."""
         assert self._process is not None
         return self._process.pid
 
     def start(self) -> None:
-        """Returns when it serves.
+        """Starts the daemon. Returns when it serves.
 
         Raises:
-            RuntimeError: It does not.
+            RuntimeError: It does not serve.
         """
         with self._log.open("ab") as output:
             self._process = subprocess.Popen(
                 self._command,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                # Ctrl-C ends the program, which then ends the daemon.
+                # Ctrl-C then only ends this program, which ends the daemon.
                 start_new_session=True,
             )
         try:
@@ -88,14 +88,14 @@ class Daemon:
             raise
 
     def kill(self) -> None:
-        """Ends it as a crash would."""
+        """Kills the daemon, like a crash."""
         assert self._process is not None
         self._process.kill()
         self._process.wait()
         self._process = None
 
     def end(self) -> int:
-        """Ends it in good order and returns its exit status; 0 where none runs."""
+        """Ends the daemon gracefully. Returns its exit status, or 0 if none runs."""
         if self._process is None:
             return 0
         end(self._process)
@@ -105,23 +105,23 @@ class Daemon:
 
 @contextmanager
 def running_daemon(binary: Path, log: Path, *flags: str, timeout: float) -> Iterator[str]:
-    """As `restartable_daemon`, for who needs its target alone."""
+    """The same as `restartable_daemon`, for callers that only need the target."""
     with restartable_daemon(binary, log, *flags, timeout=timeout) as daemon:
         yield daemon.target
 
 
 @contextmanager
 def restartable_daemon(binary: Path, log: Path, *flags: str, timeout: float) -> Iterator[Daemon]:
-    """Starts spillwayd on a socket of its own, yields it, ends it by its pid.
+    """Starts spillwayd on its own socket, yields it, and ends it.
 
     Args:
-        binary: The daemon.
-        log: Where its output goes, in place of what is there.
-        flags: Beside its address.
+        binary: The daemon's program.
+        log: File for its output, which is emptied first.
+        flags: Options other than its address.
         timeout: Seconds until it must serve.
 
     Raises:
-        RuntimeError: It does not.
+        RuntimeError: It does not serve.
     """
     log.write_bytes(b"")
     with tempfile.TemporaryDirectory(prefix="spillway-") as folder:
@@ -134,7 +134,7 @@ def restartable_daemon(binary: Path, log: Path, *flags: str, timeout: float) -> 
 
 
 def end(process: subprocess.Popen[Any]) -> None:
-    """Asks a process of ours to end, and ends it where it does not in 30 seconds."""
+    """Asks a process to end, and kills it if it has not ended after 30 seconds."""
     process.terminate()
     try:
         process.wait(timeout=30)

@@ -1,10 +1,9 @@
 """A decode loop of a small Llama on Spillway's engine, in this process.
 
-The model is random and written out: what there is to a runner beside the
-weights. On a GPU the prompt's K/V go from its memory straight to pages in host
-memory, and one CUDA graph serves step after step; on a CPU the same layers run
-eagerly. Greedy tokens are printed, and with --check how many of them attention over
-all K/V makes follow too.
+The model is random, and is written out here to show what a runner needs besides the weights. On a
+GPU the prompt's K/V are appended straight from GPU memory to pages in host memory, and one CUDA
+graph serves all steps. On a CPU the same layers run eagerly. Prints greedy tokens. With --check,
+also prints how many of them attention over all K/V would choose too.
 
     python clients/python/examples/decode.py [--device cuda] [--check]
 """
@@ -34,7 +33,7 @@ class Layer(NamedTuple):
 
 
 class Llama:
-    """A random model without norms' weights, which would all be 1."""
+    """A random model. Its norms have no weights: they would all be 1."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         generator = torch.Generator().manual_seed(1)
@@ -65,7 +64,7 @@ class Llama:
         return turned.to(x.dtype)
 
     def forward(self, ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """The next token [1] after ids [T] at positions [T]."""
+        """Returns the next token [1] after ids [T] at positions [T]."""
         x = self.embedding[ids]
         for index, layer in enumerate(self.layers):
             normed = functional.rms_norm(x, (HIDDEN,))
@@ -81,7 +80,7 @@ class Llama:
 
 
 def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Attention of the last tokens over all, where K and V are at hand."""
+    """Causal attention of the last tokens over all K and V, in PyTorch."""
     if q.shape[1] == 1:
         out = functional.scaled_dot_product_attention(q.transpose(1, 2), k, v, enable_gqa=True)
     else:
@@ -92,7 +91,7 @@ def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 def prefill(model: Llama, ids: torch.Tensor, sequence: spillway.Sequence) -> torch.Tensor:
-    """Reads the prompt: attends in the model's memory, and appends its K/V."""
+    """Reads the prompt: attends to the K/V in the model's memory, and appends them to Spillway."""
 
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         sequence.append(layer, 0, k[0], v[0])
@@ -104,7 +103,7 @@ def prefill(model: Llama, ids: torch.Tensor, sequence: spillway.Sequence) -> tor
 def decode_eagerly(
     model: Llama, client: spillway.Client, sequence: spillway.Sequence, token: torch.Tensor, n: int
 ) -> list[int]:
-    """n tokens, a step each."""
+    """Decodes n tokens, one step for each."""
     tokens = []
     for _ in range(n):
         position = torch.tensor([sequence.token_count], device=token.device)
@@ -122,7 +121,7 @@ def decode_eagerly(
 def decode_by_graph(
     model: Llama, client: spillway.Client, sequence: spillway.Sequence, token: torch.Tensor, n: int
 ) -> list[int]:
-    """The same: a graph runs the whole step, and reads and writes tensors that stay."""
+    """The same with a CUDA graph, which runs the whole step on the same tensors each time."""
     token = token.clone()
     position = torch.tensor([sequence.token_count], device=token.device)
     tokens = torch.empty(n, dtype=torch.int64, device=token.device)
@@ -138,10 +137,10 @@ def decode_by_graph(
             position.add_(1)
 
         for i in range(n):
-            # True at first, and when the sequence has outgrown the launches.
+            # True for the first step, and when the sequence no longer fits the captured launches.
             if decoder.next():
-                # What torch allocates by itself, it does once outside; the step
-                # that this serves is then served again.
+                # Run the step once without a graph, so that torch allocates what it needs, and then
+                # restore the inputs. The replay below serves the same step again.
                 before = token.clone(), position.clone()
                 step()
                 token.copy_(before[0])
@@ -151,12 +150,12 @@ def decode_by_graph(
                     step()
             graph.replay()
             tokens[i : i + 1].copy_(token)
-        decoder.finish()  # raises what the GPU has found
+        decoder.finish()  # raises errors of the GPU
     return tokens.tolist()
 
 
 def next_tokens_over_all(model: Llama, ids: torch.Tensor, tokens: list[int]) -> list[int]:
-    """What attention over all K/V makes follow the prompt's token and each of the tokens."""
+    """Returns what attention over all K/V chooses after the prompt's token and each of `tokens`."""
     cache: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -102,7 +102,7 @@ __version__: str
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> str:
-        """Reads the version when it is asked for: sources that are not installed have none."""
+        """Reads the version on access, because sources that are not installed have none."""
         if name == "__version__":
             return metadata.version("spillway")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

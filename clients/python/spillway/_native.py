@@ -1,4 +1,4 @@
-"""libspillway: an engine in this process, and calls without the hops between grpcio's threads."""
+"""libspillway: an embedded engine, and calls that skip grpcio's thread switches."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ from spillway.tracing import trace_id
 _ENVIRONMENT = "SPILLWAY_LIBRARY"
 _INTERFACE = 1
 _INSTALLED = f"libspillway.so.{_INTERFACE}"
-# Of a wheel for a platform.
+# libspillway in a platform wheel.
 _OWN = Path(__file__).with_name("_lib") / _INSTALLED
-# The target that is an engine in this process.
+# The target for an engine in this process.
 EMBEDDED = "embedded:"
 _RECEIVED, _TIMED_OUT, _ENDED = range(3)
 _UNANSWERED = -1
-# Python looks at signals, Ctrl-C among them, between two waits.
+# Longest wait inside the library, seconds. Between waits Python handles signals such as Ctrl-C.
 _WAIT_SECONDS = 0.2
 
 
 class Sums(ctypes.Structure):
-    """What a layer's attends of a decoder have come to, of steps that have ended well.
+    """Sums over a layer's attends of a decoder, for steps that succeeded.
 
     Attributes:
         attend_count: Queries, of all sequences.
         touched_row_count: Rows read, over KV heads.
         visible_row_count: Rows that could have been read, over KV heads.
-        exact_count: Certificates per promise, one per query and query head.
-        statistical_count: The same.
-        none_count: The same.
-        certified_error_count: Certified errors that are finite.
-        certified_error_sum: Their sum.
+        exact_count: Certificates with the promise `exact`, one per query and query head.
+        statistical_count: The same for `statistical`.
+        none_count: The same for `none`.
+        certified_error_count: Number of finite certified errors.
+        certified_error_sum: Sum of the finite certified errors.
     """
 
     _fields_ = (
@@ -67,21 +67,21 @@ class Sums(ctypes.Structure):
 
 @functools.cache
 def library(required: bool = False) -> ctypes.CDLL | None:
-    """Returns libspillway, None where there is none.
+    """Returns libspillway, or None if there is none.
 
-    It is the file that `SPILLWAY_LIBRARY` names, and none where that is empty.
-    Where it is not set, it is the package's own, which a wheel for a platform
-    has, or else libspillway.so as the system's loader finds it.
+    If `SPILLWAY_LIBRARY` is set, this is the file that it names, or None if it is empty. Otherwise
+    this is the package's own library, which a platform wheel has, or else libspillway.so as the
+    system's loader finds it.
 
     Args:
-        required: Not to find it is an error.
+        required: Raise an error if the library is not found.
 
     Raises:
-        OSError: It cannot be loaded, and was named or is required.
+        OSError: The library cannot be loaded, and was named or is required.
 
     Warns:
-        RuntimeWarning: The package's own cannot be loaded, and another, or
-            none, is returned.
+        RuntimeWarning: The package's own library cannot be loaded. Another one, or None, is
+            returned.
     """
     named = os.environ.get(_ENVIRONMENT)
     if named == "":
@@ -153,9 +153,9 @@ def library(required: bool = False) -> ctypes.CDLL | None:
 
 
 class NativeChannel:
-    """A channel to a daemon, or an engine in this process and the channel to it.
+    """A channel to a daemon, or an embedded engine and the channel to it.
 
-    Generated stubs take it for a `grpc.Channel`; calls raise `SpillwayError`.
+    Generated stubs accept it as a `grpc.Channel`. Calls raise `SpillwayError`.
     """
 
     def __init__(
@@ -166,18 +166,18 @@ class NativeChannel:
         access: Access,
         client_id: str = "",
     ) -> None:
-        """Opens it.
+        """Opens the channel.
 
         Args:
             loaded: The library.
-            target: gRPC target of a daemon; `EMBEDDED` for an engine.
-            settings: Of the engine, by the names of the daemon's settings file.
-            access: To the daemon.
-            client_id: Of the client whose calls of the daemon these are, which says itself
-                that it is there.
+            target: gRPC target of a daemon, or `EMBEDDED`.
+            settings: Settings of an embedded engine, with the names of the daemon's settings file.
+            access: TLS files and token for a daemon.
+            client_id: Id of the client that makes the calls. This client itself keeps its Connect
+                stream to the daemon open.
 
         Raises:
-            SpillwayError: The engine was refused, or a file of the access.
+            SpillwayError: The settings of the engine or the TLS files were refused.
         """
         self.library = loaded
         embedded = target == EMBEDDED
@@ -192,10 +192,10 @@ class NativeChannel:
                 target.encode(), (ctypes.c_char_p * len(texts))(*texts), client_id.encode()
             )
         self._handle = self._checked(handle)
-        # Why it is closed; empty: it was closed.
+        # Error for later uses after a fork; empty if the channel was closed by this process.
         self._left = ""
-        # An engine goes before the library's own at exit; a channel is nothing
-        # that other threads' calls could be waiting in by then.
+        # At exit, an embedded engine is closed before the library's own destructors run. A channel
+        # to a daemon is not: other threads may still wait in its calls.
         self._finalizer = forks.finalizer(self, loaded.spillway_channel_close, self._handle)
         self._finalizer.atexit = embedded
         self._lock = threading.Lock()
@@ -210,24 +210,24 @@ class NativeChannel:
             raise RuntimeError(self._left) if self._left else ValueError("the client is closed")
 
     def leave_to_parent(self, error: str) -> None:
-        """Has all that follows raise it: this process was forked from the channel's."""
+        """Makes every later use raise `error`. Called in a process that was forked."""
         self._lock = threading.Lock()
         self._left = error
         self._finalizer.detach()
 
     def _error(self) -> SpillwayError:
-        """Why this thread's last function failed."""
+        """Returns the error of the last function that failed in this thread."""
         message, data, size = ctypes.c_char_p(), ctypes.c_void_p(), ctypes.c_size_t()
         code = self.library.spillway_error(*map(ctypes.byref, (message, data, size)))
         return _error_of(code, message, data, size)
 
     def open(self, method: str, timeout: float | None) -> NativeCall:
-        """Starts a call of a method, "/package.Service/Method".
+        """Starts a call of a method such as "/package.Service/Method".
 
         Raises:
             ValueError: The channel is closed.
         """
-        # 0 is no limit there.
+        # 0 means no limit in libspillway.
         seconds = 0.0 if timeout is None else max(timeout, 1e-9)
         with self._lock:
             self._check_open()
@@ -237,10 +237,10 @@ class NativeChannel:
         return NativeCall(self.library, self._checked(handle))
 
     def begin_step(self, description: bytes) -> int:
-        """Announces a step: a serialised `DecodeStep`. Returns its handle.
+        """Begins a step, described by a serialised `DecodeStep`. Returns its handle.
 
         Raises:
-            SpillwayError: It is refused.
+            SpillwayError: The step is refused.
             ValueError: The channel is closed.
         """
         with self._lock:
@@ -249,9 +249,10 @@ class NativeChannel:
         return self._checked(handle)
 
     def begin_streamed_step(self, description: bytes, shape: Any) -> int:
-        """The same of a daemon anywhere, by messages; shape: by reference, of its model.
+        """The same for a daemon on any host, by messages.
 
-        What the daemon refuses its first attend tells.
+        The first attend returns the error if the daemon refuses the step. shape:
+        spillway_step_shape of the model, by reference.
         """
         with self._lock:
             self._check_open()
@@ -264,13 +265,13 @@ class NativeChannel:
         """Asks for an attend at a layer of a step.
 
         Args:
-            step: Its handle.
+            step: Handle of the step.
             layer: The layer.
-            tensors: By reference, a spillway_step_tensors.
-            at_once: To return before a daemon's answer is there.
+            tensors: A spillway_step_tensors, by reference.
+            at_once: Return before a daemon has answered.
 
         Returns:
-            Whether the answer is there; else the step can but be awaited or ended.
+            Whether the attend is answered. If not, the step can only be awaited or ended.
         """
         self._check_open()
         seconds = 0.0 if at_once else _WAIT_SECONDS
@@ -280,9 +281,9 @@ class NativeChannel:
         return bool(code == 0)
 
     def await_step(self, step: int, tensors: Any) -> None:
-        """Waits for the answer of a step that was asked, with the tensors as they were.
+        """Waits for the answer of a step. Pass the same tensors as to `ask_step`.
 
-        An interrupt is raised meanwhile; then the step can but be ended.
+        An interrupt is raised during the wait. Then the step can only be ended.
         """
         self._check_open()
         code = _UNANSWERED
@@ -300,10 +301,10 @@ class NativeChannel:
         return _bytes(data, size)
 
     def map_gpu_region(self, device: str, handle: bytes) -> GpuMapping:
-        """Maps memory of a GPU that a daemon has shared.
+        """Maps GPU memory that a daemon shares.
 
         Raises:
-            SpillwayError: The library is without CUDA, or does not see the GPU.
+            SpillwayError: The library has no CUDA, or this process does not see the GPU.
             ValueError: The channel is closed.
         """
         self._check_open()
@@ -314,12 +315,12 @@ class NativeChannel:
         return GpuMapping(self.library, self._checked(mapped), address.value or 0, ordinal.value)
 
     def open_decoder(self, description: bytes, token_count_max: int) -> int:
-        """Opens a decoder on streams of the engine's GPU: a serialised `DecodeStep`.
+        """Opens a decoder on streams of the engine's GPU, for a serialised `DecodeStep`.
 
         Returns its handle.
 
         Raises:
-            SpillwayError: It is refused.
+            SpillwayError: The decoder is refused.
             ValueError: The channel is closed.
         """
         with self._lock:
@@ -338,7 +339,7 @@ class NativeChannel:
         return version.value
 
     def enqueue_attend(self, decoder: int, layer: int, tensors: Any, stream: int) -> None:
-        """Enqueues a layer; tensors: by reference, a spillway_step_tensors."""
+        """Enqueues a layer. tensors: a spillway_step_tensors, by reference."""
         self._check_open()
         if self.library.spillway_decoder_attend(decoder, layer, tensors, stream):
             raise self._error()
@@ -350,7 +351,7 @@ class NativeChannel:
             raise self._error()
 
     def decoder_results(self, decoder: int, layer: int) -> bytes:
-        """As `step_results`, of a layer of the last step that has ended."""
+        """The same as `step_results`, for a layer of the last step that has ended."""
         self._check_open()
         data, size = ctypes.c_void_p(), ctypes.c_size_t()
         out = map(ctypes.byref, (data, size))
@@ -359,13 +360,13 @@ class NativeChannel:
         return _bytes(data, size)
 
     def decoder_sums(self, decoder: int, layer: int) -> Sums:
-        """Returns sums over a layer's steps of a decoder that have ended well."""
+        """Returns the sums over a layer's steps of a decoder that have succeeded."""
         self._check_open()
         sums: Sums = self.library.spillway_decoder_sums_of(decoder, layer)
         return sums
 
     def close(self) -> None:
-        """Closes the channel; an engine goes with all it holds."""
+        """Closes the channel. An embedded engine ends with everything in it."""
         with self._lock:
             self._finalizer()
 
@@ -396,9 +397,9 @@ class NativeChannel:
     def stream_stream(
         self, method: str, request_serializer: Any, response_deserializer: Any, **_: Any
     ) -> Any:
-        """Returns a method's callable, as `grpc.Channel` does, that sends all requests at once.
+        """Returns a method's callable, as `grpc.Channel` does. It sends all requests at the start.
 
-        `open` is for calls that go back and forth.
+        For calls in which requests depend on responses, use `open`.
         """
         return functools.partial(
             self._stream, method, request_serializer, response_deserializer, single=False
@@ -407,7 +408,7 @@ class NativeChannel:
     def _send(
         self, method: str, to: Any, requests: Any, timeout: float | None, single: bool
     ) -> NativeCall:
-        """Starts a call with its one request, or all of them."""
+        """Starts a call and sends its one request, or all of them."""
         call = self.open(method, timeout)
         for request in [requests] if single else requests:
             if not call.send(to(request)):
@@ -445,22 +446,22 @@ class NativeChannel:
         response = call.receive()
         if response is None:
             raise SpillwayError(f"{method} gave no answer", code="INTERNAL")
-        # It may still end with an error.
+        # The call may still end with an error.
         call.receive()
         return of(response)
 
 
 def attend_at_once(loaded: ctypes.CDLL, shares: Any, count: int, layer: int, tensors: Any) -> bool:
-    """Asks several steps for a layer, then waits for each; returns whether all went well.
+    """Asks several steps for a layer, then waits for each. Returns whether all succeeded.
 
-    An interrupt is raised meanwhile; then the steps can but be ended.
+    An interrupt is raised during the wait. Then the steps can only be ended.
 
     Args:
         loaded: The library.
-        shares: By reference, so many spillway_step_share. Each is given its code.
-        count: Of them.
+        shares: An array of `count` spillway_step_share, by reference. Their codes are written.
+        count: Number of shares.
         layer: The layer.
-        tensors: By reference, the spillway_step_tensors of all.
+        tensors: The spillway_step_tensors of all sequences and heads, by reference.
     """
     code = loaded.spillway_steps_attend(shares, count, layer, tensors, _WAIT_SECONDS)
     while code == _UNANSWERED:
@@ -469,29 +470,29 @@ def attend_at_once(loaded: ctypes.CDLL, shares: Any, count: int, layer: int, ten
 
 
 class GpuMapping:
-    """Memory of a GPU that a daemon shares, mapped here for as long as this lives.
+    """GPU memory that a daemon shares, mapped into this process until this object is destroyed.
 
     Attributes:
-        address: Where it is.
+        address: CUDA address in this process.
         ordinal: CUDA's number of the GPU in this process.
     """
 
     def __init__(self, loaded: ctypes.CDLL, handle: int, address: int, ordinal: int) -> None:
         self.address, self.ordinal = address, ordinal
         unmapping = forks.finalizer(self, loaded.spillway_gpu_region_unmap, handle)
-        # CUDA is going then, and unmaps it.
+        # At exit CUDA is being shut down, and unmaps the memory itself.
         unmapping.atexit = False
 
 
 def _bytes(data: ctypes.c_void_p, size: ctypes.c_size_t) -> bytes:
-    """What a function gave out by reference."""
+    """Copies the bytes that a function of the library returned."""
     return ctypes.string_at(data, size.value) if size.value else b""
 
 
 def _error_of(
     code: int, message: ctypes.c_char_p, data: ctypes.c_void_p, size: ctypes.c_size_t
 ) -> SpillwayError:
-    """The exception of a status: code, text, and its serialised details where there are any."""
+    """Makes the exception for a status: code, text, and serialised details if there are any."""
     status = status_pb2.Status.FromString(_bytes(data, size))
     if not status.code:
         status.code = code
@@ -500,7 +501,7 @@ def _error_of(
 
 
 class _Responses:
-    """The responses of a call, and the way to give them up."""
+    """The responses of a call, which can be cancelled."""
 
     def __init__(self, call: NativeCall, of: Any) -> None:
         self._call = call
@@ -520,24 +521,24 @@ class NativeCall:
         self._handle = handle
         self._data, self._size = ctypes.c_void_p(), ctypes.c_size_t()
         self._out = ctypes.byref(self._data), ctypes.byref(self._size)
-        # Not at exit: a thread may be waiting in it.
+        # Not closed at exit, because a thread may still wait in the call.
         closing = forks.finalizer(self, loaded.spillway_call_close, handle)
         closing.atexit = False
 
     def send(self, message: bytes) -> bool:
-        """Sends a message; False where the call is known to have ended."""
+        """Sends a message. Returns False if the call has already ended."""
         sent: int = self._library.spillway_call_send(self._handle, message, len(message))
         return sent == 0
 
     def send_end(self) -> None:
-        """Says that no more messages come."""
+        """Tells the daemon that no more messages follow."""
         self._library.spillway_call_send_end(self._handle)
 
     def receive(self) -> bytes | None:
-        """Waits for a message; None where the call has ended well.
+        """Waits for a message. Returns None if the call has ended without an error.
 
         Raises:
-            SpillwayError: It has ended otherwise.
+            SpillwayError: The call has ended with an error.
         """
         while True:
             result = self._library.spillway_call_receive(self._handle, _WAIT_SECONDS, *self._out)
@@ -548,12 +549,12 @@ class NativeCall:
                 return None
 
     def _check_end(self) -> None:
-        """Raises what the call ended with, unless that was OK."""
+        """Raises the error with which the call ended, if any."""
         message = ctypes.c_char_p()
         code = self._library.spillway_call_status(self._handle, ctypes.byref(message), *self._out)
         if code != 0:
             raise _error_of(code, message, self._data, self._size)
 
     def cancel(self) -> None:
-        """Ends the call; a `receive` that waits returns."""
+        """Cancels the call. A waiting `receive` returns."""
         self._library.spillway_call_cancel(self._handle)

@@ -1,4 +1,4 @@
-"""Decode steps by libspillway: of an engine in this process, by a doorbell, or by messages."""
+"""Decode steps by libspillway: in an embedded engine, through a doorbell, or by messages."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Tensors(ctypes.Structure):
 
 
 def empty_like(q: Array, dtype: int, shape: tuple[int, ...]) -> Any:
-    """An array of q's kind, on the CPU; pinned where q is on a GPU."""
+    """Returns an empty array of q's type, on the CPU. It is pinned if q is on a GPU."""
     if is_torch(q):
         torch = sys.modules["torch"]
         kind = q.dtype if dtype == dtype_of(q, "q") else torch.float32  # type: ignore[union-attr]
@@ -84,7 +84,7 @@ class _Shape(ctypes.Structure):
 
 
 class NativeStep:
-    """A step of an engine in this process, or of a daemon's."""
+    """A step of an embedded engine or a daemon."""
 
     def __init__(
         self,
@@ -94,13 +94,13 @@ class NativeStep:
         *,
         streamed: bool,
     ) -> None:
-        """Begins it.
+        """Begins the step.
 
         Args:
-            channel: To the engine.
+            channel: Channel to the engine.
             message: The step.
-            model: Of its sequences.
-            streamed: By messages, to a daemon anywhere.
+            model: Model of the sequences.
+            streamed: Use messages, for a daemon on any host.
         """
         self.channel = channel
         self._shape = (message.token_count, model.query_head_count, model.head_dim)
@@ -111,8 +111,8 @@ class NativeStep:
             self.handle = channel.begin_streamed_step(description, ctypes.byref(shape))
         else:
             self.handle = channel.begin_step(description)
-        # At exit too, before the channel's, which was made earlier: the engine
-        # goes with the last of both.
+        # Also runs at exit, before the finalizer of the channel, which was made earlier. The engine
+        # ends when both the channel and all its steps are gone.
         self.end = forks.finalizer(self, channel.library.spillway_step_end, self.handle)
         self._tensors = Tensors()
         self._at = ctypes.byref(self._tensors)
@@ -120,15 +120,16 @@ class NativeStep:
     def ask(
         self, layer: int, q: Any, k: Any, v: Any, out_dtype: int, *, at_once: bool
     ) -> Callable[[], tuple[Any, Any]]:
-        """Asks for an attend. What is returned waits for the answer, and must be called.
+        """Asks for an attend. The caller must call the result, which waits for the answer.
 
         Args:
-            layer: As of `DecodeStep.attend`, like q, k and v.
+            layer: As for `DecodeStep.attend`, like q, k and v.
             q: Queries.
             k: Keys.
             v: Values.
             out_dtype: Element type of the output.
-            at_once: To return before the answer is there; else some of the wait may be here.
+            at_once: Return before the answer has arrived. Otherwise this call may wait for a part
+                of the time.
         """
         self.check_open()
         out, lse, kept = put_all(self._tensors, q, k, v, out_dtype)
@@ -144,7 +145,7 @@ class NativeStep:
         return answer
 
     def check_open(self) -> None:
-        """Raises ValueError where the step has ended, or the client is closed."""
+        """Raises ValueError if the step has ended or the client is closed."""
         self.channel._check_open()
         if not self.end.alive:
             raise ValueError("the step is closed")
@@ -154,7 +155,7 @@ class NativeStep:
         message = self.channel.step_results(self.handle)
         results = attention_service_pb2.AttendResponse.FromString(message).results
         for result in results:
-            # Of the output that is elsewhere.
+            # The messages have no tensors; the statistics need the shape of the output.
             result.out.shape.extend(self._shape)
         return results
 
@@ -163,16 +164,16 @@ F32 = dtype_number("float32")
 
 
 def put_all(tensors: Tensors, q: Any, k: Any, v: Any, out_dtype: int) -> tuple[Any, Any, list[Any]]:
-    """Says where a layer's arrays are; arguments as of `NativeStep.ask`.
+    """Fills in the addresses of a layer's arrays. Arguments as for `NativeStep.ask`.
 
     Returns:
-        New arrays for the output and the log-sum-exp, on the CPU, and what must live until
-        they are written: copies, where there had to be some.
+        New arrays for the output and the log-sum-exp, on the CPU, and a list of objects that
+        must live until these are written, such as copies of inputs.
     """
     shape = tuple(q.shape)
     out, lse = empty_like(q, out_dtype, shape), empty_like(q, F32, shape[:3])
     tensors.q_dtype, tensors.out_dtype = dtype_of(q, "q"), out_dtype
-    # [B, T, H, d] of queries and outputs, [B, H, T, d] of keys and values.
+    # q and out are [B, T, H, d], k and v are [B, H, T, d].
     kept = [
         put(tensors.q, q, 1, 2),
         put(tensors.k, k, 2, 1),
@@ -186,25 +187,25 @@ def put_all(tensors: Tensors, q: Any, k: Any, v: Any, out_dtype: int) -> tuple[A
 
 
 def address_of(array: Any) -> int:
-    """Where an array's elements begin, which lie side by side on the CPU."""
+    """Returns the address of a contiguous array on the CPU."""
     place = place_of(array)
     assert place is not None
     return place.address
 
 
 def put(tensor: _Tensor, array: Any, token: int, head: int) -> Any:
-    """Says where an array is, or a copy of it on the CPU whose rows lie side by side.
+    """Fills in the address and strides of an array, or of a contiguous copy on the CPU.
 
-    The copy of a CUDA tensor is complete when its current stream is.
+    The copy of a CUDA tensor is complete when the tensor's current stream is.
 
     Args:
-        tensor: What says it.
+        tensor: The struct to fill in.
         array: [B, ...].
         token: The dimension of tokens.
         head: The dimension of heads.
 
     Returns:
-        What must live as long as the place is used.
+        The array or the copy. It must live as long as the address is used.
     """
     place = place_of(array)
     if place is None:
@@ -224,12 +225,12 @@ def put(tensor: _Tensor, array: Any, token: int, head: int) -> Any:
 
 
 def set_place(tensor: _Tensor, place: Place, token: int, head: int) -> None:
-    """Says where elements are; `token` and `head` are the dimensions of those."""
+    """Fills in address and strides. `token` and `head` are the indices of these dimensions."""
     strides = place.strides
     tensor.data, tensor.sequence_stride = place.address, strides[0]
     tensor.token_stride, tensor.head_stride = strides[token], strides[head]
 
 
 def back(array: Any, q: Any) -> Any:
-    """An output on q's device."""
+    """Returns an output on q's device."""
     return array.to(q.device, non_blocking=True) if on_gpu(q) else array

@@ -9,12 +9,12 @@ from typing import Any
 from spillway._proto import attention_service_pb2, tensor_pb2
 from spillway.tensors import Array, fill, itemsize
 
-# Room for everything in a message that is not the elements of its tensors.
+# Bytes of a message for everything except the elements of its tensors.
 OVERHEAD_BYTES = 64 * 1024
-# A certificate's share of a response, per query and head: five varints of at
-# most ten bytes, two floats and the log-sum-exp, generously.
+# Bytes of a certificate in a response, per query and head: five varints of at most ten bytes, two
+# floats and the log-sum-exp, rounded up.
 CERTIFICATE_BYTES = 64
-# An item's share of a message beside its tensors: names, policy, framing.
+# Bytes of an item in a message, besides its tensors: names, policy, framing.
 ITEM_BYTES = 1024
 
 
@@ -49,14 +49,14 @@ class Part:
     item: int
     start: int
     end: int
-    # Bytes of the larger of the request's and the response's share.
+    # The larger of its bytes in the request and in the response.
     byte_count: int
 
 
 def query_parts(
     item: int, shape: Sequence[int], dtype: int, out_dtype: int, budget_bytes: int, count_max: int
 ) -> list[Part]:
-    """Cuts the queries of one item into even parts that fit into a message each."""
+    """Cuts the queries of one item into parts of equal size, each of which fits into a message."""
     query_count, head_count, head_dim = shape
     element_bytes = max(itemsize(dtype), itemsize(out_dtype))
     query_bytes = head_count * (head_dim * element_bytes + CERTIFICATE_BYTES)
@@ -65,8 +65,8 @@ def query_parts(
         raise ValueError(
             f"one query of {query_bytes} bytes does not fit into a message of {budget_bytes} bytes"
         )
-    # Even parts: a last part of few queries would be served by the policy
-    # while the others are dense.
+    # All parts have about the same size: a small last part would be served by the policy, while the
+    # others are dense.
     part_count = max(1, -(-query_count // step))
     edges = [query_count * i // part_count for i in range(part_count + 1)]
     return [
@@ -76,7 +76,7 @@ def query_parts(
 
 
 def pack(parts: Sequence[Part], budget_bytes: int, item_count_max: int) -> Iterator[list[Part]]:
-    """Groups parts, in order, into requests that fit and name no item twice."""
+    """Groups parts, in order, into requests that fit a message and name each item only once."""
     group: list[Part] = []
     for part in parts:
         full = sum(p.byte_count for p in group) + part.byte_count > budget_bytes
@@ -119,9 +119,9 @@ def fill_chunk(
     v: Array,
     places: tuple[tensor_pb2.RegionSlice, tensor_pb2.RegionSlice] | None = None,
 ) -> None:
-    """Makes an empty message the chunk of K and V [layers, H_kv, T, d], which may lie at places.
+    """Fills an empty message with K and V [layers, H_kv, T, d]. places: where they are in regions.
 
-    In place: a message that is put into another is copied, rows and all.
+    Fills it in place, because putting a message into another one copies it, with all rows.
     """
     chunk.sequence = sequence
     chunk.generation = generation
@@ -133,7 +133,7 @@ def fill_chunk(
 
 
 def check_shape(array: Any, dimensions: Sequence[str], what: str) -> tuple[int, ...]:
-    """Returns the shape; ValueError unless it has so many dimensions."""
+    """Returns the shape. Raises ValueError if it has another number of dimensions."""
     shape = tuple(array.shape)
     if len(shape) != len(dimensions):
         raise ValueError(f"{what} has shape {list(shape)}, not [{', '.join(dimensions)}]")

@@ -1,4 +1,4 @@
-"""By what a daemon is reached over TCP, and who the client says that it is."""
+"""TLS files and the token with which a client connects to a daemon."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ _PLAIN = ("tcp:", "unix:", "/")
 
 @dataclass(frozen=True)
 class Access:
-    """What a connection is made with.
+    """How a connection is encrypted and authenticated.
 
     Attributes:
-        tls: Whether TLS is spoken.
-        ca: PEM file with the authorities of the daemon's certificate; empty: the
-            system's.
+        tls: Whether TLS is used.
+        ca: PEM file with the authorities that sign the daemon's certificate; empty: the system's.
         cert: PEM file with the client's certificate; empty: none.
         key: PEM file with its key.
         token: Bearer token; empty: none.
@@ -36,7 +35,7 @@ class Access:
     token: str = ""
 
     def __repr__(self) -> str:
-        # Not the token: it would be in logs.
+        # Without the token, which would end up in logs.
         return f"Access(tls={self.tls}, ca={self.ca!r}, cert={self.cert!r})"
 
     @staticmethod
@@ -47,18 +46,18 @@ class Access:
         key: str | Path | None,
         token: str | None,
     ) -> Access:
-        """Returns the access to a target by arguments, or else by the environment.
+        """Returns the access to a target, from the arguments or else from the environment.
 
         Args:
-            target: As a user has named it.
+            target: The target as the user wrote it.
             ca: PEM file, or None for `SPILLWAY_TLS_CA`.
             cert: PEM file, or None for `SPILLWAY_TLS_CERT`.
             key: PEM file, or None for `SPILLWAY_TLS_KEY`.
             token: None for `SPILLWAY_TOKEN`.
 
         Raises:
-            ValueError: Files of TLS for a target without, a certificate without its
-                key, or no token.
+            ValueError: TLS files for a target without TLS, a certificate without its key, or a
+                token with invalid characters.
         """
         named = ca is not None or cert is not None or key is not None
         files = {
@@ -68,7 +67,7 @@ class Access:
         if token is None:
             token = os.environ.get("SPILLWAY_TOKEN", "")
         if not _TOKEN.fullmatch(token):
-            # What it holds is nobody else's business.
+            # The message does not contain the token, which is a secret.
             raise ValueError("the token has characters other than letters, digits and -._~+/=")
         plain = target.startswith(_PLAIN)
         if plain and named:
@@ -85,7 +84,7 @@ class Access:
         return Access(tls=True, token=token, **files)
 
     def grpcio_channel(self, target: str, options: list[tuple[str, int]]) -> grpc.Channel:
-        """Opens a channel of grpcio.
+        """Opens a grpcio channel.
 
         Raises:
             OSError: A file cannot be read.
@@ -106,7 +105,7 @@ class Access:
 
 
 class _Details(NamedTuple):
-    """grpc.ClientCallDetails, which is but an interface."""
+    """An implementation of grpc.ClientCallDetails, which is only an interface."""
 
     method: str
     timeout: float | None
@@ -122,7 +121,7 @@ class _TokenSender(
     grpc.StreamUnaryClientInterceptor,
     grpc.StreamStreamClientInterceptor,
 ):
-    """Says with every call whose it is. gRPC's call credentials are for TLS alone."""
+    """Adds the token to every call. gRPC's call credentials work only with TLS."""
 
     def __init__(self, token: str) -> None:
         self._header = ("authorization", f"Bearer {token}")

@@ -1,4 +1,4 @@
-"""Attends of steps of several daemons, by one call of libspillway."""
+"""Attends of steps on several daemons, with one call of libspillway."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _F32_BYTES = 4
 
 @dataclass(frozen=True)
 class Portion:
-    """What one step has of the arrays of all.
+    """The part of the common arrays that belongs to one step.
 
     Attributes:
         step: A step of one daemon.
-        first_layer: What it calls layer 0.
-        sequences: Which of the arrays' sequences are its own.
-        heads: Which of the KV heads.
-        query_heads: And of the query heads.
+        first_layer: Layer of the whole model that is layer 0 of the step.
+        sequences: Indices of its sequences in the arrays.
+        heads: Its KV heads.
+        query_heads: Its query heads.
     """
 
     step: DecodeStep
@@ -42,14 +42,15 @@ class Portion:
     query_heads: slice
 
     def of(self, array: Any) -> Any:
-        """Its own of outputs or log-sum-exps of all, [B, T, H_q, ...]."""
+        """Returns its part of the outputs or log-sum-exps of all, [B, T, H_q, ...]."""
         mine = self.sequences
         return array[mine.start : mine.stop : mine.step, :, self.query_heads]
 
     def lse_offset(self, lse: Any) -> int | None:
-        """How far into log-sum-exps of all [B, T, H_q] its own begin, bytes.
+        """Offset in bytes at which its part of the log-sum-exps of all [B, T, H_q] begins.
 
-        None where they do not lie side by side: they have no strides, and are put apart.
+        None if its part is not contiguous. libspillway has no strides for log-sum-exps, so such a
+        part gets its own array.
         """
         _, tokens, heads = lse.shape
         has_all = self.query_heads == slice(0, heads)
@@ -63,17 +64,17 @@ class Portion:
 
 
 class AttendsAtOnce:
-    """Steps of several daemons that serve a layer together. Not thread-safe.
+    """Steps on several daemons that serve a layer together. Not thread-safe.
 
-    All of the daemons are asked before the first answer is waited for; what they read and
-    write is where the arrays of all are.
+    All daemons are asked before the first answer is waited for. They read and write the common
+    arrays in place.
 
     Attributes:
-        portions: What the steps have of the arrays.
+        portions: The parts of the arrays that belong to the steps.
     """
 
     def __init__(self, portions: SequenceABC[Portion]) -> None:
-        """Takes steps for which `possible` says so."""
+        """Takes steps for which `possible` returns True."""
         self.portions = list(portions)
         self._kinds = [portion.step._kind for portion in portions]
         self._shares = (Share * len(portions))()
@@ -93,11 +94,11 @@ class AttendsAtOnce:
 
     @staticmethod
     def possible(portions: SequenceABC[Portion]) -> bool:
-        """Whether all the steps go by libspillway now, and are open."""
+        """Whether all steps are open and use libspillway."""
         return all(isinstance(portion.step._kind, NativeStep) for portion in portions)
 
     def begun(self) -> bool:
-        """Whether the steps are those that they were: none was begun again."""
+        """Whether the steps are still the same, that is, none was begun again."""
         return all(
             portion.step._kind is kind
             for portion, kind in zip(self.portions, self._kinds, strict=True)
@@ -106,16 +107,16 @@ class AttendsAtOnce:
     def attend(
         self, layer: int, rows: tuple[Any, Any, Any], out_dtype: int
     ) -> tuple[Any, Any, list[int]]:
-        """Attends, at all the daemons.
+        """Attends on all daemons.
 
         Args:
-            layer: Of the whole model.
-            rows: q, k and v of all, as of `DecodeStep.attend` and checked.
+            layer: Layer of the whole model.
+            rows: q, k and v of all, as for `DecodeStep.attend`, already checked.
             out_dtype: Element type of the output.
 
         Returns:
-            Output and log-sum-exp of all, and the indices of the portions that failed, whose
-            part of them is not written. Their steps may be asked again.
+            Output and log-sum-exp of all, and the indices of the portions that failed. The parts of
+            these portions are not written. Their steps may be asked again.
 
         Raises:
             ValueError: A step is closed.
@@ -150,6 +151,6 @@ class AttendsAtOnce:
         return *self._last, failed
 
     def share_results(self) -> None:
-        """Gives each step its own of the last attend, for `DecodeStep.results`."""
+        """Gives each step its part of the last attend, for `DecodeStep.results`."""
         for portion in self.portions:
             portion.step._last = portion.of(self._last[0]), portion.of(self._last[1])

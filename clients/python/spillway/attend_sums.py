@@ -1,4 +1,4 @@
-"""What is counted of attends: rows read, rows that could have been, certificates."""
+"""Statistics of attends: rows read, rows that could have been read, certificates."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ class LayerStatistics:
     device_time_us: float = 0.0
 
     def add_sums(self, sums: Sums) -> None:
-        """Counts what a decoder has served; its attends are not timed."""
+        """Adds the sums of a decoder, whose attends are not timed."""
         for name, _ in Sums._fields_:
             setattr(self, name, getattr(self, name) + getattr(sums, name))
 
     def add(self, result: AttendResult) -> None:
-        """Counts one result."""
+        """Adds one result."""
         message = result.message
         certificate = message.certificate
         touched = message.statistics.touched_row_counts
         query_count, head_count = message.out.shape[:2]
         self.attend_count += query_count
         self.touched_row_count += sum(touched)
-        # A query head's n counts once per KV head.
+        # Every query head has a count of visible tokens; rows are counted once per KV head.
         kv_head_count = len(touched) // query_count
         self.visible_row_count += (
             sum(certificate.visible_token_counts) * kv_head_count // head_count

@@ -66,16 +66,16 @@ from spillway.tracing import Metadata, trace_metadata
 if TYPE_CHECKING:
     from spillway.stream import StreamDecoder
 
-# The daemon's bound; a message beyond it is refused on either side.
+# Size limit of a message at the daemon. Larger messages are refused by both sides.
 MESSAGE_BYTES_MAX = 4 << 20
 UPLOAD_CHUNK_BYTES = 2 << 20
 API_MAJOR = 0
-# What targets of several daemons begin with.
+# Prefix of targets that are clusters of daemons.
 _CLUSTER = "ray:"
 
 
 class _Stubs:
-    """The services' stubs; their methods carry no types."""
+    """The stubs of the services. Their methods have no types."""
 
     def __init__(self, channel: Any) -> None:
         self.models: Any = model_service_pb2_grpc.ModelServiceStub(channel)
@@ -109,19 +109,20 @@ class Client:
         resume_seconds: float,
     ) -> None:
         self.target = target
-        # Why it cannot be used: it is that of the process which this one was forked from.
+        # Set in a forked process: the error for every use of the client, which belongs to the
+        # parent.
         self._left = ""
         self._timeout = timeout
         self._native_asked = native
-        # Why the daemon was found to have none; empty while nothing is known.
+        # Why there is no doorbell; empty as long as that is not known.
         self._no_doorbell = ""
-        # Why the last decoder that was asked for could not be had.
+        # Why the last decoder could not be opened.
         self._no_decoder = ""
         embedded = target == _native.EMBEDDED
         library = None if native is False else _native.library(required=embedded or native is True)
-        # Carries decode streams, and everything to an engine in this process.
+        # Carries decode streams, and all calls to an embedded engine.
         self._native: NativeChannel | None = None
-        # None for an engine in this process, which goes with it.
+        # None for an embedded engine, which ends with this process.
         self._presence: Presence | None = None
         if embedded:
             assert library is not None
@@ -132,7 +133,7 @@ class Client:
             self._channel = _grpcio_channel(target, access)
             self._stubs = _Stubs(self._channel)
             self._presence = Presence(self._stubs.sequences.Connect)
-            # Of a client that nobody closes.
+            # For a client that is never closed.
             forks.finalizer(self, self._presence.close)
             if library is not None:
                 self._native = NativeChannel(
@@ -194,7 +195,7 @@ class Client:
 
     def _leave_to_parent(self, error: str) -> None:
         self._left = error
-        # What these write when they go is the parent's to write.
+        # When these are destroyed they write to the connection, which only the parent may do.
         for given in (self._channel, self._stubs, self._presence):
             forks.keep(given)
         if self._native is not None:
@@ -224,7 +225,7 @@ class Client:
         return "doorbell" if doorbell and not self._no_doorbell else self.transport
 
     def _described_transport(self) -> Transport:
-        """How the engine is reached, and why in no better way."""
+        """Returns how the engine is reached, and why no better transport is used."""
         steps = self.step_transport
         gpus = [device for device in self.server_info.devices if device.uuid]
         mps = bool(gpus) and all(gpu.mps for gpu in gpus)
@@ -266,13 +267,13 @@ class Client:
 
     @property
     def _metadata(self) -> Metadata | None:
-        """What a call says of this client, and of the trace that it is part of."""
+        """gRPC metadata of a call: the id of this client, and of the active trace."""
         return None if self._presence is None else self._presence.metadata + trace_metadata()
 
     def _call(self, method: Any, request: Any, *, timeout: float | None = None) -> Any:
-        """Calls a method with one response; raises SpillwayError.
+        """Calls a method with one response. Raises SpillwayError.
 
-        Of timeouts, seconds, None is the client's and infinity none.
+        timeout: Seconds. None means the client's timeout, and infinity no limit.
         """
         limit = self._timeout if timeout is None else timeout
         try:
@@ -283,11 +284,11 @@ class Client:
             raise error_from_rpc(error) from None
 
     def _read(self, method: Any, request: Any) -> Any:
-        """Calls a method that changes nothing: again, where a restart broke it."""
+        """Calls a method that changes nothing. Repeats it if a restart of the daemon broke it."""
         return self._restarts.again(partial(self._call, method, request))
 
     def _stream(self, method: Any, request: Any, *, timeout: float | None = None) -> Iterator[Any]:
-        """Calls a method with a stream of responses; cancels it when abandoned."""
+        """Calls a method with a stream of responses. An abandoned iterator cancels the call."""
         limit = self._timeout if timeout is None else timeout
         call = method(request, timeout=limit, metadata=self._metadata)
         try:
@@ -466,7 +467,8 @@ class Client:
             ResourceExhausted: The daemon has no free memory.
         """
         message = _sequence_message(_name(model), policy, ttl)
-        # Asked before: had the daemon restarted in between, the model would be gone.
+        # boot_id is read first: if the daemon restarts in between, the model is gone, and the call
+        # fails.
         boot_id = self.get_server_info().boot_id
         response = self._call(
             self._stubs.sequences.CreateSequence,
@@ -535,7 +537,7 @@ class Client:
         return Sequence(self, response.sequence, boot_id), response.client_data
 
     def _snapshot_folder(self, folder: str | Path) -> str:
-        """A folder as the engine names it: its own process may name any."""
+        """Returns the folder as the engine sees it. An embedded engine accepts any path."""
         embedded = self.target == _native.EMBEDDED
         return os.path.abspath(folder) if embedded else str(folder)
 
@@ -640,8 +642,8 @@ class Client:
                     token_count = sequence.refresh().layer_token_counts[layer]
                     sights[sequence] = range(token_count - shape[0] + 1, token_count + 1)
                 if min(p.end - p.start for p in made) <= limits.sparse_query_token_count_max:
-                    # Alone so few queries would be served by the policy;
-                    # together they are dense.
+                    # A part with so few queries would be served by the policy, although the whole
+                    # request is dense.
                     part_policies[index] = Policy(selector="all")
             parts.extend(made)
 
@@ -819,7 +821,7 @@ class Client:
         while token:
             request.page_token = token
             page = self._read(self._stubs.admin.GetStatistics, request)
-            if not request.model:  # Every page names the model asked for.
+            if not request.model:  # Every page repeats the model that was asked for.
                 response.models.extend(page.models)
             response.sequences.extend(page.sequences)
             token = page.next_page_token
@@ -834,7 +836,7 @@ class Client:
 def _sequence_message(
     model: str, policy: Policy | None, ttl: datetime.timedelta | float | None
 ) -> sequence_service_pb2.Sequence:
-    """What a new sequence shall be; a ttl in seconds."""
+    """Makes the message for a new sequence. ttl: a timedelta or seconds."""
     message = sequence_service_pb2.Sequence(
         model=model, policy=None if policy is None else policy.to_proto()
     )
@@ -857,7 +859,7 @@ def _grpcio_channel(target: str, access: Access) -> grpc.Channel:
             ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
             ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
             ("grpc.enable_http_proxy", 0),
-            # One that restarts is found soon after.
+            # A daemon that restarts is found again soon.
             ("grpc.initial_reconnect_backoff_ms", 50),
             ("grpc.max_reconnect_backoff_ms", 1000),
         ],
@@ -865,7 +867,7 @@ def _grpcio_channel(target: str, access: Access) -> grpc.Channel:
 
 
 def _cluster_connect(target: str) -> Callable[..., Any]:
-    """What connects to several daemons, a package of its own."""
+    """Returns the `connect` of the package for clusters."""
     name = "spillway_cluster"
     try:
         package = importlib.import_module(name)

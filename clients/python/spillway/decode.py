@@ -1,4 +1,4 @@
-"""The Decode stream: append the new token's K/V of a layer and attend, in order."""
+"""The Decode stream: appends the new tokens' K/V of a layer and attends, in order."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class _Pending(NamedTuple):
     sequence: Sequence
     appends: bool
     decode: Decoder
-    # To be sent again after a restart.
+    # Kept so that it can be sent again after a restart.
     request: attention_service_pb2.DecodeRequest
 
 
 class _GrpcioStream:
-    """The messages of one stream; one thread may send while another receives."""
+    """The messages of one stream. One thread may send while another one receives."""
 
     name = "grpcio"
 
@@ -56,11 +56,11 @@ class _GrpcioStream:
         )
 
     def send(self, request: attention_service_pb2.DecodeRequest) -> None:
-        """Sends a message; that the stream has ended is for `receive` to tell."""
+        """Sends a message. If the stream has ended, `receive` raises the error."""
         self._requests.put(request)
 
     def receive(self) -> attention_service_pb2.DecodeResponse | None:
-        """Waits for a message; None where the daemon ended the stream.
+        """Waits for a message. Returns None if the daemon ended the stream.
 
         Raises:
             SpillwayError: The stream broke.
@@ -71,7 +71,7 @@ class _GrpcioStream:
             raise error_from_rpc(error) from None
 
     def cancel(self) -> None:
-        """Ends the stream; a `receive` that waits returns."""
+        """Ends the stream. A waiting `receive` returns."""
         self._requests.put(None)
         self._responses.cancel()
 
@@ -112,7 +112,7 @@ class DecodeStream:
         self._pending: dict[int, _Pending] = {}
         self._next_id = 1
         self._closed = False
-        # What messages are of; None: the trace in which each is sent.
+        # Trace id of the messages. None: that of the trace that is active when a message is sent.
         self._trace: str | None = None
         forks.leaves(self)
 
@@ -128,7 +128,7 @@ class DecodeStream:
         return _NativeStream(client._native.open(_METHOD, self._timeout), client.transport)
 
     def _resume(self, error: Unavailable | Cancelled) -> None:
-        """Sends what is in flight again, once the daemon is there. Raises `error` if it is not."""
+        """Sends the steps in flight again when the daemon is back; otherwise raises `error`."""
         if self._timeout is not None:
             raise error
         self._breaks.wait(error)
@@ -137,7 +137,7 @@ class DecodeStream:
         for pending in self._pending.values():
             request = pending.request
             if request.HasField("append") and not request.visible_token_counts:
-                # A later step's tokens may be there already.
+                # Tokens of a later step may have been appended already.
                 start, count = request.append.token_start, request.append.k.shape[1]
                 request.visible_token_counts.extend(range(start + 1, start + count + 1))
             self._stream.send(request)
@@ -197,7 +197,7 @@ class DecodeStream:
             shape = _split.check_shape(k, ("H_kv", "T", "d"), "k")
             if start is None:
                 start = sequence.layer_token_counts[layer]
-            # In place: a message that is put into another is copied, rows and all.
+            # Filled in place, because putting a message into another one copies it, with all rows.
             request.append.token_start = start
             request.append.generation = sequence.generation
             fill(request.append.k, k, "k")

@@ -67,7 +67,7 @@ class SpillwayError(Exception):
             text += f" [{self.reason}]"
         for violation in self.fields:
             told = f"{violation.field}: {violation.description}"
-            # The daemon's message mostly says it already.
+            # The daemon's message usually contains it already.
             if told not in self.message:
                 text += f"; {told}"
         return text
@@ -207,22 +207,22 @@ def error_from_status(status: Any) -> SpillwayError:
 
 
 def tell_restart(error: SpillwayError, boot_id: str, store_id: str) -> SpillwayError:
-    """Tells a sequence that a restart took from one that was deleted or has expired.
+    """Distinguishes a sequence that was lost in a restart from one that was deleted or expired.
 
     Args:
-        error: What a call that names the sequence failed with.
-        boot_id: The daemon's when it had the sequence.
-        store_id: Of what outlives it, then; empty: nothing does.
+        error: The error of a call that names the sequence.
+        boot_id: The boot_id of the daemon when it had the sequence.
+        store_id: The store_id of the daemon at that time; empty: its rows do not outlive it.
 
     Returns:
-        A `DaemonRestarted` where the daemon has another boot_id now and no
-        such sequence; else the error itself.
+        A `DaemonRestarted` if the daemon has another boot_id now and no such sequence. Otherwise
+        the error itself.
     """
     now = error.metadata.get("boot_id", boot_id)
     if error.reason != "SEQUENCE_NOT_FOUND" or now == boot_id:
         return error
     if store_id and error.metadata.get("store_id") == store_id:
-        return error  # deleted, or expired, in one of the processes
+        return error  # deleted or expired, before or after the restart
     made = DaemonRestarted(
         f"{error.metadata['name']} is lost: the daemon has restarted (boot_id {boot_id}, now "
         f"{now}) with none of the models and sequences it had",
@@ -234,8 +234,8 @@ def tell_restart(error: SpillwayError, boot_id: str, store_id: str) -> SpillwayE
 
 
 def error_from_rpc(error: grpc.RpcError) -> SpillwayError:
-    """Makes the exception for what a gRPC call raised."""
-    # Every RpcError of a call is also a grpc.Call; the type does not say so.
+    """Makes the exception for an error of a gRPC call."""
+    # Every RpcError of a call is also a grpc.Call, but its type does not say so.
     call: Any = error
     for key, value in call.trailing_metadata() or ():
         if key == _DETAILS_KEY:

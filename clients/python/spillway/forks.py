@@ -1,8 +1,8 @@
-"""What a process that was forked finds of its parent's clients: that they are the parent's alone.
+"""Makes the clients of a process unusable in processes that are forked from it.
 
-A connection, its threads and the memory that a daemon shares cannot be used from two
-processes: what the child wrote there would come in between the parent's, and what it closed at
-its exit would be closed for the parent.
+Two processes cannot share a connection, its threads, or memory that a daemon shares. The child's
+writes would mix with the parent's, and what the child closes at its exit would be closed for the
+parent too.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Any, Protocol
 
 class _Held(Protocol):
     def _leave_to_parent(self, error: str) -> None:
-        """Has further uses raise a RuntimeError of that text, and touches nothing of the parent's.
+        """Makes later uses raise a RuntimeError with this text. Changes nothing of the parent's.
 
-        In a child, before anything else of it runs: no other thread is there, and locks may be
-        held by those that were.
+        Runs in the child before any of its other code. The parent's other threads do not exist in
+        the child, and their locks may still be held.
         """
 
 
@@ -28,12 +28,12 @@ _pid = os.getpid()
 
 
 def leaves(held: _Held) -> None:
-    """Says that an object is to be told where this process is forked, in the child."""
+    """Registers an object whose `_leave_to_parent` is called in the child after a fork."""
     _held.add(held)
 
 
 def finalizer(owner: Any, function: Callable[..., Any], *arguments: Any) -> Any:
-    """A `weakref.finalize` that does nothing in a child of this process, to its exit."""
+    """Returns a `weakref.finalize` that does nothing in a forked child, not even at its exit."""
     return weakref.finalize(owner, _in_process, os.getpid(), function, *arguments)
 
 
@@ -43,12 +43,12 @@ def _in_process(pid: int, function: Callable[..., Any], *arguments: Any) -> None
 
 
 def keep(given: Any) -> None:
-    """Keeps an object to the end of this process and beyond: it is never finalized."""
+    """Keeps an object alive until the process has ended, so that it is never finalized."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(given))
 
 
 class Left:
-    """Stands for what is the parent's: whatever is asked of it raises."""
+    """Replaces an object that belongs to the parent. Every access raises."""
 
     def __init__(self, error: str) -> None:
         self._error = error

@@ -87,7 +87,7 @@ class KeyIndices:
 
 
 def hash_to_proto(weights: HashWeights | None) -> model_service_pb2.HashWeights | None:
-    """Returns the message `spillway.v1.HashWeights`; what is None stays unset."""
+    """Returns the message `spillway.v1.HashWeights`. Fields that are None stay unset."""
     if weights is None:
         return None
     values = {name: value for name, value in asdict(weights).items() if value is not None}

@@ -1,4 +1,4 @@
-"""A decoder on a GPU that is kept from step to step."""
+"""A decoder on a GPU that is kept open from step to step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class KeptDecoder:
-    """A decoder of some sequences, what it was opened for, and what of it is counted.
+    """A decoder of some sequences, with the settings for which it was opened, and its counts.
 
     Not thread-safe. The sequences are held until `decoder.close()`.
 
@@ -24,13 +24,13 @@ class KeptDecoder:
         decoder: The decoder.
 
     Args:
-        client: An embedded engine, or a daemon on this host, on a GPU.
-        sequences: Whose steps it serves, each with as many tokens in all layers.
-        policy: Overrides the sequences' own.
-        token_count: New tokens of each in a step.
+        client: Client of an embedded engine, or of a daemon on this host, on a GPU.
+        sequences: The sequences to decode, each with the same number of tokens in all layers.
+        policy: Overrides the policies of the sequences.
+        token_count: Number of new tokens of each sequence in a step.
 
     Raises:
-        SpillwayError: As of `Client.open_decoder`.
+        SpillwayError: As for `Client.open_decoder`.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class KeptDecoder:
         self._taken = [Sums() for _ in range(self._layer_count)]
 
     def serves(self, policy: Policy | None, token_count: int) -> bool:
-        """Whether the next step is as those before, and there is room for it."""
+        """Whether the decoder fits the next step: same policy and token count, and enough room."""
         same = policy == self._policy and token_count == self.decoder.token_count
         return same and token_count <= self._room
 
@@ -59,19 +59,19 @@ class KeptDecoder:
         return self._next_layer == self._layer_count
 
     def next(self) -> None:
-        """Begins the next step, as `StreamDecoder.next`."""
+        """Begins the next step, like `StreamDecoder.next`."""
         self.decoder.next()
         self._room -= self.decoder.token_count
         self._next_layer = 0
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Attends at a layer, as `StreamDecoder.attend`; the output [B, T, H_q, d] alone."""
+        """Like `StreamDecoder.attend`, but returns only the output [B, T, H_q, d]."""
         out, _ = self.decoder._enqueue(layer, q, k, v, wants_lse=False)
         self._next_layer = layer + 1
         return out
 
     def take(self) -> list[tuple[int, Sums]]:
-        """What each layer has served since this was asked last: of steps that are finished."""
+        """Returns the sums of each layer, over steps that finished since the last call."""
         taken = []
         for layer, before in enumerate(self._taken):
             now = self.decoder.sums(layer)

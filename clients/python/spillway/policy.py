@@ -191,7 +191,7 @@ class Policy:
 
     @classmethod
     def from_proto(cls, message: policy_pb2.Policy) -> Policy:
-        """Reads a `spillway.v1.Policy`; what is not set stays None."""
+        """Reads a `spillway.v1.Policy`. Fields that are not set become None."""
         values: dict[str, Any] = {
             name: getattr(message, name) for name in _SCALARS if message.HasField(name)
         }

@@ -35,16 +35,16 @@ from spillway.prefill_kernels import (
 )
 from spillway.tensors import gpu_uuid
 
-# Merging reads and writes an output of the chunk's size per block: of blocks this long
-# it takes a fiftieth of the time (docs/adr/0040).
+# Each block is merged into an output of the chunk's size, which is read and written. With blocks of
+# this length, merging takes a fiftieth of the time (docs/adr/0040).
 BLOCK_TOKEN_COUNT = 16384
 _SLOTS = 2
-# What kernels take for themselves while they run.
+# Memory that kernels need as workspace.
 _WORKSPACE_BYTES = 32 << 20
 
 
 class Rows(Protocol):
-    """What `Prefill` needs of a sequence: `spillway.Sequence.fetch`."""
+    """The part of `spillway.Sequence` that `Prefill` needs: `fetch`."""
 
     def fetch(
         self,
@@ -59,7 +59,7 @@ class Rows(Protocol):
 
 
 class _Kind(NamedTuple):
-    """What buffers are for."""
+    """Key of the buffers: they fit one device, dtype and shape."""
 
     device: torch.device
     dtype: torch.dtype
@@ -68,46 +68,47 @@ class _Kind(NamedTuple):
 
 
 class _Slot:
-    """K and V of one block, and when what read them last is done."""
+    """K and V of one block, and an event after the last kernel that reads them."""
 
     def __init__(self, k: torch.Tensor, v: torch.Tensor) -> None:
         self.k = k
         self.v = v
         self.read: torch.cuda.Event | None = None
-        # On which what fills it waits.
+        # Stream on which the slot is filled.
         self.stream = torch.cuda.Stream(k.device) if k.device.type == "cuda" else None
 
     def rows(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The first rows [H_kv, count, d] of both."""
+        """Returns the first `count` rows of K and V, [H_kv, count, d] each."""
         return self.k[:, :count], self.v[:, :count]
 
     def note_read(self) -> None:
-        """Notes that the kernels queued on the current stream read it, the last of them."""
+        """Records the event, after the kernels on the current stream, which read the slot last."""
         if self.k.device.type == "cuda":
             self.read = self.read or torch.cuda.Event()
             self.read.record(torch.cuda.current_stream(self.k.device))
 
 
 class _Buffers:
-    """Two slots, and what fills them."""
+    """Two slots, and the code that fills them."""
 
     def __init__(self, kind: _Kind, block: int, client: Any) -> None:
         shape = (_SLOTS, 2, kind.kv_heads, block, kind.head_dim)
-        # The thread that fills them is in no inference mode, whatever the caller is in.
+        # The thread that fills them is not in inference mode, so they must not be inference
+        # tensors.
         with torch.inference_mode(False):
             self._region, held = _in_gpu_region(client, kind, shape)
             if held is None:
                 held = torch.empty(shape, dtype=kind.dtype, device=kind.device)
             self.slots = [_Slot(*held[index]) for index in range(_SLOTS)]
-        # Whether a daemon writes rows to it in place.
+        # Whether a daemon writes rows into the buffers in place.
         self.in_region = self._region is not None
         self.client = client
         for slot in self.slots:
-            # What the memory was used for before may still be queued.
+            # Kernels that used this memory before may still be queued.
             slot.note_read()
 
     def fill(self, slot: _Slot, sequence: Rows, layer: int, start: int, end: int) -> None:
-        """Fetches tokens [start, end) once nothing reads the slot any more; in a thread."""
+        """Fetches tokens [start, end) into the slot, after its last reader. Runs in a thread."""
         into = slot.rows(end - start)
         if slot.stream is None:
             sequence.fetch(layer, start, end, into=into)
@@ -115,13 +116,13 @@ class _Buffers:
         with torch.cuda.device(slot.k.device), torch.cuda.stream(slot.stream):
             if slot.read is not None:
                 slot.stream.wait_event(slot.read)
-            # It waits for this stream, and returns when the rows are written. Rows that came
-            # in messages are on their way on the stream.
+            # fetch waits for this stream, and returns when an engine has written the rows. Rows
+            # that came in messages are still being copied on the stream.
             sequence.fetch(layer, start, end, into=into)
             slot.stream.synchronize()
 
     def close(self) -> None:
-        """Waits for what reads the slots, and gives their memory back."""
+        """Waits for the kernels that read the slots, and frees their memory."""
         for slot in self.slots:
             if slot.read is not None:
                 slot.read.synchronize()
@@ -135,7 +136,7 @@ class _Buffers:
 def _in_gpu_region(
     client: Any, kind: _Kind, shape: tuple[int, ...]
 ) -> tuple[Any, torch.Tensor | None]:
-    """A region of a daemon's GPU with a tensor in it, for it to write to; else None."""
+    """Returns a region of a daemon's GPU and a tensor in it, or (None, None)."""
     if kind.device.type != "cuda" or client is None:
         return None, None
     if client.transport in ("embedded", "cluster"):
@@ -149,8 +150,8 @@ def _in_gpu_region(
     try:
         region = client.attach_region(byte_count, device=uuids[0])
     except (SpillwayError, ValueError):
-        # No unix socket, no libspillway, or no room: rows come in messages, and
-        # `Prefill.in_place` says so.
+        # No unix socket, no libspillway, or no memory: rows come in messages, and
+        # `Prefill.in_place` is False.
         return None, None
     return region, region.tensor(shape, str(kind.dtype).removeprefix("torch."))
 
@@ -320,18 +321,20 @@ class Prefill:
     def _fetches(
         self, sequence: Rows, layer: int, k: torch.Tensor, blocks: list[tuple[int, int]]
     ) -> Iterator[Iterator[tuple[_Slot, int]]]:
-        """Fetches blocks, up to two ahead of what attends.
+        """Fetches blocks, up to two ahead of the one that is being attended.
 
         Yields:
-            Each block's slot and token count, when its rows are there. What reads a
-            slot must be queued, and noted, before the next one is asked for.
+            The slot and the token count of each block whose rows have arrived. The kernels that
+            read a slot must be queued, and noted with `note_read`, before the next block is
+            requested.
         """
         if not blocks:
             yield iter(())
             return
         buffers = self._buffers_for(sequence, k)
         if self._pool is None:
-            # A call for each slot: what a call costs passes beside the other's copy.
+            # One thread per slot, so that the overhead of one call overlaps with the copy of the
+            # other.
             self._pool = ThreadPoolExecutor(_SLOTS, thread_name_prefix="spillway-prefill")
         pool = self._pool
         futures: list[Future[None]] = []
@@ -354,10 +357,10 @@ class Prefill:
         except BaseException:
             for future in futures:
                 future.cancel()
-            # Nothing is written to the buffers any more when the error is seen.
+            # After this, nothing writes to the buffers any more.
             wait(futures)
             for future in futures:
-                # It is told already, or followed from what is.
+                # The error was raised already, or is a consequence of the one that was.
                 with contextlib.suppress(CancelledError):
                     future.exception()
             for slot in buffers.slots:
@@ -369,7 +372,7 @@ class Prefill:
         client = getattr(sequence, "_client", None)
         held = self._buffers.get(kind)
         if held is not None and held.in_region and held.client is not client:
-            # Another daemon does not know the region.
+            # Another client's daemon does not know the region.
             del self._buffers[kind]
             held.close()
             held = None
@@ -381,7 +384,7 @@ class Prefill:
 def buffer_bytes(
     *, kv_heads: int, head_dim: int, dtype: torch.dtype, block_token_count: int = BLOCK_TOKEN_COUNT
 ) -> int:
-    """Bytes of the two buffers of one shape."""
+    """Bytes of the two buffers for one shape."""
     return _SLOTS * 2 * kv_heads * block_token_count * head_dim * dtype.itemsize
 
 
@@ -392,11 +395,11 @@ def attend_bytes(
     token_count: int,
     dtype: torch.dtype,
 ) -> int:
-    """Bytes that `Prefill.attend` allocates at most beside its buffers, its output included.
+    """Most bytes that `Prefill.attend` allocates besides its buffers, including its output.
 
-    The output in float32, a block's, and the output as it is returned, the largest two of
-    which are held at once with the first; log-sum-exps and their weights. It holds for
-    kernels that make no copies, which are all but "plain".
+    These are the output in float32, a block's output and the returned output in q's dtype, and
+    log-sum-exps with their weights. This holds for kernels that make no copies, which are all
+    except "plain".
     """
     elements = query_heads * token_count
     return elements * (head_dim * (4 + 2 * dtype.itemsize) + 8 * 4) + _WORKSPACE_BYTES

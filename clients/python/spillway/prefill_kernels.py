@@ -1,8 +1,8 @@
-"""Attention with its log-sum-exp by the kernels that torch has, and merging of parts.
+"""Attention with its log-sum-exp by torch's kernels, and merging of parts.
 
-Which kernel serves a dtype and shape is found by trying: on a device each is run once
-on a few random tokens, and taken if what it returns is near to plain arithmetic.
-Log-sum-exps are natural, of logits after the scale.
+Trials find the kernels that serve a dtype and shape: each kernel of a device runs once on a few
+random tokens, and is used if its result is close to plain arithmetic. Log-sum-exps are natural
+logarithms, of logits after the scale.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ _Kernel = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, bool, float], tuple[torch.Tensor, torch.Tensor]
 ]
 
-# cuDNN makes a plan for every pair of lengths, which takes longer than a small attend:
-# it serves multiples of these numbers of queries and keys, which come again.
+# cuDNN makes a plan for every pair of lengths, which takes longer than a small attend. So it is
+# only used for multiples of these numbers of queries and keys, which occur again and again.
 _CUDNN_QUERIES = 512
 _CUDNN_KEYS = 2048
-# Queries of a trial, and half its keys.
+# Number of queries of a trial. Without a causal mask it has twice as many keys.
 _TRIED_TOKENS = 256
-# Logits of plain arithmetic at once, float32.
+# Bytes of the float32 logits that plain arithmetic computes at once.
 _PLAIN_BYTES = 64 << 20
-# Queries at once where a mask is made.
+# Number of queries that share a mask in `window_attention`.
 _WINDOW_TILE = 512
 
 
 def _grouped(q: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """Queries as [H_kv, group, T, d], a view."""
+    """Returns queries as [H_kv, group, T, d], a view."""
     return q.unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
 
 
 def _ungrouped(
     out: torch.Tensor, lse: torch.Tensor, token_count: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """From [H_kv, group, T, d] and [H_kv, group, T or more] to [T, H_q, d] and [T, H_q]."""
+    """Converts [H_kv, group, T, d] and [H_kv, group, T or more] to [T, H_q, d] and [T, H_q]."""
     heads = out.shape[0] * out.shape[1]
     lse = lse[..., :token_count].reshape(heads, token_count)
     return out.permute(2, 0, 1, 3).flatten(1, 2), lse.transpose(0, 1)
 
 
 def _shared(x: torch.Tensor, group: int) -> torch.Tensor:
-    """Keys or values as [H_kv, group, L, d], without copies."""
+    """Returns keys or values as [H_kv, group, L, d], without copies."""
     return x[:, None].expand(-1, group, -1, -1)
 
 
@@ -66,7 +66,7 @@ def _flash_cpu(
 def _batched(
     out: torch.Tensor, lse: torch.Tensor, token_count: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """From [1, H_q, T, d] and [1, H_q, T or more, maybe 1] to [T, H_q, d] and [T, H_q]."""
+    """Converts [1, H_q, T, d] and [1, H_q, T or more, maybe 1] to [T, H_q, d] and [T, H_q]."""
     lse = lse.reshape(out.shape[1], -1)[:, :token_count]
     return out[0].transpose(0, 1), lse.transpose(0, 1)
 
@@ -74,7 +74,7 @@ def _batched(
 def _flash(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """FlashAttention 2 of torch, which takes groups of query heads as they are."""
+    """FlashAttention 2 of torch, which supports grouped query heads."""
     out, lse, *_ = _ATEN._scaled_dot_product_flash_attention(
         q.transpose(0, 1)[None], k[None], v[None], 0.0, causal, scale=scale
     )
@@ -93,7 +93,7 @@ def _cudnn(
 def _efficient(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The memory-efficient kernel, which takes float32; its log-sum-exps are padded."""
+    """The memory-efficient kernel, which supports float32. Its log-sum-exps are padded."""
     group = q.shape[1] // k.shape[0]
     out, lse, *_ = _ATEN._scaled_dot_product_efficient_attention(
         _grouped(q, k.shape[0]),
@@ -111,7 +111,7 @@ def _efficient(
 def _plain(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Plain arithmetic in float32, some queries at a time."""
+    """Plain arithmetic in float32, for a tile of queries at a time."""
     token_count, query_heads, _ = q.shape
     kv_heads, length, _ = k.shape
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -140,7 +140,7 @@ _KERNELS: dict[str, _Kernel] = {
     "flash_cpu": _flash_cpu,
     "plain": _plain,
 }
-# What torch asks before it calls one itself.
+# The checks that torch makes before it calls one of these kernels.
 _ALLOWED: dict[_Kernel, Callable[[SDPAParams, bool], bool]] = {
     _cudnn: can_use_cudnn_attention,
     _flash: can_use_flash_attention,
@@ -149,17 +149,17 @@ _TRIED: dict[str, tuple[str, ...]] = {
     "cuda": ("cudnn", "flash", "efficient"),
     "cpu": ("flash_cpu",),
 }
-# Of the output's and the log-sum-exp's error on the tokens of a trial, which are of
-# deviation one: float32 kernels may multiply in TF32.
+# Largest errors of output and log-sum-exp in a trial, whose tokens have standard deviation 1.
+# Float32 kernels may multiply in TF32.
 _TOLERANCES = {torch.float32: 1e-2, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 
 class Trial(NamedTuple):
-    """What a kernel did on a few tokens.
+    """The result of trying a kernel on a few tokens.
 
     Attributes:
-        kernel: Its name.
-        refusal: Why it is not taken; empty where it is.
+        kernel: Name of the kernel.
+        refusal: Why the kernel is not used; empty if it is.
     """
 
     kernel: str
@@ -174,9 +174,9 @@ def trials(
 
     Args:
         device: The device.
-        dtype: Of q, k and v.
+        dtype: Dtype of q, k and v.
         head_dim: Elements of a key.
-        group: Query heads to a K/V head.
+        group: Number of query heads per KV head.
     """
     return tuple(
         Trial(name, _refusal(_KERNELS[name], device, dtype, head_dim, group))
@@ -192,12 +192,12 @@ def _refusal(
     def made(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator).to(device, dtype)
 
-    # Longer than wide, and with room between K/V heads as in the buffers.
+    # More keys than queries, and a gap between KV heads, as in the buffers of `Prefill`.
     q = made(_TRIED_TOKENS, 2 * group, head_dim)
     k, v = (made(2, 2 * _TRIED_TOKENS + 8, head_dim) for _ in range(2))
     tolerance = _TOLERANCES[dtype]
     for causal, length in ((False, 2 * _TRIED_TOKENS), (True, _TRIED_TOKENS)):
-        # Where torch would not call it, it may end the process.
+        # A kernel that torch would not call for such tensors may crash the process.
         allowed = _ALLOWED.get(kernel)
         if allowed is not None:
             tensors = q.transpose(0, 1)[None], k[None, :, :length], v[None, :, :length]
@@ -218,10 +218,10 @@ def _refusal(
 
 
 def kernel_of(q: torch.Tensor, k: torch.Tensor, *, causal: bool) -> str:
-    """The name of the kernel that `attention_with_lse` takes for such tensors.
+    """Returns the name of the kernel that `attention_with_lse` uses for such tensors.
 
     Raises:
-        TypeError: A dtype that is not float32, float16 or bfloat16.
+        TypeError: The dtype is not float32, float16 or bfloat16.
     """
     recurs = (
         min(q.shape[0], k.shape[1]) > 0
@@ -232,7 +232,7 @@ def kernel_of(q: torch.Tensor, k: torch.Tensor, *, causal: bool) -> str:
 
 
 def _taken(q: torch.Tensor, k: torch.Tensor) -> list[str]:
-    """The kernels that serve such tensors, but for lengths, the fastest first."""
+    """The kernels that serve such tensors at some length, fastest first."""
     if q.dtype not in _TOLERANCES:
         raise TypeError(f"q has elements of {q.dtype}, not float32, float16 or bfloat16")
     group = q.shape[1] // k.shape[0]
@@ -243,18 +243,18 @@ def _taken(q: torch.Tensor, k: torch.Tensor) -> list[str]:
 def attention_with_lse(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attends, and returns what merging needs.
+    """Attends, and returns the output with the log-sum-exp that merging needs.
 
     Args:
         q: Queries [T, H_q, d].
         k: Keys [H_kv, L, d]; H_q is a multiple of H_kv.
-        v: Values, the same shape.
-        causal: Query i sees keys 0 to i; L must be T. Else each sees all.
+        v: Values, with the same shape.
+        causal: Query i sees keys 0 to i, and L must be T. Otherwise each query sees all keys.
         scale: Factor on q.k.
 
     Returns:
         Output [T, H_q, d] of q's dtype, and the natural log-sum-exp of the scaled logits
-        [T, H_q], float32; views, maybe. Over no keys they are 0 and minus infinity.
+        [T, H_q], float32. Both may be views. Over no keys they are 0 and minus infinity.
     """
     if causal and q.shape[0] != k.shape[1]:
         raise ValueError(f"causal attention of {q.shape[0]} queries over {k.shape[1]} keys")
@@ -267,17 +267,17 @@ def attention_with_lse(
 def attention_in_parts(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float
 ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-    """Attends for all queries to all keys, in parts of which the fastest kernel takes most.
+    """Attends for all queries to all keys, in parts, so that the fastest kernel does most of them.
 
     Args:
         q: Queries [T, H_q, d].
         k: Keys [H_kv, L, d], at least one.
-        v: Values, the same shape.
+        v: Values, with the same shape.
         scale: Factor on q.k.
 
     Yields:
-        Which queries, and `attention_with_lse` of them over some keys; over all parts each
-        query sees each key once.
+        A slice of the queries, and `attention_with_lse` of these over some of the keys. Over all
+        parts, each query sees each key once.
     """
     for queries, keys in _cuts(q, k):
         out, lse = attention_with_lse(q[queries], k[:, keys], v[:, keys], causal=False, scale=scale)
@@ -285,13 +285,13 @@ def attention_in_parts(
 
 
 def largest_part(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries and keys of the first part, which has most of them."""
+    """Returns queries and keys of the first part, which is the largest."""
     queries, keys = _cuts(q, k)[0]
     return q[queries], k[:, keys]
 
 
 def _cuts(q: torch.Tensor, k: torch.Tensor) -> list[tuple[slice, slice]]:
-    """Which queries and keys make each part."""
+    """Returns the queries and keys of each part."""
     cut = "cudnn" in _taken(q, k)
     return [
         (queries, keys)
@@ -301,7 +301,7 @@ def _cuts(q: torch.Tensor, k: torch.Tensor) -> list[tuple[slice, slice]]:
 
 
 def _parts(count: int, multiple: int) -> list[slice]:
-    """The largest multiple, if any, and the rest."""
+    """Splits a count into its largest multiple of `multiple`, if any, and the rest."""
     whole = count - count % multiple if multiple else count
     return [slice(a, b) for a, b in ((0, whole), (whole, count)) if a < b]
 
@@ -315,9 +315,9 @@ def merge_into(
         out: Output over some keys [T, H_q, d], float32.
         lse: Its log-sum-exp [T, H_q], float32.
         part: Output over other keys, of any float dtype.
-        part_lse: Its log-sum-exp.
+        part_lse: Log-sum-exp of `part`.
     """
-    # The part's share of the sum of both. Where both are empty it is 0 / 0, and no share.
+    # The part's weight in the merged softmax. If both are empty it is NaN, which becomes 0.
     share = (part_lse - lse).sigmoid_().nan_to_num_(nan=0.0)
     torch.logaddexp(lse, part_lse, out=lse)
     out.mul_((1 - share)[..., None])
@@ -330,9 +330,9 @@ def merge(
     """Merges attention over two disjoint sets of keys.
 
     Args:
-        out_a: Output over the first [T, H_q, d]; over no keys it is 0.
-        lse_a: Its log-sum-exp [T, H_q], over no keys minus infinity.
-        out_b: Output over the second.
+        out_a: Output over the first set [T, H_q, d]. Over no keys it is 0.
+        lse_a: Its log-sum-exp [T, H_q]. Over no keys it is minus infinity.
+        out_b: Output over the second set.
         lse_b: Its log-sum-exp.
 
     Returns:
@@ -348,13 +348,13 @@ def merge(
 def window_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, window: int, scale: float
 ) -> torch.Tensor:
-    """Attends causally for the last T of L tokens, each to the `window` newest up to itself.
+    """Attends causally for the last T of L tokens, each to at most `window` tokens up to its own.
 
     Args:
         q: Queries [T, H_q, d].
         k: Keys [H_kv, L, d].
-        v: Values, the same shape.
-        window: Tokens that a query sees, its own among them.
+        v: Values, with the same shape.
+        window: Number of tokens that a query sees, including its own.
         scale: Factor on q.k.
 
     Returns:

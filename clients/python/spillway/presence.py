@@ -1,4 +1,4 @@
-"""Tells a daemon that this client is there, so that it keeps the sequences that nobody named."""
+"""Tells a daemon that this client is connected, so that it keeps the client's unnamed sequences."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ import grpc
 
 from spillway._proto import sequence_service_pb2
 
-# Before a broken stream is opened anew: at once after one that was open for a while, and ever
-# later where a daemon refuses it.
+# Pause before a broken stream is opened again: short after a stream that was open for a while, and
+# doubled each time if a daemon refuses it.
 _PAUSE_SECONDS_MIN, _PAUSE_SECONDS_MAX = 0.1, 8.0
 _A_WHILE_SECONDS = 2.0
 
 
 class Presence:
-    """A client under a random id, and the Connect stream that says that it is there.
+    """A client with a random id, and its Connect stream, which tells the daemon that it exists.
 
-    The stream is opened anew where it breaks, so that the sequences live on through a restart
-    of a daemon that keeps them. Thread-safe.
+    A broken stream is opened again, so that the sequences survive a restart of a daemon that keeps
+    them. Thread-safe.
 
     Attributes:
-        client_id: What the client calls itself.
-        metadata: What its calls say.
+        client_id: Id of the client.
+        metadata: gRPC metadata of its calls.
     """
 
     def __init__(self, connect: Any) -> None:
         """Opens the stream.
 
         Args:
-            connect: The stub's method, of grpcio.
+            connect: The grpcio stub's Connect method.
         """
         self.client_id = uuid.uuid4().hex
         self.metadata = (("spillway-client", self.client_id),)
         self._connect = connect
-        # A garbage collection may close it while its own thread has the lock.
+        # Reentrant, because a garbage collection may call close() in a thread that holds the lock.
         self._lock = threading.RLock()
         self._closed = False
         self._pause = _PAUSE_SECONDS_MIN
@@ -52,14 +52,14 @@ class Presence:
             if self._closed:
                 return
             self._opened = time.monotonic()
-            # A daemon that restarts is waited for.
+            # If the daemon restarts, wait for it.
             self._stream = stream = self._connect(
                 request, metadata=self.metadata, wait_for_ready=True
             )
         stream.add_done_callback(self._ended)
 
     def _ended(self, stream: Any) -> None:
-        # A daemon of before this call keeps all sequences until their ttl.
+        # An older daemon without this call keeps all sequences until their ttl.
         if stream.code() == grpc.StatusCode.UNIMPLEMENTED:
             return
         with self._lock:
@@ -73,7 +73,7 @@ class Presence:
             self._timer.start()
 
     def close(self) -> None:
-        """Ends the stream: the client is gone."""
+        """Ends the stream, which tells the daemon that the client is gone."""
         with self._lock:
             self._closed = True
             stream, timer = self._stream, self._timer

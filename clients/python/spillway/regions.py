@@ -43,33 +43,33 @@ if TYPE_CHECKING:
 
     from spillway.client import Client
 
-# Of what is staged in host memory, where others have the number of a GPU.
+# Key of the staging region in host memory. Other keys are numbers of GPUs.
 _HOST = -1
 _PROCESS, _GPU = "regions/process", "regions/gpu"
-# Of rows in a GPU's memory.
+# Alignment of rows in GPU memory, bytes.
 GPU_ALIGNMENT = 16
 _ALIGNMENT = 64
 _NAME_BYTES_MAX = 256
-# Of a client's own region on a GPU: appends of 128 MiB take the daemon some 3 ms.
+# Size of a client's own region on a GPU. The daemon takes about 3 ms for an append of 128 MiB.
 _GPU_STAGING_BYTES = 128 << 20
-# Of the daemon's memory, as long as the client lives.
+# Size of a client's own region in host memory, which the daemon's memory limit includes.
 _HOST_STAGING_BYTES = 16 << 20
-# Smaller appends are messages: a copy more and a call of their own are not worth it.
+# Smaller appends are sent in messages: staging them costs a copy and a call, which do not pay off.
 _STAGED_BYTES_MIN = 1 << 20
-# Errors that a daemon answers an append with, once it is done with its rows.
+# Errors with which a daemon answers an append after it has stopped reading the rows.
 _ANSWERED = (Aborted, AlreadyExists, InvalidArgument, OutOfRange, ResourceExhausted)
 _UNIX = "unix:"
 
 
 class Place(NamedTuple):
-    """Address and distances between neighbours, bytes."""
+    """The address of an array, and its strides in bytes."""
 
     address: int
     strides: tuple[int, ...]
 
 
 def place_of(array: Array) -> Place | None:
-    """Where an array's elements are in this process; None where rows do not lie side by side."""
+    """Returns where an array is in this process; None if its rows are not contiguous."""
     if isinstance(array, BFloat16):
         array = array.bits
     if is_torch(array):
@@ -90,29 +90,29 @@ def place_of(array: Array) -> Place | None:
 
 
 def place_of_tensor(tensor: torch.Tensor) -> Place:
-    """Where a tensor's elements are, on whatever device."""
+    """Returns where a tensor's elements are, on any device."""
     return Place(tensor.data_ptr(), byte_strides(tensor))
 
 
 def byte_strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """A tensor's strides in bytes."""
+    """Returns a tensor's strides in bytes."""
     size = tensor.itemsize
     return tuple([size * stride for stride in tensor.stride()])
 
 
 def has_gpu_strides(tensor: torch.Tensor) -> bool:
-    """Whether rows lie side by side, and as far apart as an engine on a GPU reads them."""
+    """Whether rows are contiguous, with strides that an engine on a GPU can read."""
     strides = byte_strides(tensor)
     return strides[-1:] == (tensor.itemsize,) and not any(x % GPU_ALIGNMENT for x in strides[:-1])
 
 
 def has_gpu_rows(tensor: torch.Tensor) -> bool:
-    """Whether rows lie side by side, aligned as an engine on a GPU reads them."""
+    """Whether rows are contiguous, and aligned so that an engine on a GPU can read them."""
     return tensor.data_ptr() % GPU_ALIGNMENT == 0 and has_gpu_strides(tensor)
 
 
 class _Shared:
-    """What regions of host and GPU memory have in common: the room that is given out."""
+    """The common part of regions in host and GPU memory: allocation of pieces."""
 
     def __init__(self, regions: Regions, name: str, byte_count: int, address: int) -> None:
         self._regions = regions
@@ -125,7 +125,7 @@ class _Shared:
         return f"{type(self).__name__}({self.name!r}, byte_count={self.byte_count})"
 
     def _place(self, byte_count: int) -> int:
-        """Offset of the next piece."""
+        """Allocates a piece of the region. Returns its offset."""
         start = -(-self._used // _ALIGNMENT) * _ALIGNMENT
         if start + byte_count > self.byte_count:
             raise ValueError(
@@ -136,7 +136,7 @@ class _Shared:
         return start
 
     def reset(self) -> None:
-        """Takes back what was given out: arrays of before and after would overlap."""
+        """Frees all pieces. Arrays that are allocated afterwards overlap the earlier ones."""
         self._used = 0
 
 
@@ -192,7 +192,7 @@ class Region(_Shared):
 
 
 class _GpuBytes:
-    """Bytes of a mapping, which torch takes and keeps mapped for as long as it has them."""
+    """Bytes of a mapping. torch keeps this object, and so the mapping, as long as it uses them."""
 
     def __init__(self, mapping: GpuMapping, start: int, byte_count: int) -> None:
         self._mapping = mapping
@@ -201,7 +201,7 @@ class _GpuBytes:
             "typestr": "|u1",
             "data": (mapping.address + start, False),
             "version": 3,
-            # Nothing waits: what fills it and what reads it are the caller's.
+            # torch does not wait for a stream: the caller must order the work that uses the memory.
             "stream": None,
         }
 
@@ -254,7 +254,7 @@ class GpuRegion(_Shared):
 
 
 def copied_to(region: Region | GpuRegion, array: Array) -> Array:
-    """A copy of an array in a region, of its kind."""
+    """Returns a copy of an array in a region, of the same type."""
     if is_torch(array):
         source: torch.Tensor = array  # type: ignore[assignment]
         tensor = region.tensor(tuple(source.shape), dtype_name(dtype_of(source, "k")))
@@ -271,10 +271,10 @@ def copied_to(region: Region | GpuRegion, array: Array) -> Array:
 
 
 class _Staging:
-    """A region that arrays are copied to, to be appended from there: of a GPU, or the host's."""
+    """A region to which arrays are copied before they are appended: in GPU or host memory."""
 
     def __init__(self, device: str) -> None:
-        self.device = device  # empty: the host
+        self.device = device  # empty: host memory
         self.lock = threading.Lock()
         self.region: Region | GpuRegion | None = None
 
@@ -289,37 +289,37 @@ class Regions:
         self._socket: socket.socket | None = None
         self._session = ""
         self._attached: dict[str, Region | GpuRegion] = {}
-        # By the GPU's number in this process, or _HOST; None: there is none.
+        # Keys: the GPU's number in this process, or _HOST. None: no region can be used.
         self._staging: dict[int, _Staging | None] = {}
-        # Of an append that goes by way of a region of this client's own, bytes at least.
+        # Fewest bytes of an append that is staged in a region of this client.
         self.staged_bytes_min = _STAGED_BYTES_MIN
-        # Why a daemon's GPU memory is not to be had; empty while nothing is known.
+        # Why no GPU memory of the daemon can be used; empty as long as that is not known.
         self.no_gpu = ""
 
     def leave_to_parent(self, error: str) -> None:
-        """Knows of none any more: this process was forked from the client's, whose they are."""
+        """Drops all regions in a forked process. They belong to the parent."""
         self._lock = threading.Lock()
         self._attached, self._staging = {}, {}
         if self._socket is not None:
-            # One descriptor of the parent's session less that keeps it from ending.
+            # The child's copy of the socket would keep the parent's session open.
             self._socket.close()
         self._socket = cast(Any, forks.Left(error))
 
     @property
     def available(self) -> bool:
-        """Whether the daemon hands out regions to this client."""
+        """Whether the daemon can share regions with this client."""
         return self._client.target.startswith(_UNIX) and bool(
             self._client.server_info.region_socket
         )
 
     @property
     def attached(self) -> bool:
-        """Whether any region is attached, but for those of the client's own."""
+        """Whether any region is attached, apart from the client's own staging regions."""
         own = [staging.region for staging in [*self._staging.values()] if staging is not None]
         return any(region not in own for region in list(self._attached.values()))
 
     def slice_of(self, array: Array) -> tensor_pb2.RegionSlice | None:
-        """How the daemon finds the array in memory that both see; None where it does not."""
+        """Returns the array's place in shared memory; None if the daemon cannot access it there."""
         if not self._process and not self._attached:
             return None
         if self._process and on_gpu(array):
@@ -345,14 +345,14 @@ class Regions:
 
     @property
     def refused(self) -> bool:
-        """Whether the daemon has no region, or no memory for one, of this client's own."""
+        """Whether the daemon has no region of host memory, or no memory for one, for staging."""
         return _HOST in self._staging and self._staging[_HOST] is None
 
     def stages(self, k: Array, v: Array) -> bool:
-        """Whether arrays are appended by way of a region of this client's own.
+        """Whether arrays are appended through a staging region of this client.
 
-        CUDA tensors on the GPU of a daemon that shares its memory, and arrays of the host to
-        a daemon that shares that, unless they are small.
+        This is so for CUDA tensors on the GPU of a daemon that shares its memory, and, unless they
+        are small, for arrays in host memory if the daemon shares host memory.
         """
         return self._staging_for(k, v) is not None
 
@@ -370,7 +370,7 @@ class Regions:
             return None
         with self._lock:
             if ordinal not in self._staging:
-                # With several GPUs it is not known which one a sequence lives on.
+                # With several GPUs, the client does not know on which one a sequence is.
                 uuids = [device.uuid for device in self._client.server_info.devices]
                 there = len(uuids) == 1 and uuids[0] != "" and uuids[0] == gpu_uuid(ordinal)
                 self._staging[ordinal] = _Staging(uuids[0]) if there else None
@@ -387,10 +387,10 @@ class Regions:
 
     @contextmanager
     def staged(self, k: Array, v: Array) -> Iterator[Region | GpuRegion | None]:
-        """Gives out a region of this client's own for the arrays, to one thread at a time.
+        """Yields the staging region for the arrays, to one thread at a time.
 
-        None where there is none, or no memory for it; of the host's also where another
-        thread has it, for messages of several threads go side by side.
+        None if there is no such region, or no memory for it. The region in host memory is also None
+        while another thread uses it, because messages of several threads can be sent in parallel.
         """
         staging = self._staging_for(k, v)
         if staging is None or not staging.lock.acquire(blocking=bool(staging.device)):
@@ -403,8 +403,8 @@ class Regions:
             try:
                 yield region
             except BaseException as error:
-                # A call that was given up may still be read from it by the daemon, and one
-                # that has restarted does not know it.
+                # If the call was given up, the daemon may still read the region. If the daemon has
+                # restarted, it does not know the region.
                 if region is not None and not isinstance(error, _ANSWERED):
                     staging.region = None
                     with suppress(SpillwayError):
@@ -414,10 +414,10 @@ class Regions:
             staging.lock.release()
 
     def give_up_host_memory(self) -> bool:
-        """Gives this client's own region of host memory back, and takes none any more.
+        """Gives this client's staging region in host memory back, and stages nothing there again.
 
         Returns:
-            Whether there was one.
+            Whether there was such a region.
         """
         with self._lock:
             staging, self._staging[_HOST] = self._staging.get(_HOST), None
@@ -436,7 +436,7 @@ class Regions:
             try:
                 staging.region = self.attach(_HOST_STAGING_BYTES)
             except (SpillwayError, OSError):
-                # It is not tried again for every append: Transport says so.
+                # Do not try again for every append. Transport reports the reason.
                 self._staging[_HOST] = None
             return
         try:
@@ -447,11 +447,11 @@ class Regions:
             self.no_gpu = error.message
 
     def slice_on_gpu_of(self, array: Array) -> tensor_pb2.RegionSlice | None:
-        """The same of a CUDA tensor that lies in a region of a daemon's GPU; of others None."""
+        """The same as `slice_of`, but only for CUDA tensors in a region of a daemon's GPU."""
         return self.slice_of(array) if on_gpu(array) and not self._process else None
 
     def _slice_on_gpu(self, array: Array) -> tensor_pb2.RegionSlice | None:
-        """The same of a CUDA tensor that an embedded engine on its GPU reads and writes."""
+        """The same for a CUDA tensor that an embedded engine on its GPU accesses in place."""
         tensor: torch.Tensor = array  # type: ignore[assignment]
         names = [device.name for device in self._client.server_info.devices]
         if not has_gpu_rows(tensor) or names != [f"cuda:{tensor.device.index}"]:
@@ -460,7 +460,7 @@ class Regions:
         return tensor_pb2.RegionSlice(region=_GPU, offset=place.address, strides=place.strides)
 
     def attach(self, byte_count: int) -> Region:
-        """Has the daemon allocate a region and maps it."""
+        """Lets the daemon allocate a region, and maps it."""
         with self._lock:
             made = self._made(byte_count, "").region
             connection = self._connected()
@@ -477,7 +477,7 @@ class Regions:
             return region
 
     def attach_gpu(self, byte_count: int, device: str) -> GpuRegion:
-        """Has the daemon allocate a region of a GPU's memory and maps it."""
+        """Lets the daemon allocate a region of GPU memory, and maps it."""
         native = self._client._native
         if native is None:
             raise ValueError(
@@ -511,7 +511,7 @@ class Regions:
         except NotFound as error:
             if error.reason != "SESSION_NOT_FOUND":
                 raise
-        # The daemon has restarted: what was attached before is gone.
+        # The daemon has restarted, and the regions that were attached before are gone.
         self._end_session()
         return attach()
 
@@ -526,13 +526,13 @@ class Regions:
                 self._detach(region.name)
 
     def close(self) -> None:
-        """Ends the session; the daemon frees what it has of it."""
+        """Ends the session. The daemon then frees its regions."""
         with self._lock:
             self._end_session()
             self._staging.clear()
 
     def forget(self) -> None:
-        """The daemon has restarted: it has none of what was attached."""
+        """Drops all regions after a restart of the daemon, which has none of them any more."""
         with self._lock:
             self._end_session()
 
@@ -546,14 +546,14 @@ class Regions:
             self._socket = None
 
     def _connected(self) -> socket.socket:
-        """The session's socket, opened with the first region."""
+        """Returns the socket of the session. Opens it for the first region."""
         if self._socket is not None:
             return self._socket
         if not self.available:
             raise ValueError(
                 f"{self._client.target} has no regions: they need a unix socket of a daemon"
             )
-        # The daemon may know its folder by another path.
+        # Uses the client's path of the folder: the daemon may know the folder by another path.
         folder = os.path.dirname(self._client.target.removeprefix(_UNIX))
         path = os.path.join(folder, self._client.server_info.region_socket)
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

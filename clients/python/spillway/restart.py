@@ -1,4 +1,4 @@
-"""Going on after a restart of a daemon whose rows outlive it."""
+"""Continues calls after a restart of a daemon whose rows outlive its process."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# How a call ends that a restart breaks. gRPC's server cancels those that come while it stops.
+# Errors of a call that a restart breaks. gRPC's server cancels calls that arrive while it stops.
 BROKEN = (Unavailable, Cancelled)
 
-# Restarts that one call survives: what ends the daemon each time is perhaps the call.
+# Restarts that one call survives. After that, the call itself may be what crashes the daemon.
 _RESTARTS_MAX = 5
 _WAIT_SECONDS_MIN, _WAIT_SECONDS_MAX = 0.02, 0.5
-# A connection that found no daemon waits up to a second until it looks again, and fails meanwhile.
+# A connection that found no daemon tries again after up to a second. Its calls fail until then.
 _RECONNECT_SECONDS = 0.5
-# How often is asked whether a daemon is given up, and how long an answer of its own may take then.
+# Interval at which `given_up` is asked, and the timeout of each question to the daemon meanwhile.
 _ASK_SECONDS = 1.0
 
 
 class Restarts:
-    """Waits for the daemon's next process, where it has what the one before had. Thread-safe.
+    """Waits for the next process of the daemon, if it keeps its store. Thread-safe.
 
-    A daemon with an arena directory keeps its `store_id`; every sequence is there with
-    what was acknowledged, and more of it at most whole. What says its position may so be
-    said again: rows that are there with equal bytes are accepted.
+    A daemon with an arena directory keeps its `store_id`. Every sequence has at least what was
+    acknowledged, and unacknowledged appends are there completely or not at all. So calls that name
+    their position may be repeated: rows that are already there with equal bytes are accepted.
 
     Attributes:
         seconds: How long a restart may take.
-        given_up: For who knows more of the daemon than that it does not answer: asked, by any
-            thread, about once a second while it is waited for, and before a call fails for want
-            of it. The error that it returns is raised at once in place of the call's; None: the
-            daemon may come back. It raises nothing itself.
+        given_up: For callers that may know more about a daemon that does not answer. It is called,
+            in any thread, about once a second during the wait, and before a call fails because the
+            daemon is unavailable. The error that it returns is raised at once instead of the call's
+            error. None means that the daemon may come back. It must not raise.
     """
 
     def __init__(self, client: Client, seconds: float) -> None:
@@ -48,7 +48,7 @@ class Restarts:
         self.given_up: Callable[[], SpillwayError | None] | None = None
 
     def again(self, call: Callable[[], T]) -> T:
-        """Calls, and where a restart broke that calls again. For what may be done twice."""
+        """Calls, and calls again if a restart broke the call. Only for calls that may run twice."""
         breaks = self.breaks()
         while True:
             try:
@@ -57,19 +57,19 @@ class Restarts:
                 breaks.wait(error)
 
     def breaks(self) -> Breaks:
-        """For what calls again by itself: the breaks of one call, or of one stream."""
+        """Returns the state for one call, or one stream, whose caller repeats it by itself."""
         return Breaks(self)
 
     def wait(self, error: Unavailable | Cancelled) -> bool:
-        """Returns when the daemon answers, with the store that it had.
+        """Returns when the daemon answers, with the same store as before.
 
         Returns:
             Whether it is another process than before.
 
         Raises:
-            SpillwayError: `error`, where it has no store, has another one now, or does not
-                answer in time; and where it did not restart, if that says that the call was
-                cancelled. What `given_up` returns, where it does.
+            SpillwayError: `error`, if the daemon has no store, has another one now, or does not
+                answer in time. Also if the daemon did not restart and `error` says that the call
+                was cancelled. Instead of `error`, what `given_up` returns, if it returns an error.
         """
         before = self._client.server_info
         if not before.store_id or self.seconds <= 0:
@@ -80,7 +80,7 @@ class Restarts:
         if now.boot_id == before.boot_id:
             if isinstance(error, Cancelled):
                 raise error
-            # Another connection than the one that asked is there already.
+            # A connection other than the one for this question may still wait before it reconnects.
             time.sleep(_RECONNECT_SECONDS)
             return False
         self._client.server_info = now
@@ -88,18 +88,18 @@ class Restarts:
         return True
 
     def final(self, error: SpillwayError) -> SpillwayError:
-        """What a call fails with that failed with `error` and is not said again."""
+        """Returns the error to raise for a call that failed with `error` and is not repeated."""
         gone = None if self.given_up is None else self.given_up()
         return error if gone is None else gone
 
     def _next_answer(self, error: SpillwayError) -> ServerInfo:
-        """Asks the daemon what it is until it says so."""
+        """Asks the daemon for its server info until it answers."""
         end = time.monotonic() + self.seconds
         ask_at = 0.0
         pause = _WAIT_SECONDS_MIN
         while True:
             try:
-                # A host that is gone says nothing at all, and may be known to be.
+                # A host that is gone does not answer at all, and `given_up` may know that.
                 return self._client.get_server_info(
                     timeout=None if self.given_up is None else _ASK_SECONDS
                 )
@@ -115,10 +115,10 @@ class Restarts:
 
 
 class Breaks:
-    """How often restarts broke one call, and how long its connection has found no daemon.
+    """Counts the restarts that broke one call, and how long its connection found no daemon.
 
-    A connection may find none for some time after another one of the same client has. For one
-    thread.
+    A connection may find no daemon for some time after another one of the same client has found it.
+    Use it in one thread only.
     """
 
     def __init__(self, restarts: Restarts) -> None:
@@ -126,16 +126,16 @@ class Breaks:
         self.clear()
 
     def clear(self) -> None:
-        """The call was answered."""
+        """Resets the counts after an answer."""
         self._restart_count = 0
         self._end: float | None = None
 
     def wait(self, error: Unavailable | Cancelled) -> None:
-        """Returns when it may be called again.
+        """Returns when the call may be made again.
 
         Raises:
-            SpillwayError: As `Restarts.wait`; also after too many restarts, and where the
-                daemon answers others but not this call for as long as a restart may take.
+            SpillwayError: As for `Restarts.wait`. Also after too many restarts, or if the daemon
+                answers other calls but not this one for as long as a restart may take.
         """
         now = time.monotonic()
         if self._end is not None and now > self._end:

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from spillway.client import Client
 
 
-# Indices of one request that selects rows, so that it fits in a message.
+# Most indices of one request that selects rows, so that it fits into a message.
 _SELECTED_MAX = 1 << 19
 
 
@@ -66,12 +66,12 @@ def _range_request(start: int, end: int) -> attention_service_pb2.FetchPagesRequ
 def _selected_requests(
     selection: Selection,
 ) -> Iterator[tuple[slice, attention_service_pb2.FetchPagesRequest]]:
-    """Yields which rows of all, and a request for them."""
+    """Yields slices of the selected rows, and a request for each slice."""
     offsets = np.asarray(selection.offsets, np.int64)
     indices = np.asarray(selection.indices)
     for begin in range(0, max(len(indices), 1), _SELECTED_MAX):
         end = min(begin + _SELECTED_MAX, len(indices))
-        # Those of a whole selection as they are, for the daemon to check.
+        # A selection that fits into one request is sent unchanged, so that the daemon checks it.
         whole = end - begin == len(indices)
         chosen = attention_service_pb2.Selection(
             offsets=offsets if whole else np.clip(offsets, begin, end) - begin,
@@ -81,7 +81,7 @@ def _selected_requests(
 
 
 def explained(error: NotFound, sequences: Iterable[Sequence]) -> SpillwayError:
-    """The same, or that a restart of the daemon took the one of these that it names."""
+    """Returns the error, or a `DaemonRestarted` if a restart lost the sequence that it names."""
     named = (s for s in sequences if s.name == error.metadata.get("name"))
     return next((s._explain(error) for s in named), error)
 
@@ -106,7 +106,7 @@ class Sequence:
         self, client: Client, message: sequence_service_pb2.Sequence, boot_id: str
     ) -> None:
         self._client = client
-        # Of the daemon that has the sequence.
+        # boot_id of the daemon that has the sequence.
         self._boot_id = boot_id
         self._store_id = client.server_info.store_id
         self.name = message.name
@@ -124,7 +124,7 @@ class Sequence:
         self._layer_token_counts = list(message.layer_token_counts)
 
     def _explain(self, error: SpillwayError) -> SpillwayError:
-        """Tells whether a restart of the daemon took the sequence."""
+        """Converts the error if a restart of the daemon lost the sequence."""
         return tell_restart(error, self._boot_id, self._store_id)
 
     def _call(self, method: Any, request: Any, *, timeout: float | None = None) -> Any:
@@ -142,24 +142,25 @@ class Sequence:
             raise self._explain(error) from None
 
     def _described(self) -> Model:
-        """The model, which stays as it is while it has sequences."""
+        """Returns the model, which does not change while it has sequences."""
         if self._described_model is None:
             try:
                 self._described_model = self._client.get_model(self.model)
             except NotFound:
-                # A model with sequences stays: this one is gone too, and it is told why.
+                # A model with sequences cannot be deleted, so this sequence is gone too: refresh()
+                # raises why.
                 self.refresh()
                 raise
         return self._described_model
 
     def _forget(self) -> None:
-        """Makes the next use of a length ask the daemon."""
+        """Makes the next use of a length ask the daemon for it."""
         self._layer_token_counts = None
 
     def _expect(self, layer: int, token_count: int) -> None:
-        """Notes a length that a step in flight will make."""
+        """Notes the length that a layer will have after a step in flight."""
         counts = self._layer_token_counts
-        # A layer that does not exist is the daemon's to refuse.
+        # The daemon refuses a layer that does not exist.
         if counts is not None and 0 <= layer < len(counts):
             counts[layer] = max(counts[layer], token_count)
 
@@ -208,7 +209,7 @@ class Sequence:
         get = self._client._stubs.sequences.GetSequence
 
         def unsigned(request: Any, **options: Any) -> Any:
-            # A client that does not say who it is never goes.
+            # The daemon keeps what a client without an id uses until its ttl.
             return get(request, **{**options, "metadata": None})
 
         message = self._call(unsigned, request).sequence
@@ -255,7 +256,7 @@ class Sequence:
     def _append(
         self, layer: int, start: int, k: Array, v: Array, timeout: float | None
     ) -> AppendResult:
-        """The same, at a position; may be said again, for pieces are cut at the same places."""
+        """Appends at a position. May be repeated, because it cuts the same pieces each time."""
         layers, kv_heads, token_count, head_dim = k.shape
         token_bytes = 2 * kv_heads * head_dim * itemsize(dtype_of(k, "k"))
         budget = self._client._budget_bytes
@@ -295,7 +296,7 @@ class Sequence:
         piece: tuple[Array, Array],
         places: tuple[tensor_pb2.RegionSlice, tensor_pb2.RegionSlice] | None,
     ) -> attention_service_pb2.AppendRequest:
-        """A piece's K and V, or where they are."""
+        """Makes the request for a piece: its K and V, or where they are."""
         request = attention_service_pb2.AppendRequest()
         _split.fill_chunk(request.chunk, self.name, self._generation, layer, start, *piece, places)
         return request
@@ -303,10 +304,10 @@ class Sequence:
     def _append_staged(
         self, layer: int, start: int, k: Array, v: Array, timeout: float | None
     ) -> AppendResult | None:
-        """Appends arrays by way of a region of this client's own, where they are.
+        """Appends arrays through a staging region of this client.
 
         Returns:
-            None where there is none, or where rows must be compared with what is there.
+            None if there is no such region, or if rows must be compared with those already there.
         """
         regions = self._client._regions
         if not regions.stages(k, v) or regions.slice_of(k) is not None:
@@ -323,7 +324,7 @@ class Sequence:
             with regions.staged(k, v) as region:
                 if region is None or dtype_of(v, "v") != dtype:
                     return None
-                # But for what alignment takes.
+                # Minus the space that alignment takes.
                 room = region.byte_count - 1024
                 for l0, l1, t0, t1 in _split.kv_pieces(layers, token_count, token_bytes, room):
                     region.reset()
@@ -331,7 +332,7 @@ class Sequence:
                     wait_for_stream(k)
                     k_place, v_place = regions.slice_of(parts[0]), regions.slice_of(parts[1])
                     if k_place is None or v_place is None:
-                        return None  # the daemon has restarted meanwhile
+                        return None  # the daemon has restarted in between
                     request = self._append_request(
                         layer + l0, start + t0, (parts[0], parts[1]), (k_place, v_place)
                     )
@@ -343,11 +344,11 @@ class Sequence:
                     counts = tuple(response.layer_token_counts)
         except SpillwayError as error:
             self._forget()
-            # In messages rows are compared with what is there, and no region is needed.
+            # Sent in messages, rows are compared with those already there, and no region is needed.
             there = isinstance(error, OutOfRange) and error.reason != "NON_FINITE"
             if there or error.reason == "REGION_NOT_FOUND":
                 return None
-            # The region's memory may be what the rows lack.
+            # The memory that the staging region uses may be what is missing.
             if isinstance(error, ResourceExhausted) and regions.give_up_host_memory():
                 return None
             raise
@@ -355,7 +356,7 @@ class Sequence:
         return AppendResult(appended, present, counts)
 
     def _takes_from_gpu(self, array: Array) -> bool:
-        """Whether appends read the tensor's rows in its GPU's memory."""
+        """Whether appends read the tensor's rows directly in GPU memory."""
         regions = self._client._regions
         if not on_gpu(array):
             return False
@@ -564,10 +565,10 @@ class Sequence:
         v: Array,
         timeout: float | None,
     ) -> None:
-        """Fetches the request's rows, in place or by messages."""
+        """Fetches the request's rows, in place or in messages."""
         fetch = self._client._stubs.attention.FetchPages
         k_place, v_place = self._client._regions.slice_of(k), self._client._regions.slice_of(v)
-        # Said again after a restart it names no region.
+        # After a restart the request is sent again, without the regions of the last attempt.
         request.ClearField("k")
         request.ClearField("v")
         if k_place is not None and v_place is not None and on_gpu(k) == on_gpu(v):
@@ -580,7 +581,7 @@ class Sequence:
             except (InvalidArgument, NotFound, OutOfRange):
                 raise
             except BaseException:
-                # Given up: an engine in this process may still be on its last rows.
+                # The call was given up, but an embedded engine may still write its last rows.
                 keep_for_a_while(k, v)
                 raise
             return
@@ -723,10 +724,10 @@ class Sequence:
         policy: Policy | None,
         visible: SequenceABC[int] | None,
     ) -> None:
-        """Fills in this sequence and the queries."""
+        """Fills in this sequence, the queries, and the policy."""
         _split.check_shape(q, ("T", "H_q", "d"), "q")
         item.sequence = self.name
-        # In a region of a GPU the daemon reads it itself.
+        # The daemon itself reads queries that are in a region of its GPU.
         place = self._client._regions.slice_on_gpu_of(q)
         if place is not None:
             wait_for_stream(q)

@@ -317,7 +317,7 @@ class Statistics:
 
 
 def _read(kind: Any, message: Any) -> Any:
-    """Reads the fields that the dataclass has from the message of its name."""
+    """Reads the fields of a dataclass from the message of the same name."""
     values = {name: getattr(message, name) for name in kind.__dataclass_fields__}
     if "work" in values:
         values["work"] = _read(WorkStatistics, values["work"])

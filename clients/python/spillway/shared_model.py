@@ -1,4 +1,4 @@
-"""A model that all who mean the same share."""
+"""A model that is shared by all callers with the same specification."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from spillway.results import Model
 if TYPE_CHECKING:
     from spillway.client import Client
 
-# How long another caller may take to create it.
+# How long another caller may take to create the model.
 _SECONDS = 10.0
 _PAUSE_SECONDS = 0.02
 
 
 def shared_model(client: Client, kind: str, spec: str, **options: Any) -> Model:
-    """Creates a model, or takes the one that an equal caller created.
+    """Creates a model, or returns the one that another caller with the same `spec` created.
 
     Args:
-        client: The engine.
-        kind: Of the caller; the id begins with it.
-        spec: All that makes the model what it is; the id has its hash.
-        **options: As of `Client.create_model`.
+        client: Client of the engine.
+        kind: Kind of the caller. The id of the model begins with it.
+        spec: Text that determines the model. The id contains its hash.
+        **options: As for `Client.create_model`.
 
     Raises:
-        SpillwayError: As of `Client.create_model`, but for an id that is taken.
+        SpillwayError: As for `Client.create_model`, except that the id may be taken.
     """
     model_id = f"{kind}-{hashlib.sha256(spec.encode()).hexdigest()[:20]}"
     end = time.monotonic() + _SECONDS
@@ -38,7 +38,7 @@ def shared_model(client: Client, kind: str, spec: str, **options: Any) -> Model:
             try:
                 return client.get_model(f"models/{model_id}")
             except NotFound:
-                # It was deleted meanwhile, or not all of a cluster's daemons have it yet.
+                # The model was deleted in between, or not all daemons of a cluster have it yet.
                 if time.monotonic() > end:
                     raise
         time.sleep(_PAUSE_SECONDS)

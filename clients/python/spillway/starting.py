@@ -9,7 +9,7 @@ from pathlib import Path
 from spillway.client import connect
 from spillway.errors import DeadlineExceeded, Unavailable
 
-# Last lines of the log that the error quotes.
+# Number of last lines of the log that the error quotes.
 _LINE_COUNT = 20
 _POLL_SECONDS = 0.05
 _ANSWER_SECONDS = 5.0
@@ -21,19 +21,19 @@ def wait_until_serving(
     """Returns when a daemon serves.
 
     Args:
-        poll: As `subprocess.Popen.poll`: None while its process runs.
-        target: Its gRPC target.
-        log: Where its output goes.
-        timeout: Seconds until it must.
+        poll: Like `subprocess.Popen.poll`: returns None while the daemon's process runs.
+        target: gRPC target of the daemon.
+        log: File with the daemon's output.
+        timeout: Seconds to wait.
 
     Raises:
-        RuntimeError: It ended, or does not serve; the message has the log's end.
+        RuntimeError: The daemon has ended or does not serve. The message has the end of the log.
     """
     end = time.monotonic() + timeout
     while True:
         try:
             with connect(target, timeout=_ANSWER_SECONDS, native=False) as client:
-                # Another process may have the address.
+                # Another process may have the address, while the daemon has ended.
                 if client.health() and poll() is None:
                     return
         except (Unavailable, DeadlineExceeded):

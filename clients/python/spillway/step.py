@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 class _StreamStep:
-    """A step without libspillway, over a Decode stream: a message for each sequence."""
+    """A step without libspillway, over a Decode stream, with a message for each sequence."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class _StreamStep:
     def ask(
         self, layer: int, q: Any, k: Any, v: Any, out_dtype: int, *, at_once: bool
     ) -> Callable[[], tuple[Any, Any]]:
-        """As of `NativeStep`; messages never wait."""
+        """As for `NativeStep.ask`. Sending messages never waits."""
         same = out_dtype == dtype_of(q, "q")
         ids = {
             self._stream.send(
@@ -74,7 +74,7 @@ class _StreamStep:
         return partial(self._answer, ids)
 
     def _answer(self, ids: dict[int, int]) -> tuple[Any, Any]:
-        """Waits for the answers to messages; ids: the place of each one's sequence."""
+        """Waits for the answers. ids: maps correlation ids to indices of sequences."""
         answers: dict[int, AttendResult] = {}
         failed: SpillwayError | None = None
         for _ in ids:
@@ -105,7 +105,7 @@ def _stack(arrays: list[Any]) -> Any:
 
 
 class _Together:
-    """Sequences of one model that take steps together, and what their tensors look like."""
+    """Sequences of one model that take steps together, with the checks of their tensors."""
 
     def __init__(self, client: Client, sequences: SequenceABC[Sequence], token_count: int) -> None:
         limits = client.server_info.limits
@@ -131,7 +131,7 @@ class _Together:
         self.token_count = token_count
         self._model = self.sequences[0]._described()
 
-        # The trace that this is begun in.
+        # Id of the trace in which this was begun.
         self._trace = trace_id()
 
     def _description(
@@ -149,7 +149,7 @@ class _Together:
         return message
 
     def _check(self, q: Any, k: Any, v: Any, out_dtype: OutDType | None) -> int:
-        """Checks the tensors of a layer; returns the output's element type."""
+        """Checks the tensors of a layer. Returns the element type of the output."""
         return check_tensors(
             self._model, (len(self.sequences), self.token_count), (q, k, v), out_dtype
         )
@@ -161,13 +161,13 @@ def check_tensors(
     """Checks the tensors of a layer of a step.
 
     Args:
-        model: Of the sequences.
-        counts: Sequences of the step, and new tokens of each.
+        model: Model of the sequences.
+        counts: Number of sequences of the step, and number of new tokens of each.
         arrays: q, k and v.
-        out_dtype: Asked element type of the output.
+        out_dtype: Requested element type of the output.
 
     Returns:
-        That type's number.
+        Number of the output's element type.
 
     Raises:
         ValueError: A shape or type does not fit.
@@ -214,12 +214,12 @@ class DecodeStep(_Together):
         super().__init__(client, sequences, token_count)
         self._client, self._policy = client, policy
         self.starts = self._checked(starts)
-        # None: it is to be begun again.
+        # None: the step must be begun again before the next attend.
         self._kind: NativeStep | _StreamStep | None = client._restarts.again(self._begun)
         self._last: tuple[Any, Any] = (None, None)
 
     def _checked(self, starts: SequenceABC[int] | None) -> tuple[int, ...]:
-        """Where the sequences' new tokens begin."""
+        """Returns the position of the first new token of each sequence."""
         if starts is None:
             return tuple(sequence.token_count for sequence in self.sequences)
         if len(starts) != len(self.sequences):
@@ -245,7 +245,7 @@ class DecodeStep(_Together):
             except SpillwayError as error:
                 if client.transport == "embedded" or error.code != "UNIMPLEMENTED":
                     raise
-                # Statistics.transport tells.
+                # Statistics.transport reports this.
                 client._no_doorbell = error.message
         return begun(streamed=True)
 
@@ -256,11 +256,11 @@ class DecodeStep(_Together):
         return self._unbroken(partial(kind.ask, layer, q, k, v, out_dtype, at_once=at_once))
 
     def _unbroken(self, call: Callable[[], T]) -> T:
-        """Calls for the step; where a restart breaks that, it is begun again the next time."""
+        """Calls. If a restart breaks the call, makes the next attend begin the step again."""
         try:
             return call()
         except BROKEN:
-            # What was announced has ended. The layer's tokens may be there, or not.
+            # The announced step has ended. The layer may or may not have the new tokens.
             if self._kind is not None and self._client.server_info.store_id:
                 self._kind.end()
                 self._kind = None
@@ -306,19 +306,20 @@ class DecodeStep(_Together):
     def _asked(
         self, layer: int, q: Any, k: Any, v: Any, out_dtype: OutDType | None, *, at_once: bool
     ) -> Callable[[], tuple[Any, Any]]:
-        """As `attend`, in two halves: for who asks several daemons, and then waits for all.
+        """The same as `attend` in two parts, for callers that ask several daemons before they wait.
 
         Args:
-            layer: As of `attend`, like the arrays.
+            layer: As for `attend`, like the arrays.
             q: Queries.
             k: Keys.
             v: Values.
             out_dtype: Element type of the output.
-            at_once: To return before the answer is there.
+            at_once: Return before the answer has arrived.
 
         Returns:
-            What waits for the answer and returns it. It must be called, before anything else
-            of the step, and raises what `attend` does, but ValueErrors that are raised here.
+            A function that waits for the answer and returns it. It must be called before anything
+            else is done with the step. It raises the same errors as `attend`, except ValueErrors,
+            which are raised here.
         """
         asked = self._check(q, k, v, out_dtype)
         ask = partial(self._ask, layer, q, k, v, asked)
@@ -341,12 +342,12 @@ class DecodeStep(_Together):
         return self._last
 
     def _appended(self, layer: int) -> None:
-        """Notes that the new tokens are there."""
+        """Notes that the new tokens are appended to a layer."""
         for sequence, start in zip(self.sequences, self.starts, strict=True):
             sequence._expect(layer, start + self.token_count)
 
     def _guarded(self, call: Callable[[], T]) -> T:
-        """Calls; what is known of the sequences is asked anew where that fails."""
+        """Calls. After a failure, the lengths of the sequences are asked for again."""
         try:
             return call()
         except BaseException as error:

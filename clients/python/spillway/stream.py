@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def default_token_count_max(token_count: int) -> int:
-    """The power of two that leaves room for as many tokens again; at least 8,192."""
+    """Returns the smallest power of two that is at least twice `token_count` and at least 8,192."""
     return 1 << max((2 * token_count - 1).bit_length(), 13)
 
 
@@ -97,7 +97,7 @@ class StreamDecoder(_Together):
             self._handle = self._channel.open_decoder(message.SerializeToString(), token_count_max)
         except SpillwayError as error:
             if error.code == "UNIMPLEMENTED":
-                # Statistics.transport tells.
+                # Statistics.transport reports this.
                 client._no_decoder = error.message
             raise
         client._no_decoder = ""
@@ -112,7 +112,8 @@ class StreamDecoder(_Together):
         )
         self._tensors = Tensors()
         self._at = ctypes.byref(self._tensors)
-        # Of the tensors that came last, and what follows from it.
+        # Dtypes, shapes and strides of the last tensors. Tensors of the same form are not checked
+        # again.
         self._form: Any = None
         self._out_dtype = torch.float32
         self._rows_fit = False
@@ -187,9 +188,9 @@ class StreamDecoder(_Together):
         *,
         wants_lse: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As `attend`; without the log-sum-exp where nobody wants it."""
+        """The same as `attend`. Computes no log-sum-exp if it is not wanted."""
         self._check_open()
-        # A model gives tensors of one form in every layer and step.
+        # A model's tensors usually have the same form in every layer and step.
         form = (
             (out_dtype, q.dtype, k.dtype, v.dtype),
             (q.shape, k.shape, v.shape),
@@ -217,12 +218,12 @@ class StreamDecoder(_Together):
     def _take_form(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out_dtype: OutDType | None
     ) -> torch.dtype:
-        """Checks the tensors of a layer and notes their strides; returns the output's type."""
+        """Checks the tensors of a layer and stores their strides. Returns the output's dtype."""
         asked = self._check(q, k, v, out_dtype)
         dtype = torch.float32 if asked == F32 else q.dtype
         tensors = self._tensors
         tensors.q_dtype, tensors.out_dtype = dtype_of(q, "q"), asked
-        # [B, T, H, d] of queries and outputs, [B, H, T, d] of keys and values.
+        # q and out are [B, T, H, d], k and v are [B, H, T, d].
         out = torch.empty(q.shape, dtype=dtype, device="meta")
         set_place(tensors.out, Place(0, byte_strides(out)), 1, 2)
         set_place(tensors.q, Place(0, byte_strides(q)), 1, 2)
@@ -276,7 +277,7 @@ class StreamDecoder(_Together):
             raise ValueError("the decoder is closed")
 
     def _stream(self) -> int:
-        """Handle of torch's current stream on the engine's GPU."""
+        """Returns the handle of torch's current stream on the engine's GPU."""
         if _raw_stream is not None and self.device is not None:
             return int(_raw_stream(self.device.index))
         return int(torch.cuda.current_stream(self.device).cuda_stream)
@@ -286,10 +287,10 @@ class StreamDecoder(_Together):
             sequence._forget()
 
 
-# What torch's own compiled code asks for: without an object for every answer.
+# The function that torch's compiled code uses. It creates no stream object.
 _raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 def _device_of(names: list[str]) -> torch.device | None:
-    """The engine's GPU; None, which is torch's current one, where it has several or none."""
+    """Returns the engine's GPU. None, torch's current GPU, if the engine has several or none."""
     return torch.device(names[0]) if len(names) == 1 and names[0].startswith("cuda") else None

@@ -1,4 +1,4 @@
-"""Where the daemon listens unless told otherwise."""
+"""The default address of the daemon."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def default_target() -> str:
 def normalize_target(target: str) -> str:
     """Returns the gRPC target of an address.
 
-    A bare absolute path is that of a unix socket; `tcp:host:port` is what the
-    daemon's --listen calls `host:port`.
+    An absolute path is that of a unix socket. `tcp:host:port` is `host:port`, as in the daemon's
+    --listen.
     """
     if target.startswith("/"):
         return f"unix:{target}"

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 DTypeName = Literal["float32", "float16", "bfloat16"]
-# What an output may be asked in, beside its query's own.
+# Element types in which an output may be requested, besides that of the queries.
 OutDType = Literal["float32"]
 
 _DTYPES: dict[str, int] = {
@@ -27,7 +27,7 @@ _DTYPES: dict[str, int] = {
     "float16": tensor_pb2.DTYPE_F16,
     "bfloat16": tensor_pb2.DTYPE_BF16,
 }
-# By numpy's and torch's own dtypes, as they are met.
+# numpy's and torch's dtypes that have been used, with their `DType`.
 _BY_DTYPE: dict[Any, int] = {}
 _NAMES = {number: name for name, number in _DTYPES.items()}
 _STORAGE: dict[int, Any] = {
@@ -78,12 +78,12 @@ class BFloat16:
 
 
 Array = Union["npt.NDArray[Any]", BFloat16, "torch.Tensor"]
-# Turns a tensor message into an array of one kind.
+# Converts a tensor message to an array of one type.
 Decoder = Callable[[tensor_pb2.Tensor], Any]
 
 
 def is_torch(array: object) -> bool:
-    """Whether the array is a torch tensor; does not import torch."""
+    """Whether the array is a torch tensor. Does not import torch."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(array, torch.Tensor)
 
@@ -95,7 +95,7 @@ def on_gpu(array: Array) -> bool:
 
 @functools.cache
 def gpu_uuid(ordinal: int) -> str:
-    """Returns the UUID of a GPU of this process, as daemons give theirs; empty: not known."""
+    """Returns the UUID of a GPU of this process, in the daemons' format; empty if unknown."""
     properties = sys.modules["torch"].cuda.get_device_properties(ordinal)
     uuid = str(getattr(properties, "uuid", ""))
     return f"GPU-{uuid}" if uuid and not uuid.startswith("GPU-") else uuid
@@ -106,7 +106,7 @@ def dtype_of(array: Array, what: str) -> int:
 
     Args:
         array: A float32 or float16 numpy array, a `BFloat16` or a torch tensor.
-        what: Names the array in the error.
+        what: Name of the array in the error.
 
     Raises:
         TypeError: Any other array or element type.
@@ -119,7 +119,7 @@ def dtype_of(array: Array, what: str) -> int:
         raise TypeError(
             f"{what} is a {type(array).__name__}, not a numpy array, BFloat16 or torch tensor"
         )
-    # numpy names a dtype without its byte order, torch with its own name.
+    # numpy's name of a dtype has no byte order. torch's name has the prefix "torch.".
     name = array.dtype.name if isinstance(array, np.ndarray) else str(array.dtype)[len("torch.") :]
     if name not in _DTYPES:
         raise TypeError(f"{what} has elements of {array.dtype}, not float32, float16 or bfloat16")
@@ -149,7 +149,7 @@ def to_bytes(array: Array) -> bytes:
         return array.bits.astype("<u2", copy=False).tobytes()
     if isinstance(array, np.ndarray):
         return array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
-    # By address: numpy, which has no bfloat16, would take three views first.
+    # Read by address, because numpy has no bfloat16 and would need three views.
     host = array.detach().cpu().contiguous()
     return ctypes.string_at(host.data_ptr(), host.nbytes) if host.nbytes else b""
 
@@ -160,7 +160,7 @@ def fill(
     what: str,
     place: tensor_pb2.RegionSlice | None = None,
 ) -> None:
-    """Makes an empty message the tensor of an array of floats, copied unless it has a place."""
+    """Fills an empty message with a float array: its place if it has one, else a copy."""
     tensor.dtype = dtype_of(array, what)  # type: ignore[assignment]
     tensor.shape.extend(array.shape)
     if place is None:
@@ -176,13 +176,13 @@ def encode_numbers(array: npt.NDArray[Any], dtype: int) -> tensor_pb2.Tensor:
 
 
 def decode_numpy(tensor: tensor_pb2.Tensor) -> Any:
-    """Returns a writable numpy array; bfloat16 comes as `BFloat16`."""
+    """Returns a writable numpy array, or for bfloat16 a `BFloat16`."""
     array = np.frombuffer(tensor.data, _STORAGE[tensor.dtype]).reshape(tensor.shape).copy()
     return BFloat16(array) if tensor.dtype == tensor_pb2.DTYPE_BF16 else array
 
 
 def decoder_like(array: Array | None) -> Decoder:
-    """Returns the decoder whose results are of the array's kind and device."""
+    """Returns the decoder whose results have the array's type and device."""
     if array is None or not is_torch(array):
         return decode_numpy
     torch = sys.modules["torch"]
@@ -191,7 +191,7 @@ def decoder_like(array: Array | None) -> Decoder:
     def decode_torch(tensor: tensor_pb2.Tensor) -> Any:
         copy = np.frombuffer(tensor.data, _STORAGE[tensor.dtype]).reshape(tensor.shape).copy()
         if tensor.dtype == tensor_pb2.DTYPE_U32:
-            # Indices: torch indexes with int64.
+            # torch's indices are int64.
             copy = copy.astype(np.int64)
         made = torch.from_numpy(copy)
         if tensor.dtype == tensor_pb2.DTYPE_BF16:
@@ -202,7 +202,7 @@ def decoder_like(array: Array | None) -> Decoder:
 
 
 def empty_like(like: Array | None, shape: tuple[int, ...], dtype: DTypeName) -> Array:
-    """Returns an array of the kind and device of another, numpy with None; contents undefined."""
+    """Returns an uninitialised array of the type and device of `like`; None: numpy."""
     if like is not None and is_torch(like):
         torch = sys.modules["torch"]
         device = like.device  # type: ignore[union-attr]
@@ -213,7 +213,7 @@ def empty_like(like: Array | None, shape: tuple[int, ...], dtype: DTypeName) -> 
 
 
 def check_target(array: Array, shape: tuple[int, ...], dtype: DTypeName, what: str) -> None:
-    """Raises ValueError unless rows of that shape and dtype can be written to the array."""
+    """Raises ValueError if rows of this shape and dtype cannot be written to the array."""
     if dtype_of(array, what) != _DTYPES[dtype]:
         found = _NAMES[dtype_of(array, what)]
         raise ValueError(f"{what} has elements of {found}, but the model's rows are {dtype}")
@@ -225,7 +225,7 @@ def check_target(array: Array, shape: tuple[int, ...], dtype: DTypeName, what: s
 
 
 def write(array: Array, place: tuple[Any, ...], values: Array) -> None:
-    """Assigns values of the array's kind to a part of it."""
+    """Assigns values to a part of an array of the same type."""
     target: Any = array.detach() if is_torch(array) else array  # type: ignore[union-attr]
     if isinstance(target, BFloat16):
         assert isinstance(values, BFloat16)
@@ -235,18 +235,18 @@ def write(array: Array, place: tuple[Any, ...], values: Array) -> None:
 
 
 def wait_for_stream(array: Array) -> None:
-    """Of a CUDA tensor: waits for the current stream. Engines use others, of their own."""
+    """Waits for the current stream of a CUDA tensor, because engines use their own streams."""
     if on_gpu(array):
         sys.modules["torch"].cuda.current_stream(array.device).synchronize()  # type: ignore[union-attr]
 
 
-# How long an engine may go on with a call that its caller has given up: it looks every few
+# How long an engine may continue with a call that was given up. It checks for this every few
 # milliseconds.
 _GIVEN_UP_S = 10.0
 
 
 def keep_for_a_while(*arrays: Array) -> None:
-    """Keeps the memory of arrays that an engine in this process may still write to."""
+    """Keeps arrays alive to which an embedded engine may still write."""
     held = list(arrays)
     timer = threading.Timer(_GIVEN_UP_S, held.clear)
     timer.daemon = True

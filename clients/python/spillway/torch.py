@@ -48,8 +48,8 @@ class Slot:
         self.tensor[0] = number
 
 
-# The slot counts as changed, so that no two calls are taken for the same and
-# none is moved or left out: they append.
+# Declared to change the slot, so that torch.compile does not merge, move or remove calls: they
+# append.
 @torch.library.custom_op("spillway::attend", mutates_args=("slot",))
 def attend(
     slot: torch.Tensor, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor

@@ -1,4 +1,4 @@
-"""Trace ids, by which a program's tracing finds its calls in the daemon's log."""
+"""Trace ids, which connect a program's traces with the daemon's log."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def traced(traceparent: str = "", *, request_id: str = "") -> Iterator[None]:
 
 
 def trace_id() -> str:
-    """The id of the trace, or the request, that this thread or task is in; empty: none."""
+    """Returns the id of the trace or request that is active in this thread or task; empty: none."""
     if not (said := _said.get()):
         return ""
     key, value = said[0]
@@ -61,5 +61,5 @@ def trace_id() -> str:
 
 
 def trace_metadata() -> Metadata:
-    """What calls of this thread, or task, say of their trace."""
+    """Returns the trace metadata of calls in this thread or task."""
     return _said.get()

@@ -1,4 +1,4 @@
-"""The attention backend: layers with full attention go through Spillway."""
+"""The attention backend: layers with full attention use Spillway."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, Sliding
 
 from spillway_vllm import layers
 
-# What stays in vLLM's pool. Nothing reads it: vLLM counts requests by it. No model has a
-# window of so many tokens, which tells these layers' groups of the pool from others.
+# Tokens that stay in vLLM's pool. Nothing reads them, but the plugin identifies requests by their
+# blocks. No model has a window of this size, so it identifies the pool groups of these layers.
 WINDOW_TOKEN_COUNT = 61
 
 
 class SpillwayBackend(AttentionBackend):
-    """K/V in host memory, or in a daemon; vLLM's pool keeps a window of the newest tokens."""
+    """K/V in host memory or in a daemon. vLLM's pool only has a window of the newest tokens."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [
         torch.float16,
@@ -35,22 +35,22 @@ class SpillwayBackend(AttentionBackend):
 
     @staticmethod
     def get_name() -> str:
-        """The name that `--attention-backend` takes."""
+        """Returns the name for `--attention-backend`."""
         return "CUSTOM"
 
     @staticmethod
     def get_impl_cls() -> type[SpillwayImpl]:
-        """What attends."""
+        """Returns the class that attends."""
         return SpillwayImpl
 
     @staticmethod
     def get_builder_cls() -> type[SpillwayMetadataBuilder]:
-        """What describes a batch."""
+        """Returns the class that describes a batch."""
         return SpillwayMetadataBuilder
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        """A window of the newest tokens in place of all."""
+        """Replaces full attention by a window of the newest tokens, for vLLM's pool."""
         if not isinstance(spec, FullAttentionSpec):
             return spec
         return SlidingWindowSpec(
@@ -64,14 +64,14 @@ class SpillwayBackend(AttentionBackend):
 
 @dataclass
 class SpillwayMetadata(AttentionMetadata):
-    """Which of the batch's tokens are whose.
+    """Which tokens of the batch belong to which row (request).
 
     Attributes:
-        starts: Position in the batch of each row's first token, and the end, [B + 1].
-        lengths: Tokens of each row, the new ones among them, [B].
-        block_table: The pool's blocks of each row, [B, blocks].
-        block_size: Tokens of a block.
-        token_count: Tokens of the batch, padding left out.
+        starts: Position in the batch of each row's first token, and the end of the last, [B + 1].
+        lengths: Number of tokens of each row, including the new ones, [B].
+        block_table: Blocks of each row in the pool, [B, blocks].
+        block_size: Number of tokens of a block.
+        token_count: Number of tokens of the batch, without padding.
     """
 
     starts: torch.Tensor
@@ -81,7 +81,7 @@ class SpillwayMetadata(AttentionMetadata):
     token_count: int
 
     def newest_blocks(self) -> list[tuple[int, int]]:
-        """The block of each row's newest token, and where its first new token is."""
+        """Returns (block of the newest token, position of the first new one) of each active row."""
         starts = self.starts.tolist()
         last = (self.lengths.long() - 1).clamp(min=0) // self.block_size
         blocks = self.block_table.gather(1, last[:, None].to(self.block_table.device))
@@ -93,7 +93,7 @@ class SpillwayMetadata(AttentionMetadata):
 
 
 class SpillwayMetadataBuilder(AttentionMetadataBuilder[SpillwayMetadata]):
-    """Takes over what is needed of vLLM's description of a batch."""
+    """Selects the needed parts of vLLM's description of a batch."""
 
     def __init__(
         self,
@@ -139,10 +139,10 @@ class SpillwayImpl(AttentionImpl[SpillwayMetadata]):
         sinks: torch.Tensor | None = None,
         **others: Any,
     ) -> None:
-        """Checks what the layer is.
+        """Checks that the layer is supported.
 
         Raises:
-            ValueError: It is of a kind that Spillway does not serve.
+            ValueError: Spillway does not support this kind of layer.
         """
         refused = {
             "ALiBi": alibi_slopes is not None,
@@ -180,10 +180,10 @@ class SpillwayImpl(AttentionImpl[SpillwayMetadata]):
             layer: vLLM's layer.
             query: Queries [N, H_q, d] after the positional encoding.
             key: Keys [N, H_kv, d].
-            value: Values, the same shape.
+            value: Values, with the same shape.
             kv_cache: vLLM's pool, which is not used.
-            attn_metadata: The batch; None while vLLM measures memory.
-            output: Is written, [N, H_q, d].
+            attn_metadata: The batch. None while vLLM measures memory.
+            output: Written, [N, H_q, d].
             output_scale: Must be None.
             output_block_scale: Must be None.
         """

@@ -55,14 +55,14 @@ class ReportMetadata(KVConnectorWorkerMetadata):
     report: StepReport = field(default_factory=StepReport)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        """Adds another rank's."""
+        """Adds the report of another rank."""
         assert isinstance(other, ReportMetadata)
         self.report.merge(other.report)
         return self
 
 
 class SpillwayConnector(KVConnectorBase_V1, SupportsHMA):
-    """vLLM makes one for its scheduler and one for each worker."""
+    """The connector. vLLM creates one for its scheduler and one for each worker."""
 
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
@@ -79,13 +79,13 @@ class SpillwayConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """Nothing is handed to other instances."""
+        """False: no K/V are passed to other instances."""
         return False
 
     # Workers.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Starts the engine, or connects to the daemon: the layers are known now."""
+        """Starts the engine, or connects to the daemon. Called when the layers are known."""
         self._open()
 
     def _open(self) -> layers.Attending:
@@ -96,32 +96,32 @@ class SpillwayConnector(KVConnectorBase_V1, SupportsHMA):
         return found
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Takes the step's plan; vLLM calls it first of all."""
+        """Stores the step's plan. vLLM calls this before anything else of the step."""
         assert isinstance(kv_connector_metadata, PlanMetadata)
         self._open().plan(kv_connector_metadata.plan)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Nothing is loaded into vLLM's pool."""
+        """Does nothing: no K/V are loaded into vLLM's pool."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing is loaded into vLLM's pool."""
+        """Does nothing: no K/V are loaded into vLLM's pool."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Layers append by themselves."""
+        """Does nothing: the layers themselves append K/V."""
 
     def wait_for_save(self) -> None:
         """Ends the step."""
         self._report = self._open().end()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """What the step has lost, if anything."""
+        """Returns what the step has lost, or None."""
         report, self._report = self._report, StepReport()
         return ReportMetadata(report) if report.losses or report.gone else None
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """What was counted since this was asked last."""
+        """Returns the counts since the last call."""
         if self.role == KVConnectorRole.SCHEDULER:
             count, self._requests.reused_token_count = self._requests.reused_token_count, 0
             return SpillwayStats.of_reuse(count) if count else None
@@ -138,7 +138,7 @@ class SpillwayConnector(KVConnectorBase_V1, SupportsHMA):
     # The scheduler.
 
     def on_new_request(self, request: Request) -> None:
-        """Notes a request."""
+        """Adds a request."""
         self._requests.add(
             request.request_id,
             _tokens(request, request.prompt_token_ids),
@@ -149,7 +149,7 @@ class SpillwayConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """How many tokens' rows are there already; None to be asked again later."""
+        """Returns for how many tokens rows exist already. None: vLLM shall ask again later."""
         assert num_computed_tokens == 0
         others = bool(self._running - {request.request_id})
         return self._requests.matched(request.request_id, request.num_tokens, others), False
@@ -157,7 +157,7 @@ class SpillwayConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        """The plan takes what was matched."""
+        """Does nothing: the plan contains what was matched."""
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Plans a step."""
@@ -177,11 +177,11 @@ class SpillwayConnector(KVConnectorBase_V1, SupportsHMA):
         return PlanMetadata(self._requests.plan(scheduled, preempted))
 
     def take_report(self, report: StepReport, running_count: int) -> tuple[list[str], list[str]]:
-        """Requests to compute again, and such as cannot be served.
+        """Returns the requests to compute again, and those that fail.
 
         Args:
-            report: Of all ranks, of one step.
-            running_count: Requests that are being computed.
+            report: Merged report of all ranks for one step.
+            running_count: Number of requests that are being computed.
         """
         for loss in report.losses.values():
             logger.warning("a request's rows are lost: %s", loss.reason)
@@ -194,19 +194,19 @@ class SpillwayConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Keeps the sequence for requests that begin alike."""
+        """Keeps the sequence for later requests with the same prefix."""
         return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Keeps the sequence for requests that begin alike."""
+        """Keeps the sequence for later requests with the same prefix."""
         self._running.discard(request.request_id)
         self._requests.finish(request.request_id, _tokens(request, request.all_token_ids))
         return False, None
 
     def reset_cache(self) -> bool | None:
-        """Gives up the sequences of requests that have finished."""
+        """Drops the sequences of finished requests."""
         self._requests.reset()
         return True
 
@@ -216,7 +216,7 @@ class SpillwayConnector(KVConnectorBase_V1, SupportsHMA):
     def build_kv_connector_stats(
         cls, data: dict[str, Any] | None = None
     ) -> KVConnectorStats | None:
-        """Sums that another process has sent."""
+        """Wraps sums that another process has sent."""
         return SpillwayStats(data=data) if data is not None else SpillwayStats()
 
     @classmethod
@@ -227,12 +227,12 @@ class SpillwayConnector(KVConnectorBase_V1, SupportsHMA):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> SpillwayMetrics:
-        """Counters at vLLM's /metrics."""
+        """Returns the counters for vLLM's /metrics."""
         return SpillwayMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
 
 def _tokens(request: Request, tokens: Sequence[int] | None) -> Sequence[int] | None:
-    """The tokens, where they alone tell the K/V."""
+    """Returns the tokens, if they alone determine the K/V; otherwise None."""
     if request.mm_features or request.prompt_embeds is not None or tokens is None:
         return None
     return list(tokens)
@@ -248,7 +248,7 @@ def _layer_count(kv_cache_config: KVCacheConfig) -> int:
 
 
 def _our_group(kv_cache_config: KVCacheConfig) -> tuple[int, list[str]]:
-    """The group of the pool that has Spillway's first layer, and all its layers."""
+    """Returns the index of the pool's group with Spillway's first layer, and all its layers."""
     names = {
         name: index
         for index, group in enumerate(kv_cache_config.kv_cache_groups)

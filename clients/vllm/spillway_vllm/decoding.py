@@ -1,4 +1,4 @@
-"""Requests of one token each that attend together. Without vLLM."""
+"""Decode steps of several requests with one token each. Does not import vLLM."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from spillway_vllm.step_plan import PlannedRequest
 
 @dataclass
 class Row:
-    """A request of the step, and which of the batch's tokens are its.
+    """A request of the step, and the position of its tokens in the batch.
 
     Attributes:
         plan: The request.
-        begin: Position in the batch of its first token.
-        sequence: Its K/V.
-        alive: Whether it was not lost in this step.
+        begin: Position of its first token in the batch.
+        sequence: Sequence with its K/V.
+        alive: False if it was lost in this step.
     """
 
     plan: PlannedRequest
@@ -34,17 +34,17 @@ class Row:
 
     @property
     def end(self) -> int:
-        """Position in the batch after its last token."""
+        """Position after its last token in the batch."""
         return self.begin + self.plan.token_count
 
 
 class Group:
-    """Rows of one token each that attend by one policy.
+    """Rows with one token each that attend with the same policy.
 
     Attributes:
-        rows: The rows, in the batch's order.
-        policy: Of them all; None is the engine's default.
-        together: Whether they are served together; each on its own from a failure on.
+        rows: The rows, in the order of the batch.
+        policy: Their policy. None means the engine's default.
+        together: Whether they are served together. After a failure each is served on its own.
     """
 
     def __init__(self, rows: list[Row], policy: Policy | None) -> None:
@@ -52,7 +52,7 @@ class Group:
         self.policy = policy
         self.together = True
         first, last = rows[0].begin, rows[-1].begin
-        # A slice takes no copy of the tensors.
+        # A slice makes no copy of the tensors.
         self._index: slice | torch.Tensor = slice(first, last + 1)
         if last - first + 1 != len(rows):
             self._index = torch.tensor([row.begin for row in rows])
@@ -60,10 +60,10 @@ class Group:
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor
     ) -> None:
-        """Appends and attends for all rows; tensors are the batch's, [N, H, d].
+        """Appends and attends for all rows. Tensors are those of the batch, [N, H, d].
 
         Raises:
-            SpillwayError: The first failure; some rows may be appended.
+            SpillwayError: The first failure. Some rows may have been appended.
         """
         index = self._index
         answer = self._attend(layer, q[index, None], k[index, :, None], v[index, :, None])
@@ -78,13 +78,13 @@ class Group:
         """Ends the step.
 
         Raises:
-            SpillwayError: What the step has failed with, where that is known only now.
+            SpillwayError: The step has failed, and this is known only now.
         """
         raise NotImplementedError
 
 
 class StepGroup(Group):
-    """Rows that an announced step serves: on any engine, with any policy."""
+    """Rows that are served by a `DecodeStep`: on any engine, with any policy."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class StepGroup(Group):
 
 
 class DecoderGroup(Group):
-    """Rows that a decoder serves on the model's stream."""
+    """Rows that are served by a decoder on the model's stream."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class DecoderGroup(Group):
         return self._kept.attend(layer, q, k, v)
 
     def end(self) -> None:
-        """Waits for the step, whose tokens belong to the sequences then."""
+        """Waits for the step. Its tokens then belong to the sequences."""
         if self._begun:
             self._kept.decoder.finish()
             for _, sums in self._kept.take():
@@ -149,29 +149,29 @@ class DecoderGroup(Group):
 
 
 class Decoders:
-    """Decoders on the engine's GPU, kept while the same requests decode together.
+    """Decoders on the engine's GPU, kept open while the same requests decode together.
 
     Args:
-        client: The engine.
-        statistics: What is counted at the moment.
+        client: Client of the engine.
+        statistics: Returns the statistics to which attends are added.
     """
 
     def __init__(self, client: spillway.Client, statistics: Callable[[], LayerStatistics]) -> None:
         self._client = client
         self._statistics = statistics
-        # By the keys of their requests; with the tokens that each sequence has.
+        # Keys: the keys of the requests. Values: the decoder, and the length of each sequence.
         self._kept: dict[tuple[int, ...], tuple[KeptDecoder, dict[int, int]]] = {}
         self._refused = False
 
     def begin(self, groups: list[list[PlannedRequest]], others: set[int]) -> set[int]:
-        """Lets go what the step's groups do not go on with.
+        """Closes the decoders that the step's groups do not continue.
 
         Args:
-            groups: Requests that decode together.
-            others: Sequences that the step uses otherwise: drops, forks.
+            groups: Groups of requests that decode together.
+            others: Sequences that the step uses in another way, by drops or forks.
 
         Returns:
-            Sequences that decoders hold still; they have the plan's tokens.
+            Sequences that decoders still hold. Their lengths are those of the plan.
         """
         going_on = {tuple(r.key for r in group): group for group in groups}
         held: set[int] = set()
@@ -189,7 +189,7 @@ class Decoders:
         return held
 
     def group(self, rows: list[Row], policy: Policy | None) -> DecoderGroup | None:
-        """Rows by a decoder; None where none serves them."""
+        """Returns a group with a decoder, or None if no decoder supports it."""
         keys = tuple(row.plan.key for row in rows)
         kept = self._kept.get(keys)
         if kept is not None and not kept[0].serves(policy, 1):
@@ -201,7 +201,7 @@ class Decoders:
             try:
                 decoder = KeptDecoder(self._client, [r.sequence for r in rows], policy, 1)
             except spillway.SpillwayError as error:
-                # Of another policy no decoder is asked for.
+                # No decoders are opened for other policies either.
                 self._refused = error.code == "UNIMPLEMENTED"
                 return None
             kept = self._kept[keys] = decoder, {}
@@ -209,11 +209,11 @@ class Decoders:
         return DecoderGroup(kept[0], rows, policy, self._statistics)
 
     def let_go(self, rows: list[Row]) -> None:
-        """Closes the decoder of a group, whose sequences are used otherwise then."""
+        """Closes the decoder of a group, so that its sequences can be used in other ways."""
         self._close(tuple(row.plan.key for row in rows))
 
     def close(self) -> None:
-        """Closes all."""
+        """Closes all decoders."""
         for keys in list(self._kept):
             self._close(keys)
 

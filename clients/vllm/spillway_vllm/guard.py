@@ -1,22 +1,22 @@
-"""What cannot be served, and which option says so. Without vLLM's own classes."""
+"""Checks for configurations that are not supported. Does not import vLLM."""
 
 from __future__ import annotations
 
 from typing import Any
 
-# The engine's bounds on shapes.
+# Limits of the engine on shapes.
 _HEAD_DIM_MAX = 256
 _GROUP_MAX = 16
 
 
 def refusals(config: Any) -> list[str]:
-    """Says what of a `VllmConfig` Spillway does not serve.
+    """Returns why Spillway does not support a `VllmConfig`.
 
     Args:
-        config: The engine's whole configuration.
+        config: The complete configuration of vLLM's engine.
 
     Returns:
-        Reasons, each with the option or the part of the model; empty where all is well.
+        Reasons, each with the option or the property of the model. Empty if it is supported.
     """
     model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
     reasons = []
@@ -45,7 +45,7 @@ def _own_names(dtype: Any) -> tuple[str, ...]:
 
 
 def _of_model(model: Any) -> list[str]:
-    """The same of the model alone."""
+    """The same for the model alone."""
     reasons = []
     if model.use_mla:
         reasons.append("multi-head latent attention (MLA)")

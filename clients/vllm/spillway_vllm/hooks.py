@@ -1,4 +1,4 @@
-"""What the plugin adds to vLLM: the backend's name, and the settings that go with it."""
+"""The changes that the plugin makes to vLLM: the backend's name, and the settings for it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MARK = "_spillway_installed"
 
 
 def install() -> None:
-    """Registers the backend and what chooses it; once in a process."""
+    """Registers the backend and the code that selects it, once in a process."""
     register_backend(_CUSTOM, "spillway_vllm.backend.SpillwayBackend")
     if getattr(EngineArgs, _MARK, False):
         return
@@ -31,7 +31,7 @@ def install() -> None:
 
 
 def _configure_with_it() -> None:
-    """`--attention-backend CUSTOM` brings connector and scheduler, and is checked."""
+    """Makes `--attention-backend CUSTOM` set connector and scheduler, and check the options."""
     create = EngineArgs.create_engine_config
 
     @functools.wraps(create)
@@ -62,10 +62,10 @@ def _is_chosen(args: EngineArgs) -> bool:
 
 
 def _prepare(args: EngineArgs) -> None:
-    """Sets what the backend needs.
+    """Sets the options that the backend needs.
 
     Raises:
-        ValueError: The user has set it otherwise; the message names the option.
+        ValueError: The user has set such an option. The message names it.
     """
     if args.kv_transfer_config is not None:
         raise ValueError(
@@ -91,9 +91,9 @@ def _prepare(args: EngineArgs) -> None:
 
 
 def _choose_it_by_layer() -> None:
-    """Gives the backend the layers with full attention; others stay vLLM's.
+    """Uses the backend for the layers with full attention, and vLLM's own for other layers.
 
-    vLLM's CPU platform has one backend and takes no other by name.
+    vLLM's CPU platform has only one backend and ignores the name of another.
     """
     platform = type(current_platform)
     choose = platform.get_attn_backend_cls.__func__

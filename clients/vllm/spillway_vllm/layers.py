@@ -1,4 +1,4 @@
-"""The worker that this process' layers attend with, step by step."""
+"""The worker with which the layers of this process attend, step by step."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from spillway_vllm.worker import Worker
 
 
 class Batch(Protocol):
-    """What vLLM tells of a batch."""
+    """The part of vLLM's description of a batch that is needed."""
 
     def newest_blocks(self) -> list[tuple[int, int]]:
-        """The block of each row's newest token, and where its first new token is."""
+        """Returns (block of the newest token, position of the first new one) of each active row."""
 
 
 class Attending:
-    """Brings plan, batch and worker together. For one thread.
+    """Combines plan, batch and worker. For one thread.
 
     Args:
-        worker: The rank's.
-        layer_names: vLLM's names of its layers, in the model's order.
+        worker: The worker of this rank.
+        layer_names: vLLM's names of the worker's layers, in the model's order.
     """
 
     def __init__(self, worker: Worker, layer_names: list[str]) -> None:
@@ -33,7 +33,7 @@ class Attending:
         self._begun = False
 
     def plan(self, plan: StepPlan) -> None:
-        """Takes the plan of the step that comes."""
+        """Stores the plan of the next step."""
         self._plan = plan
         self._begun = False
 
@@ -46,9 +46,9 @@ class Attending:
         v: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        """Attends at a layer; the first of a step makes the sequences ready."""
+        """Attends at a layer. The first layer of a step prepares the sequences."""
         if self._plan is None:
-            # vLLM tries a batch that is no request's.
+            # vLLM runs a batch that belongs to no request.
             out.zero_()
             return
         if not self._begun:
@@ -57,7 +57,7 @@ class Attending:
         self.worker.attend(self._numbers[layer_name], q, k, v, out)
 
     def end(self) -> StepReport:
-        """Ends the step; of one without tokens what it keeps and drops is done."""
+        """Ends the step. For a step without tokens, keeps and drops sequences as planned."""
         plan, self._plan = self._plan, None
         if plan is not None and not self._begun:
             self.worker.begin(StepPlan(kept=plan.kept, dropped=plan.dropped), {})
@@ -65,13 +65,13 @@ class Attending:
 
 
 def begins_of(plan: StepPlan, batch: Batch) -> dict[int, int]:
-    """Where each request's first token is in the batch, by key.
+    """Returns the position of each request's first token in the batch, by key.
 
-    vLLM does not say which row is whose: their newest blocks do, each of which one request
-    alone has.
+    vLLM does not say which row belongs to which request. The block of a row's newest token tells:
+    only one request has this block.
 
     Raises:
-        RuntimeError: The batch has other rows than the plan.
+        RuntimeError: The rows of the batch are not those of the plan.
     """
     rows = batch.newest_blocks()
     starts = dict(rows)
@@ -88,11 +88,11 @@ _attending: Attending | None = None
 
 
 def attending() -> Attending | None:
-    """The process' own; None before vLLM has set it up."""
+    """Returns the object of this process. None before vLLM has set it up."""
     return _attending
 
 
 def set_attending(value: Attending | None) -> None:
-    """Makes it the process' own."""
+    """Sets the object of this process."""
     global _attending  # noqa: PLW0603
     _attending = value

@@ -1,4 +1,4 @@
-"""What vLLM logs and serves at /metrics of Spillway's attends."""
+"""Statistics of Spillway's attends in vLLM's log and at /metrics."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 
 from spillway_vllm.worker import Worker
 
-# Sums, by the names of the counters.
+# Names and descriptions of the counters.
 SUMS = {
     "attends": "Attends of decode steps, of one token at one layer",
     "rows_read": "K/V rows that decode steps read, over KV heads",
@@ -31,11 +31,11 @@ SUMS = {
 
 @dataclass
 class SpillwayStats(KVConnectorStats):
-    """Sums since they were taken last; of several ranks their sums."""
+    """Sums since they were last taken, over all ranks."""
 
     @staticmethod
     def taken_from(worker: Worker) -> SpillwayStats | None:
-        """Takes a worker's sums, which begin anew; None where nothing was counted."""
+        """Takes a worker's sums and resets them. None if nothing was counted."""
         sums, worker.statistics = worker.statistics, LayerStatistics()
         prompt_tokens, worker.prompt_token_count = worker.prompt_token_count, 0
         if not sums.attend_count and not prompt_tokens:
@@ -56,21 +56,21 @@ class SpillwayStats(KVConnectorStats):
 
     @staticmethod
     def of_reuse(token_count: int) -> SpillwayStats:
-        """The scheduler's: tokens that were not computed."""
+        """Returns the scheduler's sums: tokens whose K/V were not computed."""
         return SpillwayStats(data={"reused_tokens": token_count})
 
     def reset(self) -> None:
-        """Begins anew."""
+        """Sets all sums to zero."""
         self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
-        """Adds another's sums."""
+        """Adds the sums of another object."""
         for name, value in other.data.items():
             self.data[name] = self.data.get(name, 0) + value
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """What the log's line says."""
+        """Returns the values for vLLM's log line."""
         data = {name: self.data.get(name, 0) for name in SUMS}
         return {
             "decode attends": data["attends"],
@@ -90,7 +90,7 @@ class SpillwayStats(KVConnectorStats):
 
 
 class SpillwayMetrics(KVConnectorPromMetrics):
-    """Counters `vllm:spillway_*`, of each engine."""
+    """The counters `vllm:spillway_*` of each engine."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class SpillwayMetrics(KVConnectorPromMetrics):
             )
             for name, text in SUMS.items()
         }
-        # They are there from the beginning, at zero.
+        # Creates all counters at the start, with value zero.
         for counter in self._counters.values():
             for labels in per_engine_labelvalues.values():
                 counter.labels(*labels)

@@ -1,4 +1,4 @@
-"""Which sequences begin with the tokens of a new request. For one thread, without vLLM."""
+"""Finds sequences with the same prefix as a new request. For one thread. Does not import vLLM."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# Tokens are compared in blocks of so many.
+# Prefixes are compared in blocks of this many tokens.
 BLOCK_TOKEN_COUNT = 64
 
 
 def block_hashes(salt: str, tokens: Sequence[int], known: Sequence[bytes] = ()) -> list[bytes]:
-    """Hashes of the prefixes of 64, 128, ... tokens.
+    """Returns hashes of the prefixes of 64, 128, ... tokens.
 
     Args:
-        salt: What else must be equal: an adapter, a cache salt.
+        salt: Other things that must be equal, such as an adapter or a cache salt.
         tokens: Token ids, each in [0, 2^63).
-        known: Hashes of their first blocks, which are not made again.
+        known: Hashes of the first blocks, which are not computed again.
 
     Returns:
-        One hash for each whole block, [T // 64], of all that is before its end.
+        One hash for each complete block, [T // 64]. It covers all tokens up to the block's end.
     """
     hashes = list(known)
     before = hashes[-1] if hashes else salt.encode()
@@ -36,12 +36,12 @@ def block_hashes(salt: str, tokens: Sequence[int], known: Sequence[bytes] = ()) 
 
 
 class Match(NamedTuple):
-    """The sequence whose rows a request can begin with.
+    """The sequence with whose rows a request can begin.
 
     Attributes:
-        key: The sequence.
-        token_count: How many tokens' rows are there, a multiple of 64.
-        coming: How many there will be once the prompts that are being computed are.
+        key: Key of the sequence.
+        token_count: Number of tokens whose rows exist, a multiple of 64.
+        coming: Number of tokens whose rows will exist when the running prompts are computed.
     """
 
     key: int
@@ -52,24 +52,25 @@ class Match(NamedTuple):
 @dataclass
 class _Entry:
     hashes: list[bytes]
-    # Tokens whose rows are there; those of the hashes are that or will be.
+    # Number of tokens whose rows exist. Rows of the other hashed tokens will exist later.
     row_count: int = 0
-    # Whether its request is being computed, so that rows are on their way.
+    # Whether its request is being computed, so that more rows will follow.
     running: bool = False
 
 
 class Prefixes:
-    """Sequences by the tokens that they begin with; live ones and kept ones.
+    """Sequences by their prefixes: those of unfinished requests and kept ones.
 
     Args:
-        kept_count_max: Sequences that stay after their request, the newest in use.
+        kept_count_max: Most sequences that stay after their request. The least recently used goes
+            first.
     """
 
     def __init__(self, kept_count_max: int) -> None:
         self._kept_count_max = kept_count_max
         self._entries: dict[int, _Entry] = {}
         self._kept: OrderedDict[int, None] = OrderedDict()
-        # By the hash of the first block.
+        # Keys: hash of the first block.
         self._by_first: dict[bytes, set[int]] = {}
 
     def __len__(self) -> int:
@@ -77,40 +78,40 @@ class Prefixes:
 
     @property
     def kept(self) -> list[int]:
-        """Sequences whose requests have finished, the oldest first."""
+        """Sequences whose requests have finished, the least recently used first."""
         return list(self._kept)
 
     def add(self, key: int, hashes: list[bytes]) -> None:
-        """Notes a request with these prefixes, of which nothing is computed."""
+        """Adds a request with these prefixes. None of its rows exists yet."""
         assert key not in self._entries
         self._entries[key] = _Entry(hashes)
         if hashes:
             self._by_first.setdefault(hashes[0], set()).add(key)
 
     def hashes(self, key: int) -> list[bytes]:
-        """The prefixes of a sequence as noted."""
+        """Returns the stored prefixes of a sequence."""
         return self._entries[key].hashes
 
     def set_rows(self, key: int, row_count: int, *, running: bool) -> None:
-        """Notes how many tokens' rows a live sequence has, and whether more are coming."""
+        """Stores how many tokens' rows a sequence has, and whether more will follow."""
         entry = self._entries.get(key)
         if entry is not None:
             entry.row_count, entry.running = row_count, running
 
     def row_count(self, key: int) -> int:
-        """Tokens whose rows are there."""
+        """Returns the number of tokens whose rows exist."""
         entry = self._entries.get(key)
         return 0 if entry is None else entry.row_count
 
     def match(self, key: int, token_count_max: int) -> Match | None:
-        """The sequence that gives a request most, and what is on its way.
+        """Returns the sequence with the longest common prefix that exists, and what will exist.
 
         Args:
-            key: The request, as added.
-            token_count_max: Most tokens that it may take.
+            key: Key of the request, which must have been added.
+            token_count_max: Most tokens that the request may take.
 
         Returns:
-            None where no other sequence begins alike for 64 tokens.
+            None if no other sequence has the first 64 tokens in common.
         """
         hashes = self._entries[key].hashes[: token_count_max // BLOCK_TOKEN_COUNT]
         best, there, coming = -1, 0, 0
@@ -129,21 +130,21 @@ class Prefixes:
         return Match(best, there * BLOCK_TOKEN_COUNT, max(there, coming) * BLOCK_TOKEN_COUNT)
 
     def use(self, key: int) -> None:
-        """Notes that a sequence was forked, so that it is not the next to go."""
+        """Marks a sequence as used, because it was forked. Other sequences are dropped first."""
         if key in self._kept:
             self._kept.move_to_end(key)
 
     def keep(self, key: int, hashes: list[bytes], row_count: int) -> list[int]:
-        """Notes that a request has finished and what its sequence holds.
+        """Keeps the sequence of a finished request, with its prefixes.
 
         Args:
-            key: The sequence.
-            hashes: Prefixes of all its tokens.
-            row_count: Tokens whose rows are there.
+            key: Key of the sequence.
+            hashes: Hashes of the prefixes of all its tokens.
+            row_count: Number of tokens whose rows exist.
 
         Returns:
-            Sequences that go for it: those that it makes superfluous and those beyond the
-            limit; it may be among them.
+            Sequences to drop: those that are a prefix of this one, and those beyond the limit. This
+            one may be among them.
         """
         if key not in self._entries:
             return [key]
@@ -168,7 +169,7 @@ class Prefixes:
         return dropped
 
     def forget(self, key: int) -> None:
-        """Notes that a sequence is gone."""
+        """Removes a sequence."""
         entry = self._entries.pop(key, None)
         self._kept.pop(key, None)
         if entry is None or not entry.hashes:
@@ -180,7 +181,7 @@ class Prefixes:
 
 
 def _common(some: list[bytes], others: list[bytes]) -> int:
-    """Blocks that both begin with: each hash covers all before it."""
+    """Counts the common first blocks by bisection, since each hash covers all blocks before it."""
     low, high = 0, min(len(some), len(others))
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,4 +1,4 @@
-"""The scheduler's side: each request's sequence, and what it can begin with. Without vLLM."""
+"""The scheduler's side: requests, their sequences, and shared prefixes. Does not import vLLM."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from spillway_vllm.prefixes import Prefixes, block_hashes
 from spillway_vllm.step_plan import PlannedRequest, Source, StepPlan, StepReport
 
-# A request waits for rows that another is computing if they are so many more.
+# A request waits for rows that another one computes if they are at least this many more tokens.
 _WORTH_WAITING = 128
-# A request whose rows were lost more often than that fails.
+# A request fails if its rows were lost more often than this.
 _LOSSES_MAX = 16
 
 
@@ -20,11 +20,11 @@ class _Request:
     key: int
     salt: str
     prompt_token_count: int
-    # Whether its tokens tell all of its K/V, so that equal tokens mean equal rows.
+    # Whether its tokens determine its K/V, so that equal tokens mean equal rows.
     comparable: bool
     epoch: int = 0
     source: Source | None = None
-    # Lacked memory when so many requests had finished.
+    # Number of finished requests when it last lacked memory. None: it did not.
     starved_at: int | None = None
 
 
@@ -33,10 +33,10 @@ class Scheduled:
     """A request that the scheduler has put into a step.
 
     Attributes:
-        name: vLLM's id.
-        start: Tokens computed before.
-        token_count: New tokens.
-        block: The pool's block of its newest token.
+        name: vLLM's id of the request.
+        start: Number of tokens computed before.
+        token_count: Number of new tokens.
+        block: Block of its newest token in the pool.
     """
 
     name: str
@@ -46,12 +46,12 @@ class Scheduled:
 
 
 class Requests:
-    """Follows the scheduler and plans the workers' steps. For one thread.
+    """Follows the scheduler, and plans the workers' steps. For one thread.
 
     Args:
-        kept_count_max: Sequences that stay after their request.
-        reuses: Whether requests may begin with others' rows: not where layers beside
-            Spillway's keep state that would be missing then.
+        kept_count_max: Most sequences that stay after their request.
+        reuses: Whether requests may begin with the rows of others. False if layers other than
+            Spillway's keep state, because that would be missing.
     """
 
     def __init__(self, kept_count_max: int, *, reuses: bool = True) -> None:
@@ -67,19 +67,19 @@ class Requests:
 
     @property
     def kept(self) -> list[int]:
-        """Sequences of requests that have finished, the oldest first."""
+        """Sequences of finished requests, the least recently used first."""
         return self._prefixes.kept
 
     def add(
         self, name: str, tokens: Sequence[int] | None, prompt_token_count: int, salt: str
     ) -> None:
-        """Notes a new request.
+        """Adds a new request.
 
         Args:
-            name: vLLM's id.
-            tokens: Its prompt; None where the prompt is more than token ids.
-            prompt_token_count: Its length.
-            salt: What else must be equal for K/V to be equal.
+            name: vLLM's id of the request.
+            tokens: Its prompt. None if the prompt is not only token ids.
+            prompt_token_count: Number of tokens of the prompt.
+            salt: Other things that must be equal for K/V to be equal.
         """
         self._keys += 1
         comparable = self._reuses and tokens is not None
@@ -91,15 +91,16 @@ class Requests:
         )
 
     def matched(self, name: str, token_count: int, others_running: bool) -> int | None:
-        """How many tokens' rows a request that is not computed can begin with.
+        """Returns for how many tokens a request can begin with existing rows.
 
         Args:
-            name: vLLM's id.
-            token_count: Its tokens so far; fewer are matched, for the last gives the next.
+            name: vLLM's id of the request.
+            token_count: Its tokens so far. Fewer are matched, because the last one must be
+                computed.
             others_running: Whether other requests are being computed.
 
         Returns:
-            None where it had better wait: another computes what it needs, or memory lacks.
+            None if it should wait: another request computes its rows, or memory is lacking.
         """
         request = self._requests[name]
         if request.starved_at is not None:
@@ -122,8 +123,8 @@ class Requests:
         """Plans a step.
 
         Args:
-            scheduled: Its requests.
-            preempted: Requests that are not being computed any more; their rows stay.
+            scheduled: The requests of the step.
+            preempted: Requests that are no longer being computed. Their rows stay.
         """
         plan = StepPlan(kept=self._kept, dropped=self._dropped)
         self._kept, self._dropped = [], []
@@ -155,11 +156,11 @@ class Requests:
         return plan
 
     def finish(self, name: str, tokens: Sequence[int] | None) -> None:
-        """Notes that a request has finished or was aborted.
+        """Handles a request that has finished or was aborted.
 
         Args:
-            name: vLLM's id.
-            tokens: All its tokens; None where they do not tell its K/V.
+            name: vLLM's id of the request.
+            tokens: All its tokens. None if they do not determine its K/V.
         """
         request = self._requests.pop(name, None)
         if request is None:
@@ -179,19 +180,19 @@ class Requests:
             self._kept.append(request.key)
 
     def take_report(self, report: StepReport, running_count: int) -> tuple[list[str], list[str]]:
-        """Takes what the workers say of a step.
+        """Handles the report of the workers about a step.
 
         Args:
-            report: Of all ranks.
-            running_count: Requests that are being computed.
+            report: Merged report of all ranks.
+            running_count: Number of requests that are being computed.
 
         Returns:
-            Requests that must be computed again, and such as fail: they would again, or
-            nothing else that runs or is kept takes the memory that they lack.
+            Requests that must be computed again, and requests that fail. A request fails if it
+            would fail again, or if it lacks memory although no other request runs.
         """
         for key in report.gone:
             self._prefixes.forget(key)
-            # Other ranks may have it still.
+            # Other ranks may still have it.
             self._dropped.append(key)
         again, failed = [], []
         for key, loss in report.losses.items():
@@ -213,7 +214,7 @@ class Requests:
         return again, failed
 
     def reset(self) -> None:
-        """Forgets every kept sequence."""
+        """Drops every kept sequence."""
         for key in self._prefixes.kept:
             self._prefixes.forget(key)
             self._dropped.append(key)

@@ -1,4 +1,4 @@
-"""vLLM's schedulers, which compute a request again where its rows were lost."""
+"""vLLM's schedulers, extended to compute requests again whose rows were lost."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from vllm.v1.request import RequestStatus
 
 
 class _Recovering:
-    """What both add to vLLM's."""
+    """The extension of both schedulers."""
 
     def update_from_output(
         self: Any, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
-        """Takes back requests that a step has lost, then does what vLLM does."""
+        """Preempts requests that a step has lost, then does what vLLM does."""
         again: list[str] = []
         failed: list[str] = []
         connected = model_runner_output.kv_connector_output
@@ -30,7 +30,7 @@ class _Recovering:
             request = self.requests[request_id]
             if request.status == RequestStatus.RUNNING:
                 self.running.remove(request)
-                # What the step has sampled for it is worth nothing.
+                # The output that the step sampled for this request is not valid.
                 self._preempt_request(request, time.monotonic(), drop_stale_output=True)
         outputs = super().update_from_output(  # type: ignore[misc]
             scheduler_output, model_runner_output
@@ -54,4 +54,4 @@ class SpillwayScheduler(_Recovering, Scheduler):
 
 
 class SpillwayAsyncScheduler(_Recovering, AsyncScheduler):
-    """vLLM's scheduler that is a step ahead."""
+    """vLLM's scheduler that schedules one step ahead."""

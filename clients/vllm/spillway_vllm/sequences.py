@@ -1,4 +1,4 @@
-"""A worker's sequences, in its engine or in a daemon. Without vLLM."""
+"""The sequences of a worker, in its engine or in a daemon. Does not import vLLM."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Shapes:
 
 
 class Lost(Exception):
-    """A request's rows cannot be had in this step."""
+    """The rows of a request are not available in this step."""
 
     def __init__(self, reason: str, kind: LossKind = "again") -> None:
         super().__init__(reason)
@@ -54,14 +54,14 @@ class Lost(Exception):
 
 
 class Sequences:
-    """The sequences of a rank's requests, by key; kept ones are of requests that finished.
+    """The sequences of a rank's requests, by key. Kept ones are those of finished requests.
 
     For one thread.
 
     Args:
         settings: Where K/V are kept.
-        shapes: Of this rank's layers.
-        device: Where the model's tensors are.
+        shapes: Shapes of this rank's layers.
+        device: Device of the model's tensors.
     """
 
     def __init__(self, settings: Settings, shapes: Shapes, device: torch.device) -> None:
@@ -70,24 +70,25 @@ class Sequences:
         self.client = _connect(settings, device)
         self._model: spillway.Model | None = None
         self._sequences: dict[int, Sequence] = {}
-        # The next to go first.
+        # Kept sequences, the first to be dropped first.
         self._kept: OrderedDict[int, None] = OrderedDict()
-        # What requests of the step begin with.
+        # Sequences with which requests of this step begin.
         self._sources: set[int] = set()
-        # Kept ones that made room, or are gone otherwise, since this was emptied.
+        # Kept sequences that were dropped to free memory, or have disappeared, since this was
+        # cleared.
         self.gone: set[int] = set()
 
     def __len__(self) -> int:
         return len(self._sequences)
 
     def close(self) -> None:
-        """Deletes all, and ends the engine or the connection."""
+        """Deletes all sequences, and ends the engine or the connection."""
         for key in list(self._sequences):
             self.drop(key)
         self.client.close()
 
     def begin(self, plan: StepPlan) -> None:
-        """Drops and keeps what the plan says."""
+        """Drops and keeps the sequences as planned."""
         for key in plan.dropped:
             self.drop(key)
         for key in plan.kept:
@@ -96,15 +97,15 @@ class Sequences:
         self._sources = {r.source.key for r in plan.requests if r.source is not None}
 
     def ready(self, request: PlannedRequest) -> Sequence:
-        """The request's sequence, with as many tokens as the plan says.
+        """Returns the request's sequence, with as many tokens as planned.
 
         Raises:
-            Lost: It is not to be had.
+            Lost: The sequence is not available.
         """
         return self.patiently(lambda: self._ready(request))
 
     def held(self, key: int) -> Sequence:
-        """A sequence that a decoder holds, as it is."""
+        """Returns a sequence that a decoder holds, without changing it."""
         return self._sequences[key]
 
     def _ready(self, request: PlannedRequest) -> Sequence:
@@ -134,7 +135,7 @@ class Sequences:
         return sequence
 
     def _open_model(self) -> spillway.Model:
-        """The engine's model of these shapes, made when there is none."""
+        """Returns the engine's model with these shapes. Creates it if necessary."""
         if self._model is None:
             shapes = self._shapes
             dtype = cast(DTypeName, str(shapes.dtype).removeprefix("torch."))
@@ -153,10 +154,10 @@ class Sequences:
         return self._model
 
     def patiently(self, call: Callable[[], _T]) -> _T:
-        """Calls; makes room where memory is lacking, waits for a daemon that is gone.
+        """Calls. Frees memory if it is lacking, and waits for a daemon that is gone.
 
         Args:
-            call: May be called again after a failure.
+            call: A function that may be called again after a failure.
 
         Raises:
             Lost: The request cannot be served in this step.
@@ -169,7 +170,7 @@ class Sequences:
                 if not self._make_room():
                     raise Lost(error.message, "memory") from None
             except spillway.NotFound as error:
-                # Of a daemon that has restarted the model is gone too.
+                # If the daemon has restarted, the model is gone too.
                 self._model = None
                 raise Lost(error.message) from None
             except spillway.Unavailable as error:
@@ -179,11 +180,11 @@ class Sequences:
             except (spillway.DeadlineExceeded, spillway.Aborted, spillway.Cancelled) as error:
                 raise Lost(error.message) from None
             except spillway.SpillwayError as error:
-                # K/V that are not finite, for example.
+                # For example K/V that are not finite.
                 raise Lost(error.message, "failed") from None
 
     def _make_room(self) -> bool:
-        """Gives up a finished request's sequence that no request of the step begins with."""
+        """Drops the sequence of a finished request with which no request of the step begins."""
         for key in self._kept:
             if key not in self._sources:
                 self.drop(key)
@@ -195,7 +196,7 @@ class Sequences:
         """Waits until the daemon answers again.
 
         Raises:
-            spillway.Unavailable: It has not in the time that the settings give.
+            spillway.Unavailable: The daemon did not answer within the time in the settings.
         """
         seconds = self._settings.reconnect_seconds
         _logger.warning("%s; waiting %g s for it", error.message, seconds)
@@ -213,7 +214,7 @@ class Sequences:
                 time.sleep(0.2)
 
     def drop(self, key: int) -> None:
-        """Deletes a sequence; what is gone already is no error."""
+        """Deletes a sequence. It is not an error if it does not exist."""
         self._kept.pop(key, None)
         sequence = self._sequences.pop(key, None)
         if sequence is not None:
@@ -224,7 +225,7 @@ class Sequences:
 
 
 def _connect(settings: Settings, device: torch.device) -> spillway.Client:
-    """The engine in this process, or the daemon."""
+    """Starts an engine in this process, or connects to the daemon."""
     if not settings.embedded:
         return spillway.connect(settings.target)
     name = settings.device or ("cpu" if device.type != "cuda" else f"cuda:{device.index or 0}")

@@ -15,14 +15,15 @@ class Settings:
     """Where K/V are kept and how they are attended.
 
     Attributes:
-        target: `embedded:`, an engine in each worker process, or a daemon's gRPC target.
-        memory: Host memory of an embedded engine, as `memory.limit` of the daemon's
-            settings ("16GiB"); empty is the engine's default.
-        gpu_memory: GPU memory of an embedded engine, as `device.gpu_memory_limit`; empty
-            is the engine's default.
-        device: Device of an embedded engine, "cpu" or "cuda:0"; empty is the worker's.
+        target: `embedded:` for an engine in each worker process, or a daemon's gRPC target.
+        memory: Host memory of an embedded engine, like `memory.limit` in the daemon's settings
+            ("16GiB"). Empty means the engine's default.
+        gpu_memory: GPU memory of an embedded engine, like `device.gpu_memory_limit`. Empty means
+            the engine's default.
+        device: Device of an embedded engine, "cpu" or "cuda:0". Empty means the worker's device.
         quality: How decode steps attend: one of `spillway.QUALITIES`.
-        kept_sequence_count: Finished requests whose K/V stay for requests that begin alike.
+        kept_sequence_count: Number of finished requests whose K/V are kept for requests with the
+            same prefix.
         reconnect_seconds: How long a worker waits for a daemon that is gone.
     """
 
@@ -36,7 +37,7 @@ class Settings:
 
     @property
     def embedded(self) -> bool:
-        """Whether each worker has an engine of its own."""
+        """Whether each worker has its own engine."""
         return self.target == "embedded:"
 
 
@@ -55,10 +56,10 @@ def settings_from(environment: Mapping[str, str]) -> Settings:
     """Reads the settings.
 
     Args:
-        environment: Such as `os.environ`.
+        environment: The environment, such as `os.environ`.
 
     Raises:
-        ValueError: An unknown variable of the prefix, or a value that is out of range; the
+        ValueError: There is an unknown variable with the prefix, or a value is out of range. The
             message names it.
     """
     values: dict[str, str | int | float] = {}

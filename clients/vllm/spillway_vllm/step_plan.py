@@ -1,4 +1,4 @@
-"""What scheduler and workers tell each other about a step."""
+"""The messages between scheduler and workers about a step."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 LossKind = Literal["again", "memory", "failed"]
-# What a later one asks for is more.
+# In order of severity.
 _KINDS: tuple[LossKind, ...] = get_args(LossKind)
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a request's first rows come from: another sequence, forked.
+    """Another sequence, from which a request's first rows are forked.
 
     Attributes:
-        key: The other sequence.
-        token_count: Tokens taken from it.
+        key: Key of the other sequence.
+        token_count: Number of tokens taken from it.
     """
 
     key: int
@@ -28,13 +28,13 @@ class PlannedRequest:
     """A request's part of a step.
 
     Attributes:
-        key: Its sequence on every worker; one for each request, and never used again.
-        epoch: How often its rows have been lost; what is said of an earlier one counts no more.
-        start: Tokens before this step.
-        token_count: New tokens.
-        decodes: Whether the policy of decode steps applies; a prompt is attended exactly.
-        block: The pool's block of its newest token: no other request of the step has it.
-        source: Where its first tokens' rows come from, if not from the request itself.
+        key: Key of its sequence on every worker. Unique for each request, and never used again.
+        epoch: How often its rows have been lost. Reports about an earlier epoch are ignored.
+        start: Number of tokens before this step.
+        token_count: Number of new tokens.
+        decodes: Whether the policy of decode steps applies. A prompt is attended exactly.
+        block: Block of its newest token in the pool. No other request of the step has this block.
+        source: The sequence from which its first rows are taken. None: its own.
     """
 
     key: int
@@ -48,12 +48,12 @@ class PlannedRequest:
 
 @dataclass
 class StepPlan:
-    """What the scheduler tells the workers.
+    """The scheduler's message to the workers.
 
     Attributes:
         requests: The step's requests, in any order.
-        kept: Sequences of requests that have finished, the oldest first; they stay.
-        dropped: Sequences that go, before anything else of the step.
+        kept: Sequences of finished requests that are kept from now on, the oldest first.
+        dropped: Sequences that are deleted before anything else in the step.
     """
 
     requests: list[PlannedRequest] = field(default_factory=list)
@@ -63,13 +63,13 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class Loss:
-    """A request whose rows of this step are not there.
+    """A request whose rows of this step are missing.
 
     Attributes:
-        epoch: Of the plan.
-        kind: `again`, it can be computed again at once; `memory`, it lacked memory;
-            `failed`, it would fail again.
-        reason: For people.
+        epoch: Epoch in the plan.
+        kind: `again`: it can be computed again at once. `memory`: it lacked memory. `failed`: it
+            would fail again.
+        reason: Description for people.
     """
 
     epoch: int
@@ -79,18 +79,18 @@ class Loss:
 
 @dataclass
 class StepReport:
-    """What the workers tell the scheduler.
+    """The workers' message to the scheduler.
 
     Attributes:
-        losses: Requests whose output of this step is worth nothing, by key.
-        gone: Kept sequences that had to make room, or are gone otherwise.
+        losses: Requests whose output of this step is not valid, by key.
+        gone: Kept sequences that were dropped to free memory, or have disappeared.
     """
 
     losses: dict[int, Loss] = field(default_factory=dict)
     gone: set[int] = field(default_factory=set)
 
     def merge(self, other: StepReport) -> None:
-        """Adds what another rank says of the same step."""
+        """Adds the report of another rank for the same step."""
         for key, loss in other.losses.items():
             mine = self.losses.get(key)
             if mine is None or _KINDS.index(loss.kind) > _KINDS.index(mine.kind):

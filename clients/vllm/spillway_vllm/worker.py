@@ -1,7 +1,7 @@
-"""A worker's side: the attends of a step. Without vLLM.
+"""The worker's side: the attends of a step. Does not import vLLM.
 
-One rank's worker has its own engine or its own sequences in a daemon, of the KV heads
-that the rank has.
+The worker of each rank has its own engine, or its own sequences in a daemon, with the KV heads of
+the rank.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ _EXACT = Policy(selector="all")
 
 
 def _is_single(request: PlannedRequest) -> bool:
-    """Whether it is one token after others, which a decode step attends."""
+    """Whether the request has one token after others, so that a decode step can attend it."""
     return request.token_count == 1 and request.start > 0
 
 
 class Worker:
     """The sequences of a rank's requests, and their attends. For one thread.
 
-    A step is `begin`, then `attend` for each layer in order, then `end`.
+    For each step call `begin`, then `attend` for each layer in order, then `end`.
 
     Args:
         settings: Where K/V are kept.
-        shapes: Of this rank's layers.
-        device: Where the model's tensors are.
-        policy: Of decode steps; None is the engine's default.
+        shapes: Shapes of this rank's layers.
+        device: Device of the model's tensors.
+        policy: Policy of decode steps. None means the engine's default.
     """
 
     def __init__(
@@ -64,18 +64,18 @@ class Worker:
 
     @property
     def sequence_count(self) -> int:
-        """Sequences that it holds, kept ones too."""
+        """Number of sequences, including kept ones."""
         return len(self._sequences)
 
     def close(self) -> None:
-        """Ends the engine, or the connection to the daemon; sequences go."""
+        """Deletes the sequences, and ends the engine or the connection to the daemon."""
         self._prefill.close()
         if self._decoders is not None:
             self._decoders.close()
         self._sequences.close()
 
     def begin(self, plan: StepPlan, begins: dict[int, int]) -> None:
-        """Makes the step's sequences ready.
+        """Prepares the sequences of the step.
 
         Args:
             plan: The step.
@@ -109,7 +109,7 @@ class Worker:
     def _together(
         self, requests: list[PlannedRequest]
     ) -> Iterator[tuple[list[PlannedRequest], bool]]:
-        """Requests of one token that are served together, and whether exactly."""
+        """Yields groups of one-token requests that attend together, and whether they do exactly."""
         limit = self._sequences.client.server_info.limits.attend_item_count_max
         for exact in (False, True):
             alike = [r for r in requests if _is_single(r) and r.decodes is not exact]
@@ -130,11 +130,11 @@ class Worker:
         """Appends the new tokens' K and V at a layer, and attends.
 
         Args:
-            layer: Of the engine's layers, in order.
+            layer: Index among the engine's layers.
             q: Queries [N, H_q, d] after the positional encoding.
             k: Keys [N, H_kv, d].
-            v: Values, the same shape.
-            out: Is written, [N, H_q, d]; zeros for requests that are lost.
+            v: Values, with the same shape.
+            out: Written, [N, H_q, d]. Zeros for requests that are lost.
         """
         for group in self._groups:
             if group.together:
@@ -148,7 +148,7 @@ class Worker:
             self._serve(row, out, partial(self._attend_prompt, row, layer, q, k, v))
 
     def _part(self, group: Group, layer: int, error: spillway.SpillwayError) -> None:
-        """Serves the rows of a group that has failed one by one, for the rest of the step."""
+        """For the rest of the step, serves the rows of a failed group one by one."""
         _logger.warning("a step of %d requests: %s", len(group.rows), error)
         group.together = False
         with contextlib.suppress(spillway.SpillwayError):
@@ -157,14 +157,14 @@ class Worker:
             assert self._decoders is not None
             self._decoders.let_go(group.rows)
             if layer > 0:
-                # What its earlier layers have done on the GPU is not known.
+                # It is not known what its earlier layers have done on the GPU.
                 for row in group.rows:
                     row.alive = False
                     self._lose(row.plan, Lost(error.message))
         self._single += [(row, group.policy) for row in group.rows]
 
     def _serve(self, row: Row, out: torch.Tensor, serve: Callable[[], torch.Tensor]) -> None:
-        """Writes what it is served with; a request that cannot be served is lost."""
+        """Writes the output of a request, or zeros if the request is or gets lost."""
         if row.alive:
             try:
                 out[row.begin : row.end] = self._sequences.patiently(serve)
@@ -183,7 +183,7 @@ class Worker:
         k: torch.Tensor,
         v: torch.Tensor,
     ) -> torch.Tensor:
-        """One token of one request; its rows may be there already."""
+        """Attends for one token of one request. Its rows may have been appended already."""
         new = slice(row.begin, row.end)
         row.sequence.append(layer, row.plan.start, k[new].transpose(0, 1), v[new].transpose(0, 1))
         result = row.sequence.attend(layer, q[new], policy)
@@ -193,7 +193,7 @@ class Worker:
     def _attend_prompt(
         self, row: Row, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
-        """Several tokens of one request, exactly, to all before them."""
+        """Attends exactly for several tokens of one request, to all tokens before them."""
         new = slice(row.begin, row.end)
         keys, values = k[new].transpose(0, 1), v[new].transpose(0, 1)
         row.sequence.append(layer, row.plan.start, keys, values)
@@ -213,7 +213,7 @@ class Worker:
         """Ends the step.
 
         Returns:
-            What was lost in it.
+            The report: what was lost in the step.
         """
         for group in self._groups:
             if group.together:
@@ -227,6 +227,6 @@ class Worker:
         return report
 
     def _lose(self, request: PlannedRequest, loss: Lost) -> None:
-        """Gives up a request's rows, and says so."""
+        """Drops a request's rows, and adds the loss to the report."""
         self._sequences.drop(request.key)
         self._report.losses[request.key] = Loss(request.epoch, loss.kind, str(loss))

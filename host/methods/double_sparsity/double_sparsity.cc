@@ -18,7 +18,7 @@ class LabelIndex final : public KeyIndex {
   LabelIndex(const ModelSpec& spec, LabelChannels channels)
       : spec_(spec), channels_(std::move(channels)) {}
 
-  // Label channels of a KV head: [label_channel_count].
+  // The label channels of a KV head: [label_channel_count].
   std::span<const uint16_t> ChannelsOf(int layer, int kv_head) const {
     const size_t count = spec_.indices.label_channel_count;
     return std::span(channels_[layer]).subspan(kv_head * count, count);

@@ -4,8 +4,8 @@
 
 namespace spillway {
 
-// SELECTOR_DOUBLE_SPARSITY: of every key a few label channels that the model's
-// weights name, in four bits an element (arXiv 2408.07092).
+// SELECTOR_DOUBLE_SPARSITY: ranks keys by a few of their channels, with four bits per element. The
+// model's weights name these label channels (arXiv 2408.07092).
 extern const Method kDoubleSparsityMethod;
 
 }  // namespace spillway

@@ -10,7 +10,7 @@
 namespace spillway {
 namespace {
 
-// Codes of a rotation are the core's.
+// Only codes of MLPs need a section: the core stores the codes of a rotation.
 int64_t SectionBytes(const ModelSpec& spec) {
   return spec.hash.kind == HashKind::kMlp ? CodeLayout::Of(spec).page_bytes() : 0;
 }

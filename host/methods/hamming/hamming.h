@@ -4,7 +4,7 @@
 
 namespace spillway {
 
-// SELECTOR_HAMMING: matching bits of codes, of a rotation or of hash MLPs.
+// SELECTOR_HAMMING: ranks keys by matching bits of codes, of a rotation or of hash MLPs.
 extern const Method kHammingMethod;
 
 }  // namespace spillway

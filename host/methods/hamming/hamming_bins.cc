@@ -1,4 +1,4 @@
-// Matching bits of codes, 16 keys at a time.
+// Counts matching bits of codes, for 16 keys at a time.
 #include "host/methods/hamming/hamming_bins.h"
 
 #define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_SSE4)

@@ -7,7 +7,7 @@
 namespace spillway {
 
 HammingScorer::HammingScorer(const ScoredKeys& keys) : keys_(keys) {
-  // A rotation's codes stand at the beginning of an index page.
+  // The codes of a rotation are at the beginning of an index page; those of MLPs are in a section.
   if (keys.spec().hash.kind == HashKind::kMlp) {
     offset_bytes_ = keys.model().IndexOf(kHammingMethod).offset_bytes;
   }
@@ -31,7 +31,7 @@ void HammingScorer::CountRotationBits(std::vector<int>& ones) const {
   std::vector<float> rotated(spec.head_dim);
   for (int g = 0; g < spec.group(); ++g) {
     Rotate(params, keys_.queries->raw() + g * spec.head_dim, rotated.data());
-    // As the codes of keys have it: a zero counts as positive.
+    // As in the codes of keys, zero counts as positive.
     for (int j = 0; j < spec.plane_bits(); ++j) ones[j] += rotated[j] >= 0 ? 1 : 0;
   }
 }
@@ -40,13 +40,14 @@ absl::Status HammingScorer::Prepare() {
   const ModelSpec& spec = keys_.spec();
   const int words = spec.plane_words();
   const int heads = spec.heads_per_code();
-  std::vector<int> ones(words * 32, 0);  // query heads whose bit is 1
+  std::vector<int> ones(words * 32, 0);  // per bit: number of query heads with a 1
   if (spec.hash.kind == HashKind::kMlp) {
     CountMlpBits(ones);
   } else {
     CountRotationBits(ones);
   }
-  // matches = sum_j [k_j] c_j + [not k_j] (heads - c_j).
+  // matches = sum_j (k_j ? c_j : heads - c_j), with c_j = ones[j] and k_j the bits of the key's
+  // code.
   weights_.assign(words * 32, 0);
   query_.layout = CodeLayout::Of(spec);
   query_.row_count = 1;

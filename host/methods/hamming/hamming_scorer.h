@@ -8,8 +8,8 @@
 
 namespace spillway {
 
-// Scores keys by the bits of their codes that match the queries', summed over
-// the group: a bin per count.
+// Scores keys by the number of bits of their codes that match the queries' codes, summed over the
+// group. Each count is one bin.
 class HammingScorer final : public KeyScorer {
  public:
   explicit HammingScorer(const ScoredKeys& keys);
@@ -20,14 +20,14 @@ class HammingScorer final : public KeyScorer {
                     uint16_t* const* head_bins) const override;
 
  private:
-  // Adds the query heads' codes to their count of ones per bit of a key's code.
+  // Counts, for each bit of a key's code, the query heads whose code has a 1; adds this to `ones`.
   void CountMlpBits(std::vector<int>& ones) const;
   void CountRotationBits(std::vector<int>& ones) const;
-  // A page's codes; null beyond the last.
+  // The codes of a page; null beyond the last page.
   const std::byte* Codes(int64_t page) const;
 
   const ScoredKeys keys_;
-  int64_t offset_bytes_ = 0;  // of the codes in an index page
+  int64_t offset_bytes_ = 0;  // of the codes, in an index page
   std::vector<int8_t> weights_;
   ScoreQuery query_;
 };

@@ -9,15 +9,15 @@
 
 namespace spillway {
 
-// A model's hash MLPs and the codes that they give of keys, a page of CodeLayout.
+// A model's hash MLPs, and the codes of keys that they give, in pages of CodeLayout. Thread-safe.
 class MlpIndex final : public KeyIndex {
  public:
   MlpIndex(const ModelSpec& spec, HashMlps mlps);
 
   int64_t bytes() const override { return mlps_.bytes(); }
   void Encode(const PageKeys& keys, std::byte* section) const override;
-  // The code of query head g of a KV head's group, to compare with the keys'
-  // code g / heads_per_code(): words [hash_bits / 32]. q: [d].
+  // Computes the code of query head g of a KV head's group: words [hash_bits / 32]. It is compared
+  // with code g / heads_per_code() of the keys. q: [d].
   void QueryCode(int layer, int kv_head, int g, const float* q, uint32_t* words) const;
 
  private:

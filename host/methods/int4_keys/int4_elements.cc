@@ -1,4 +1,4 @@
-// Four bits of an element; lanes of the estimates are tokens.
+// Stores elements with four bits, and estimates logits from them with one lane per token.
 #include "host/methods/int4_keys/int4_elements.h"
 
 #include <algorithm>
@@ -26,7 +26,7 @@ using DF = hn::CappedTag<float, 16>;
 using DU = hn::RebindToUnsigned<DF>;
 using VF = hn::Vec<DF>;
 
-// HalfToFloat of the low 16 bits.
+// HalfToFloat() of the low 16 bits of each lane.
 template <class V>
 VF HalfVec(V half) {
   const DF df;
@@ -38,7 +38,7 @@ VF HalfVec(V half) {
                                 hn::ShiftLeft<16>(hn::And(half, hn::Set(du, 0x8000u)))));
 }
 
-// CutEstimate.
+// CutEstimate() of each lane.
 VF Cut(VF l) {
   const DF df;
   const auto most = hn::Set(df, kEstimateMax);
@@ -47,7 +47,7 @@ VF Cut(VF l) {
   return hn::IfThenElse(hn::Gt(low, least), low, least);
 }
 
-// Estimates of heads [head, head + kHeads).
+// Estimates the logits of heads [head, head + kHeads).
 template <int kHeads>
 void Int4Heads(const Int4Query& query, int head, const uint32_t* words, float* logits) {
   const DF df;

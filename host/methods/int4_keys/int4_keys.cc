@@ -25,7 +25,7 @@ class Int4Index final : public KeyIndex {
 
  private:
   const ModelSpec spec_;
-  std::vector<uint16_t> channels_;  // all of them, in order
+  std::vector<uint16_t> channels_;  // all channels, in order
 };
 
 int64_t SectionBytes(const ModelSpec& spec) {

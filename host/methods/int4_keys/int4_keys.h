@@ -4,8 +4,8 @@
 
 namespace spillway {
 
-// SELECTOR_INT4_KEYS: keys in four bits an element, as Twilight's pruner keeps them
-// (arXiv 2502.02770, appendix B.1).
+// SELECTOR_INT4_KEYS: ranks keys by their elements in four bits, as Twilight's pruner does (arXiv
+// 2502.02770, appendix B.1).
 extern const Method kInt4KeysMethod;
 
 }  // namespace spillway

@@ -9,11 +9,11 @@
 
 namespace spillway {
 
-// Scores keys by logits estimated from a section of 4-bit elements.
+// Scores keys by logits that are estimated from a section of 4-bit elements.
 class Int4Scorer final : public LogitScorer {
  public:
-  // section_offset: of the section in an index page, bytes. channels: those that
-  // it holds, in order; their array outlives the scorer.
+  // section_offset: bytes from the start of an index page to the section. channels: the channels in
+  // the section, in order; the array must outlive the scorer.
   Int4Scorer(const ScoredKeys& keys, int64_t section_offset, std::span<const uint16_t> channels);
 
  private:

@@ -1,4 +1,4 @@
-// Buckets that keys share with a query, lanes being tokens.
+// Counts the buckets that keys share with a query; one lane per token.
 #include "host/methods/lsh_sampling/count_shared.h"
 
 #include "host/base/limits.h"

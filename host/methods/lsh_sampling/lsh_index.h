@@ -8,16 +8,16 @@
 
 namespace spillway {
 
-// Names of the buckets of keys (KeySections), and the projections that make
-// them.
+// The LSH buckets of keys (KeySections), and the projections from which they are computed.
+// Thread-safe.
 class LshIndex final : public KeyIndex {
  public:
-  // cancel: as of CpuMethod::make_index.
+  // cancel: as in CpuMethod::make_index.
   LshIndex(const ModelSpec& spec, const CancelToken* cancel);
 
   int64_t bytes() const override;
   void Encode(const PageKeys& keys, std::byte* section) const override;
-  // Buckets of one vector [d]: [lsh_table_count].
+  // Computes the buckets of one vector x [d]: buckets [lsh_table_count].
   void Buckets(int layer, const float* x, uint16_t* buckets) const;
 
  private:

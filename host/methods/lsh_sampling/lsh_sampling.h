@@ -4,7 +4,7 @@
 
 namespace spillway {
 
-// TAIL_LSH_SAMPLING: MagicPIG's sample (arXiv 2410.16179).
+// TAIL_LSH_SAMPLING: samples the tail as MagicPIG does (arXiv 2410.16179).
 extern const Method kLshSamplingMethod;
 
 }  // namespace spillway

@@ -9,16 +9,16 @@
 
 namespace spillway {
 
-// MagicPIG's sample (arXiv 2410.16179) of the tail of one (query, KV head): of
-// every query head its own, the tokens that share kLshSharedMin buckets with it.
+// MagicPIG's sample (arXiv 2410.16179) of the tail of one (query, KV head). Each query head has its
+// own sample: the tokens that share at least kLshSharedMin buckets with it.
 class LshTail final : public MethodTail {
  public:
-  // Of the tokens that `scores` has not called heavy.
+  // Samples the scored tokens that `scores` has not made heavy.
   LshTail(const ScoredKeys& keys, const ScorePass& scores);
 
   const std::vector<uint32_t>& tokens() const override { return tokens_; }
-  // Logits are lessened by the log of the chance of being taken, and far below
-  // all others where a query head does not take a token.
+  // Subtracts from each logit the log of the token's sampling probability (LshLogWeight()). If a
+  // query head does not take a token, the logit becomes kLshNotTaken.
   void Weigh(int64_t first, int count, const std::byte* const* rows, float* logits) const override;
 
  private:
@@ -26,7 +26,7 @@ class LshTail final : public MethodTail {
   const float* const centre_;       // [d]
   std::vector<double> query_norm_;  // [G]
   std::vector<uint32_t> tokens_;
-  std::vector<uint16_t> takers_;  // bit g: query head g
+  std::vector<uint16_t> takers_;  // per token; bit g: query head g takes it
 };
 
 }  // namespace spillway

@@ -8,13 +8,13 @@
 
 namespace spillway {
 
-// Writes the bounds (KeySections) of the pages that have one of the keys: of all
-// the page's keys below keys.end. Thread-safe.
+// Writes the bounds (KeySections) of each page of quest_page_token_count tokens that has one of the
+// keys. They are bounds of all keys of that page below keys.end. Thread-safe.
 void StoreBounds(const ModelSpec& spec, const PageKeys& keys, std::byte* section);
 
-// The largest logits that the bounds of page_count pages of keys allow, for
-// each of their keys, [G][128]: sum_c max(q_c low_c, q_c high_c) (Quest, arXiv
-// 2406.10774, algorithm 1), in channel order. Thread-safe.
+// Upper limits of logits by the bounds of page_count pages of keys, in nats, for each key:
+// [G][128]. All keys of a page have the same: sum_c max(q_c low_c, q_c high_c), summed in channel
+// order (Quest, arXiv 2406.10774, algorithm 1). Thread-safe.
 void BoundLogits(DType dtype, const RowQueries& queries, int page_count, const std::byte* section,
                  float* logits);
 

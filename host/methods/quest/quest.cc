@@ -21,7 +21,7 @@ class BoundIndex final : public KeyIndex {
   const ModelSpec spec_;
 };
 
-// Scores keys by the largest logit that their page's bounds allow.
+// Scores keys by the upper limit that the bounds of their page give for logits.
 class BoundScorer final : public LogitScorer {
  public:
   explicit BoundScorer(const ScoredKeys& keys)

@@ -4,7 +4,7 @@
 
 namespace spillway {
 
-// SELECTOR_QUEST: bounds of pages of keys (arXiv 2406.10774).
+// SELECTOR_QUEST: ranks keys by the bounds of pages of keys (arXiv 2406.10774).
 extern const Method kQuestMethod;
 
 }  // namespace spillway

@@ -11,8 +11,8 @@
 namespace spillway {
 namespace {
 
-// Bins of the second selector for what the first one finds; all other tokens are
-// in kNotFoundBin.
+// Gives the second selector's bins for the tokens that the first selector finds, and kNotFoundBin
+// for all others.
 class TwoStageScorer final : public KeyScorer {
  public:
   TwoStageScorer(const ScoredKeys& keys, std::unique_ptr<KeyScorer> second)
@@ -36,8 +36,7 @@ class TwoStageScorer final : public KeyScorer {
   }
 
  private:
-  // The first selection's own pass over the keys. Its workspace is given back at
-  // the end.
+  // Scores all keys by the first selector. The workspace of this pass is returned at the end.
   absl::Status FindTokens() {
     const AttendQuery& attend = *keys_.context->attend;
     const std::unique_ptr<KeyScorer> first = MakeScorer(*attend.policy.candidate_selector, keys_);
@@ -47,7 +46,7 @@ class TwoStageScorer final : public KeyScorer {
     return absl::OkStatus();
   }
 
-  // bins: of tokens [begin, end).
+  // Sets the bins of tokens in [begin, end) that were not found to kNotFoundBin.
   void DropOthers(int64_t begin, int64_t end, uint16_t* bins) const {
     int64_t next = begin;
     for (auto token = std::lower_bound(found_.begin(), found_.end(), begin);

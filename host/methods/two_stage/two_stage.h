@@ -4,8 +4,8 @@
 
 namespace spillway {
 
-// A policy's first selection (candidates): one selector finds the tokens that
-// another one ranks.
+// A policy's first selection (candidates): one selector finds tokens, and a second one ranks only
+// these.
 extern const Method kTwoStageMethod;
 
 }  // namespace spillway

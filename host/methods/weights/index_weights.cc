@@ -11,7 +11,7 @@
 namespace spillway {
 namespace {
 
-// layers.{l}.{prefix}w1 and so on, H = heads.
+// Loads layers.{l}.{prefix}w1 and so on. heads: H of the shapes in mlp.h.
 absl::StatusOr<MlpLayer> LoadMlp(const SafeTensors& file, const ModelSpec& spec, int l,
                                  const std::string& prefix, int64_t heads) {
   const int64_t d = spec.head_dim, hidden = spec.hash.hidden_dim, bits = spec.hash.hash_bits;
@@ -30,7 +30,8 @@ absl::StatusOr<MlpLayer> LoadMlp(const SafeTensors& file, const ModelSpec& spec,
   ASSIGN_OR_RETURN(layer.w1, load("w1", {heads, d, hidden}));
   ASSIGN_OR_RETURN(layer.b1, load("b1", {heads, hidden}));
   ASSIGN_OR_RETURN(layer.w2, load("w2", {heads, hidden, deep ? hidden : bits}));
-  // All layers have it or none: one that lacks it was forgotten.
+  // b2 is optional, but for all layers together: if only some have it, it was forgotten in the
+  // others.
   const bool first_has_b2 = file.Contains(name(0, "b2"));
   if (deep || first_has_b2 || file.Contains(name(l, "b2"))) {
     ASSIGN_OR_RETURN(layer.b2, load("b2", {heads, deep ? hidden : bits}));

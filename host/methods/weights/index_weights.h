@@ -11,23 +11,23 @@
 
 namespace spillway {
 
-// The hash MLPs of a model, per layer.
+// The hash MLPs of a model. The vectors have one element per layer.
 struct HashMlps {
-  // Those of keys, ModelSpec::mlp_count of them, and those of queries, one per
-  // query head; empty where these are hashed with the keys'.
+  // mlp: ModelSpec::mlp_count() MLPs per layer, for keys. query_mlp: one MLP per query head, for
+  // queries; empty if queries use the MLPs of the keys.
   std::vector<MlpLayer> mlp;
   std::vector<MlpLayer> query_mlp;
 
   int64_t bytes() const;
-  // What bytes() of a model's is at most, before there are any.
+  // Upper limit of bytes() for a model, before its weights are loaded.
   static int64_t BytesOf(const ModelSpec& spec);
 };
 
-// Label channels per layer, [H_kv][label_channel_count].
+// Label channels, per layer: [H_kv][label_channel_count].
 using LabelChannels = std::vector<std::vector<uint16_t>>;
 int64_t LabelChannelBytes(const ModelSpec& spec);
 
-// What is uploaded for a model.
+// All weights that are uploaded for a model.
 struct IndexWeights : HashMlps {
   LabelChannels channels;
 
@@ -35,13 +35,12 @@ struct IndexWeights : HashMlps {
   static int64_t BytesOf(const ModelSpec& spec);
 };
 
-// Each reads from a safetensors file what the spec asks for, in the shapes
-// above, and nothing of a spec that does not: layers.{l}.w1, b1, w2, where
-// present b2, with two hidden layers w3 and b3; the same after query_;
-// layers.{l}.channels, integers. INVALID_ARGUMENT names the tensor that is
-// missing or misshapen, or of which a part of the layers has none (b2), or the
-// channel that is out of range or repeated. REQUIRES: a normalised spec.
-// Thread-safe.
+// Each function reads from a safetensors file the tensors that the spec needs, with the shapes of
+// MlpLayer and LabelChannels, and none if the spec needs none. For each layer l: layers.{l}.w1, b1,
+// w2 and, if present, b2; with two hidden layers also w3 and b3; with query_weights the same names
+// after query_; and layers.{l}.channels, integers. INVALID_ARGUMENT names the tensor that is
+// missing, has the wrong shape, or is missing for some layers only (b2), or the channel that is out
+// of range or repeated. REQUIRES: a normalised spec. Thread-safe.
 absl::StatusOr<HashMlps> LoadHashMlps(const ModelSpec& spec,
                                       std::span<const std::byte> safetensors);
 absl::StatusOr<LabelChannels> LoadLabelChannels(const ModelSpec& spec,

@@ -19,7 +19,7 @@ namespace {
 
 namespace hn = hwy::HWY_NAMESPACE;
 
-// The last columns, one at a time.
+// Computes the last columns of Affine(), one at a time.
 void AffineScalar(const float* x, int input_dim, const float* w, const float* b, int column,
                   int output_dim, float* y) {
   const hn::CappedTag<float, 1> d;
@@ -32,8 +32,8 @@ void AffineScalar(const float* x, int input_dim, const float* w, const float* b,
   }
 }
 
-// y = b + x W, W [input_dim][output_dim]; b may be null. Lanes are outputs;
-// four vectors of them hide the latency of the sums.
+// y = b + x W, with W [input_dim][output_dim]; b may be null. Each lane computes one output. Four
+// vectors of lanes hide the latency of the sums.
 void Affine(const float* x, int input_dim, const float* w, const float* b, int output_dim,
             float* y) {
   const hn::ScalableTag<float> d;
@@ -67,8 +67,8 @@ void Affine(const float* x, int input_dim, const float* w, const float* b, int o
   AffineScalar(x, input_dim, w, b, j, output_dim, y);
 }
 
-// z / (1 + exp(-z)) in place; padded to whole vectors. The exponent is capped
-// where exp() still is finite: beyond, the result is as good as 0.
+// z / (1 + exp(-z)), in place. REQUIRES: z is padded to whole vectors. The argument of exp() is
+// limited to where exp() is finite; beyond that, the result is practically 0.
 void Silu(float* z, int count) {
   const hn::ScalableTag<float> d;
   const auto one = hn::Set(d, 1.0f);

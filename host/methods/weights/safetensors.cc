@@ -22,9 +22,9 @@ namespace {
 using Json = nlohmann::json;
 
 constexpr size_t kLengthBytes = 8;
-// The largest model has 1024 layers of 13 tensors, about 120 bytes each.
+// Enough for the largest model: 1024 layers of 13 tensors, about 120 bytes each.
 constexpr uint64_t kHeaderBytesMax = uint64_t{4} << 20;
-// {tensor: {"shape": [...]}}: what is nested deeper is no header.
+// A header has the form {tensor: {"shape": [...]}}; one that nests deeper is refused.
 constexpr int kDepthMax = 3;
 constexpr size_t kDimensionsMax = 8;
 constexpr char kMetadata[] = "__metadata__";
@@ -45,10 +45,10 @@ std::optional<DType> FloatType(std::string_view name) {
   return std::nullopt;
 }
 
-// Of an element of a type that LoadIntegers reads, else 0.
+// Bytes of an element, if LoadIntegers reads this type; otherwise 0.
 int IntegerBytes(std::string_view name) { return name == "I32" ? 4 : name == "I64" ? 8 : 0; }
 
-// Elements of a shape; nothing on overflow.
+// Number of elements of a shape; nullopt on overflow.
 std::optional<int64_t> ElementCount(std::span<const int64_t> shape) {
   int64_t count = 1;
   for (const int64_t n : shape) {
@@ -57,7 +57,7 @@ std::optional<int64_t> ElementCount(std::span<const int64_t> shape) {
   return count;
 }
 
-// Whole numbers of a JSON list; nothing where it is anything else.
+// The integers of a JSON list; nullopt if it has anything else or more than count_max elements.
 std::optional<std::vector<int64_t>> Integers(const Json& list, size_t count_max) {
   if (!list.is_array() || list.size() > count_max) return std::nullopt;
   std::vector<int64_t> values;
@@ -75,8 +75,7 @@ absl::StatusOr<Json> ParseHeader(std::string_view text) {
   absl::flat_hash_set<std::string> names;
   std::optional<std::string> repeated;
   bool deep = false;
-  // What is refused here is not built, so a hostile header takes little
-  // memory.
+  // Values that the filter refuses are not built, so a hostile header takes little memory.
   const auto filter = [&](int depth, Json::parse_event_t event, Json& value) {
     if (depth > kDepthMax) deep = true;
     if (event == Json::parse_event_t::key && depth == 1 &&

@@ -14,7 +14,7 @@ absl::StatusOr<std::unique_ptr<int>> Positive(int value) {
 
 absl::Status Check(int value) { return Positive(value).status(); }
 
-// The sum of two positive numbers; counts how far it came.
+// Adds two positive numbers, and counts the steps that were reached.
 absl::StatusOr<int> Sum(int a, int b, int& steps) {
   ++steps;
   RETURN_IF_ERROR(Check(a));

@@ -21,7 +21,7 @@ TEST(Philox, KnownAnswers) {
             (Block{0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}));
 }
 
-// By LU with partial pivoting.
+// Computed by LU decomposition with partial pivoting.
 double Determinant(const std::vector<float>& p, int d) {
   std::vector<double> a(p.begin(), p.end());
   double det = 1;
@@ -94,7 +94,7 @@ TEST(RotationDistribution, EntriesHaveTheMomentsOfHaar) {
   EXPECT_NEAR(first / n, 0, 0.005);
   EXPECT_NEAR(second / n, 1.0 / kD, 1e-6);
   EXPECT_NEAR(fourth / n, 3.0 / (kD * (kD + 2)), 2e-4);
-  // Without the sign fix QR leaves diagonals of one sign: 5 standard errors.
+  // Without the sign fix, QR leaves diagonals of one sign. Tolerance: 5 standard errors.
   EXPECT_NEAR(corner / kDraws, 0, 5 * 0.25 / std::sqrt(kDraws));
   EXPECT_NEAR(diagonal / kDraws, 0, 5 * 1.0 / std::sqrt(kDraws));
 }

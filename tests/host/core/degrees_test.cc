@@ -19,10 +19,10 @@ namespace {
 constexpr double kInf = std::numeric_limits<double>::infinity();
 constexpr int kDims = 16;
 
-// A covariance, as vectors whose outer products it is the sum of.
+// A covariance, as the vectors whose outer products add up to it.
 using Directions = std::vector<std::vector<double>>;
 
-// nu of the covariance, as its projection by the signs shows it.
+// The degrees of freedom nu of a covariance, as estimated from its projection by the signs.
 double ProjectedDegrees(const Directions& directions, const ProjectionSigns& signs) {
   double trace = 0, square = 0, projected_trace = 0;
   std::vector<double> covariance(kDims * kDims, 0.0);
@@ -57,10 +57,10 @@ TEST(DegreesOfFreedom, OneDirectionIsOne) {
   }
 }
 
-// In 16 directions an error in nu has the inverse 1 / nu + (1 - 1 / nu) / 16.
+// The projection to 16 numbers shows 1 / nu as 1 / nu + (1 - 1 / nu) / 16. This corrects for it.
 double Corrected(double seen) { return 1 / ((1 / seen - 1.0 / 16) / (1 - 1.0 / 16)); }
 
-// Independent errors of equal size, along all axes: more than 16 numbers can tell.
+// Independent errors of equal size along all axes: more directions than 16 numbers can show.
 TEST(DegreesOfFreedom, AllDirectionsAreMost) {
   for (const int d : {16, 64, 128, 256}) {
     Directions axes;
@@ -69,7 +69,7 @@ TEST(DegreesOfFreedom, AllDirectionsAreMost) {
   }
 }
 
-// Axes that go to different numbers do not mix: what is seen is exact.
+// Axes that are projected to different numbers do not mix, so the estimate is exact.
 TEST(DegreesOfFreedom, IsExactWhereTheProjectionSeparates) {
   for (const std::vector<double>& sizes :
        {std::vector<double>{1}, {1, 1}, {2, 1, 1}, {3, 2, 1, 1, 0.1}, {1, 1, 1, 1, 1, 1, 1, 1}}) {
@@ -85,7 +85,7 @@ TEST(DegreesOfFreedom, IsExactWhereTheProjectionSeparates) {
   }
 }
 
-// Of random directions about as many as there are; the inverse is what is near.
+// For random directions, nu is about their number. It is the mean of 1 / nu that is close.
 TEST(DegreesOfFreedom, IsNearTheRankOfRandomDirections) {
   std::mt19937_64 random(4);
   std::normal_distribution<double> normal;
@@ -102,21 +102,21 @@ TEST(DegreesOfFreedom, IsNearTheRankOfRandomDirections) {
       EXPECT_LE(nu, kDegreesMax);
       inverse += 1 / nu / kSeeds;
     }
-    // Trace that the projection hides makes it less, on the safe side.
+    // Trace that the projection hides makes nu smaller, which is the safe side.
     EXPECT_GT(1 / inverse, 0.4 * rank) << rank;
     EXPECT_LT(1 / inverse, 1.1 * rank) << rank;
   }
 }
 
-// What the projection sends to 0 counts as one direction more.
+// Trace that the projection maps to 0 counts as one more direction.
 TEST(DegreesOfFreedom, HiddenTraceIsOneDirection) {
   const ProjectionSigns signs = ProjectionSigns::Of(6);
-  // Elements 0 and 16 go to the same number, against each other.
+  // Elements 0 and 16 are added to the same number, with opposite signs.
   std::vector<double> hidden = Axis(64, 0);
   hidden[16] = signs.negative(0) == signs.negative(16) ? -1 : 1;
   EXPECT_EQ(ProjectedDegrees({hidden}, signs), 1);
-  // Eight axes that are seen, and 2 of a trace of 10 that is not: the errors'
-  // standard deviation is that of the seen, sqrt(8), and of 2 in one direction.
+  // Of a trace of 10, eight axes show 8, and 2 is hidden. The covariance's Frobenius norm is at
+  // most that of the visible part, sqrt(8), plus 2 in one hidden direction.
   Directions directions = {hidden};
   for (int i = 1; i <= 8; ++i) directions.push_back(Axis(64, i));
   const double norm = std::sqrt(8.0) + 2;
@@ -152,7 +152,7 @@ TEST(ProjectionSigns, FollowFromTheSeed) {
   EXPECT_NEAR(negative, 12800, 400);  // 5 standard deviations
 }
 
-// The sums that are kept of x and y say the spread of x (y - o).
+// The spread of x (y - o) follows from the sums that are kept of x and y.
 TEST(ProjectedSpread, IsOfTheRowsAboutTheirMean) {
   std::mt19937_64 random(7);
   std::normal_distribution<double> normal;
@@ -179,7 +179,7 @@ TEST(ProjectedSpread, IsOfTheRowsAboutTheirMean) {
   EXPECT_NEAR(ProjectedSpread(s, o[0], o[1], kRows), wanted, 1e-9);
 }
 
-// What sqrt(sum lambda chi^2 / sum lambda) exceeds with chance delta, simulated.
+// The number that sqrt(sum lambda chi^2 / sum lambda) exceeds with probability delta, simulated.
 double SimulatedQuantile(const std::vector<double>& lambda, double delta, uint64_t seed) {
   constexpr int kDraws = 50000;
   std::mt19937_64 random(seed);
@@ -206,14 +206,14 @@ TEST(ErrorQuantile, IsThatOfEqualDirections) {
   for (const int nu : {1, 2, 4, 10, 50}) {
     for (const double delta : {0.05, 0.1, 0.2}) {
       const double wanted = SimulatedQuantile(std::vector<double>(nu, 1.0), delta, nu);
-      // The cube root is 1.3 % short of a normal variable, and closer to more.
+      // The cube-root approximation is 1.3 % too low for one normal variable, and closer for more.
       const double tolerance = nu == 1 ? 0.018 : 0.012;
       EXPECT_NEAR(QuantileOf(nu, delta), wanted, tolerance * wanted) << nu << " " << delta;
     }
   }
 }
 
-// Directions that fall off by half have nu = 3 and those by a tenth 19.
+// Variances that fall by half have nu = 3, and those that fall by a tenth nu = 19.
 TEST(ErrorQuantile, IsNearThatOfUnequalOnes) {
   for (const auto& [ratio, nu] : {std::pair(0.5, 3.0), std::pair(0.9, 19.0)}) {
     std::vector<double> lambda;
@@ -231,13 +231,13 @@ TEST(ErrorQuantile, FallsWithDegreesFromTheNormalQuantileToOne) {
     for (const double nu : {1.0, 1.2, 2.0, 5.0, 16.0, 100.0, 1e4, 1e12}) {
       const double z = QuantileOf(nu, delta);
       EXPECT_LE(z, reference::TwoSidedQuantile(delta));
-      // At 0.2 the cube root is at its lowest for one direction.
+      // For delta 0.2, the cube root is lowest at one direction.
       EXPECT_LT(z, 1.005 * last);
       last = z;
     }
     EXPECT_NEAR(last, 1, 1e-5);
   }
-  // It is cut to the two-sided quantile.
+  // The quantile is limited to the two-sided one.
   EXPECT_EQ(ErrorQuantile(1, 1.5, 1.6), 1.6);
 }
 

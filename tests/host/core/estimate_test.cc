@@ -12,8 +12,8 @@ namespace {
 constexpr double kInf = std::numeric_limits<double>::infinity();
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 
-// D = 10, of it 8 exact; ||N||^2 = 100, unbiased 64; variance 0.16 in one
-// direction: an error of 0.05 z.
+// D = 10, of which exact rows have 8; ||N||^2 = 100, unbiased 64; variance 0.16 in one direction.
+// The relative error is 0.05 z.
 HeadTotals Totals() { return {0, 10, 8, 100, 64, 0.16, 1}; }
 
 TailTerms Terms() {
@@ -22,7 +22,7 @@ TailTerms Terms() {
   terms.may_promise = true;
   terms.epsilon = 0.1;
   terms.z = 1.6;            // the error is 0.08
-  terms.one_sided_z = 1.5;  // too far for one direction: z is the least
+  terms.one_sided_z = 1.5;  // in one direction the quantile would exceed z; z is the limit
   terms.inflation = 1;
   return terms;
 }
@@ -54,8 +54,7 @@ TEST(Certify, WhatTakesThePromiseAway) {
   EXPECT_EQ(Certify(Terms(), false, true, 50, 1000, no_number).promise, Promise::kNone);
 }
 
-// Ranks that do not hold take the promise where it rests on them, and with it
-// what is said of the error.
+// If the ranks do not hold, a promise that rests on them is void, and the error is not known.
 TEST(Certify, RanksThatDoNotHoldTakeThePromise) {
   for (const auto& [tail, bound, rests] : {std::tuple(Tail::kStratified, Bound::kRatio, true),
                                            std::tuple(Tail::kUniform, Bound::kRatio, true),
@@ -70,7 +69,7 @@ TEST(Certify, RanksThatDoNotHoldTakeThePromise) {
   }
 }
 
-// ||o|| of a sixteenth of the values' unit or less is not told from nothing.
+// If ||o|| is at most a sixteenth of the values' unit, the error is not known.
 TEST(Certify, ATinyOutputHasNoKnownError) {
   HeadTotals totals = Totals();
   for (const auto& [norm, known] : {std::pair(10.01 / 16, true), std::pair(10.0 / 16, false),
@@ -121,8 +120,7 @@ TEST(RelativeError, WithoutVarianceThereIsNone) {
   EXPECT_EQ(RelativeError(Terms(), totals), 0);
 }
 
-// An error of many directions hardly varies: its quantile comes down to one
-// standard deviation.
+// An error in many directions varies little: its quantile falls to one standard deviation.
 TEST(RelativeError, FallsWithTheErrorsDegreesWhereItRestsOnRanks) {
   TailTerms terms = Terms();
   for (const auto& [tail, bound, falls] :
@@ -143,7 +141,7 @@ TEST(RelativeError, FallsWithTheErrorsDegreesWhereItRestsOnRanks) {
   }
 }
 
-// x in {1, 3} and v = (2, 0), (0, 4) of d = 2, o = (1, 1).
+// Two rows with x = 1, 3 and v = (2, 0), (0, 4), d = 2; o = (1, 1).
 StratumMoments TwoRows() {
   return {.sum_x = 4,
           .sum_xx = 10,
@@ -222,7 +220,7 @@ TEST(HeadBudgets, StrataAreAllottedByTheirDeviations) {
   EXPECT_EQ(budgets, (std::vector<int64_t>{865, 20}));
 }
 
-// A bound that rests on no ranks has a quantile of its own.
+// A bound that does not rest on ranks has its own quantile.
 TEST(HeadBudgets, DegreesAreForBoundsThatRestOnRanks) {
   const StratumSpread spread{1e-4, 1e-4, 1e-6};
   std::vector<int64_t> budgets(1);
@@ -243,7 +241,8 @@ TEST(HeadBudgets, DegreesAreForBoundsThatRestOnRanks) {
     HeadBudgets(terms, many, spread, strata, budgets);
     EXPECT_GT(budgets[0], 48);
     if (fewer) {
-      // Rows with replacement b as z^2: b / (1 + b / n) of the tail.
+      // b: rows with replacement at z = 1; grows as z^2. Without replacement, a tail of n tokens
+      // needs b / (1 + b / n).
       const double n = 1e6, b = 1e12 * 1e-4 / (0.1 * 0.1 * 64);
       EXPECT_NEAR(budgets[0], b / (1 + b / n), 1) << static_cast<int>(bound);
       EXPECT_NEAR(one, 2.56 * b / (1 + 2.56 * b / n), 1) << static_cast<int>(bound);

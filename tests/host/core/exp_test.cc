@@ -31,7 +31,7 @@ TEST(ExpF32, KeepsItsFixedPoints) {
   EXPECT_TRUE(std::isfinite(ExpF32(88.0f)));
 }
 
-// The ranking of tokens rests on it: a larger logit never gets a smaller bin.
+// The ranking of tokens depends on this: a larger logit never gets a smaller bin.
 TEST(ExpF32, GrowsOverStepsOfABin) {
   float before = 0;
   for (float x = kExpMin; x < 88; x += 1e-3f) {

@@ -14,7 +14,7 @@ namespace {
 constexpr uint16_t kLargest = 0x7BFF;  // 65504
 constexpr float kInf = std::numeric_limits<float>::infinity();
 
-// What a half stands for, by the definition of its fields.
+// The value of a half, by the definition of its fields.
 double ValueOf(uint16_t half) {
   const int exponent = half >> 10 & 31, mantissa = half & 1023;
   const double magnitude =
@@ -29,7 +29,7 @@ TEST(Half, EveryFiniteOneIsItsValueAndComesBack) {
   for (int h = 0; h < 65536; ++h) {
     const auto half = static_cast<uint16_t>(h);
     if (!IsFinite(half)) {
-      // It stands for none; the conversion knows but numbers.
+      // Not finite: the conversion gives the largest number.
       ASSERT_EQ(HalfFromFloat(HalfToFloat(half)), (half & 0x8000) | kLargest) << h;
       continue;
     }
@@ -41,8 +41,8 @@ TEST(Half, EveryFiniteOneIsItsValueAndComesBack) {
   EXPECT_EQ(finite, 65536 - 2 * 1024);
 }
 
-// Between every two neighbours: the middle goes to the even one, what lies on
-// either side of it to the nearer.
+// Between two neighbours, the middle goes to the even one. Numbers on either side of the middle go
+// to the nearer one.
 TEST(Half, RoundsToTheNearestTiesToEven) {
   for (uint16_t half = 0; half < kLargest; ++half) {
     const auto next = static_cast<uint16_t>(half + 1);

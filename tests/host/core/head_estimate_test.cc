@@ -13,7 +13,7 @@
 namespace spillway {
 namespace {
 
-// Rows of random logits and values, summed as a device does, in fp64 rounded
+// Rows with random logits and values. SumRows adds them up as a device does, but in fp64, rounded
 // to fp32 at the end.
 struct Rows {
   reference::KeyValues kv;
@@ -42,7 +42,7 @@ struct Sums {
   }
 };
 
-// +1 or -1 of a dimension.
+// The projection sign of a dimension: +1 or -1.
 float Sign(int i) { return i * 7 % 5 < 2 ? -1.0f : 1.0f; }
 
 std::vector<float> Signs(int d) {
@@ -127,7 +127,7 @@ TEST(EstimateHead, MatchesTwoPassMoments) {
     near(got.spreads[h].trace_o, want.moments[h].trace_o);
   }
   near(got.degrees, want.degrees);
-  EXPECT_GT(want.degrees, 2);  // nor is it at an end
+  EXPECT_GT(want.degrees, 2);  // not at a limit
   EXPECT_LT(want.degrees, 15);
 }
 
@@ -165,8 +165,8 @@ TEST(EstimateHead, AStratumFarAboveTheExactRowsSetsTheReference) {
   EXPECT_TRUE(std::isfinite(RelativeError(Terms(), e)));
 }
 
-// Rows that are read whole have no error, nor do those say anything that stand
-// alone; where one row has all of an error it has one direction.
+// Strata that are read whole have no error, and a single row says nothing about the
+// error. If one row causes all of an error, the error has one direction.
 TEST(EstimateHead, DegreesAreOfTheSampledRowsAlone) {
   Rows rows = RandomRows(200, 32, 10);
   for (double& l : rows.logits) l /= 4;

@@ -21,7 +21,7 @@ std::vector<uint32_t> Histogram(const std::vector<int>& bins, int bin_count) {
   return counts;
 }
 
-// The tokens that a threshold means, as its header says.
+// The tokens that a threshold selects, as its header says.
 std::vector<int64_t> Chosen(const std::vector<int>& bins, HeavyThreshold threshold) {
   std::vector<int64_t> chosen;
   int64_t take = threshold.take;
@@ -56,7 +56,7 @@ TEST(HeavyByMass, IsTheExactTopP) {
   std::uniform_real_distribution<double> unit(0, 1);
   for (int round = 0; round < 1000; ++round) {
     const int n = 1 + round % 201;
-    // Scores of about e^-3 to e^3.
+    // Scores from about e^-3 to e^3.
     const std::vector<int> bins = RandomBins(random, n, 1960, 2100);
     const double mass = 0.01 + 0.98 * unit(random);
     const int64_t floor = 1 + static_cast<int64_t>(unit(random) * 20);
@@ -109,11 +109,11 @@ TEST(CutStrata, MatchesADirectWalk) {
 }
 
 TEST(CutStrata, DoublesFromTheHeavyCount) {
-  // One token a bin: edges at the ranks themselves.
+  // One token per bin: the edges are at the ranks themselves.
   std::vector<int> bins(1900);
   std::iota(bins.begin(), bins.end(), 0);
   const Strata strata = CutStrata(Histogram(bins, kScoreBinCount), 100);
-  // Ranks 100 to 200, 400, 800, 1600, 2000: 400 left of 1,900 is above a tenth.
+  // Ranks 100 to 200, 400, 800, 1600, 2000: the last 400 of 1,900 tokens are more than a tenth.
   EXPECT_EQ(strata.counts, (std::vector<int64_t>{100, 200, 400, 800, 400}));
 }
 
@@ -123,7 +123,7 @@ TEST(CutStrata, AnOversizedBinIsOneStratum) {
 }
 
 TEST(CutStrata, HasAtMostItsMaximum) {
-  // 4,000 bins of one token after an open edge at every power of two.
+  // 2^20 tokens in each bin, and one heavy token.
   std::vector<uint32_t> counts(kScoreBinCount, 1u << 20);
   const Strata strata = CutStrata(counts, 1);
   EXPECT_LE(strata.counts.size(), size_t{kTailStrataMax});
@@ -131,7 +131,7 @@ TEST(CutStrata, HasAtMostItsMaximum) {
             int64_t{kScoreBinCount} << 20);
 }
 
-// 290 tokens of one bin, then one a bin: an edge lies at rank 400, 10 tokens on.
+// 290 tokens in one bin, then one per bin. The edge at rank 400 is 10 tokens further.
 TEST(CutStrata, LessThanATenthOfTheTailIsNotCut) {
   const auto counts = [](int after) {
     std::vector<uint32_t> histogram(kScoreBinCount, 0);
@@ -144,6 +144,5 @@ TEST(CutStrata, LessThanATenthOfTheTailIsNotCut) {
   EXPECT_EQ(counts(60), (std::vector<int64_t>{290, 10, 50}));
 }
 
-// The strata before the last one end where they would without a maximum.
 }  // namespace
 }  // namespace spillway

@@ -10,7 +10,7 @@
 namespace spillway {
 namespace {
 
-// 6 standard deviations above the mean of a chi-square of that many degrees.
+// 6 standard deviations above the mean of a chi-square with this many degrees of freedom.
 double ChiSquareLimit(double degrees) { return degrees + 6 * std::sqrt(2 * degrees); }
 
 double ChiSquare(const std::vector<int64_t>& counts, double expected) {
@@ -32,8 +32,8 @@ TEST(TokenHash, OfManyTokensAtOnceIsTheSame) {
   }
 }
 
-// The tokens of one context are consecutive: exactly what a weak hash spreads
-// badly. Neither too uneven nor, as a counter would be, too even.
+// The tokens of a context are consecutive numbers, which a weak hash spreads badly. The spread must
+// be neither too uneven nor, as that of a counter, too even.
 TEST(TokenHash, SpreadsConsecutiveTokensUniformly) {
   constexpr int kCells = 1024;
   constexpr int kTokens = 1 << 18;
@@ -56,7 +56,7 @@ TEST(TokenHash, SpreadsConsecutiveTokensUniformly) {
   }
 }
 
-// Sampling one token over many seeds, steps or layers.
+// Hashes of one token over many seeds, layers, heads and steps.
 TEST(TokenHash, SpreadsKeysUniformly) {
   constexpr int kCells = 256;
   constexpr int kKeys = 1 << 15;
@@ -78,8 +78,8 @@ TEST(TokenHash, IsABijection) {
   for (uint32_t t = 0; t < 100000; ++t) ASSERT_TRUE(seen.insert(TokenHash(key, t)).second);
 }
 
-// Places of the resident sample's tokens come first, places of the others what is
-// beyond it, each turned by the step and none taken twice.
+// Tokens of the resident sample have the first places, the others those after them. The step
+// rotates the places within each part, and no place is taken twice.
 TEST(SamplePlace, TurnsTheResidentSampleAndTheRestEachWithinItself) {
   for (const uint32_t resident : {0u, 1u, 42'949'672u, 1u << 28}) {
     std::unordered_set<uint32_t> seen;

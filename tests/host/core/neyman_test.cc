@@ -33,7 +33,7 @@ int64_t Total(const std::vector<int64_t>& rows) {
   return std::accumulate(rows.begin(), rows.end(), int64_t{0});
 }
 
-// Least total of any allotment within floors and caps that meets the variance.
+// The smallest total of all allotments, between floors and sizes, that meet the variance.
 int64_t BruteForce(const std::vector<NeymanStratum>& strata, double variance) {
   std::vector<int64_t> rows;
   for (const NeymanStratum& s : strata) rows.push_back(s.floor);
@@ -70,7 +70,7 @@ TEST(NeymanAllot, MatchesBruteForceUpToRounding) {
     ASSERT_LE(Variance(strata, rows), variance * (1 + 1e-9)) << "round " << round;
     const int64_t best = BruteForce(strata, variance);
     ASSERT_GE(Total(rows), best);
-    // Each stratum is rounded up once.
+    // Rows are rounded up once per stratum.
     ASSERT_LE(Total(rows), best + static_cast<int64_t>(strata.size())) << "round " << round;
   }
 }
@@ -95,7 +95,7 @@ TEST(NeymanAllot, KeepsFloorsWhenTheyMeetTheVariance) {
 }
 
 TEST(NeymanAllot, SpendsWhatACapSaves) {
-  // The second stratum is wanted beyond its size: whole, it adds no variance.
+  // The second stratum would need more rows than it has. Read whole, it adds no variance.
   const std::vector<NeymanStratum> strata = {{10000, 16, 1}, {50, 16, 1000}};
   const std::vector<int64_t> rows = Allot(strata, 1e6);
   EXPECT_EQ(rows[1], 50);
@@ -123,8 +123,8 @@ TEST(NeymanAllot, VarianceIsNotAboveUniformsAtTheSameRows) {
     }
     std::vector<int64_t> one(strata.size(), 1);
     const std::vector<int64_t> rows = Allot(strata, Variance(strata, one) * 0.003 * unit(random));
-    // Uniform sampling of as many rows: at best, with no spread between the
-    // strata's means, its variance is that of the proportional allotment.
+    // Compares with uniform sampling of the same number of rows. At best, if the means of the
+    // strata are equal, its variance is that of the proportional allotment.
     const double rate = static_cast<double>(Total(rows)) / static_cast<double>(population);
     double uniform = 0;
     for (const NeymanStratum& s : strata) {

@@ -19,7 +19,7 @@ TEST(NormalQuantile, MatchesTables) {
 TEST(NormalQuantile, InvertsTheDistributionFunction) {
   for (double p = 1e-12; p < 0.5; p *= 1.7) {
     for (const double x : {NormalQuantile(p), -NormalQuantile(1 - p)}) {
-      // 1 - p has lost digits of its own.
+      // 1 - p has lost some digits.
       const double tolerance = 1e-9 * p + 3e-16;
       EXPECT_NEAR(0.5 * std::erfc(-x / std::sqrt(2.0)), p, tolerance) << "p " << p;
     }

@@ -24,14 +24,14 @@ TEST(RadiusOf, IsTheLargestElementTimesTheRootOfTheRest) {
   EXPECT_EQ(RadiusOf(0, 0), 0);
   EXPECT_EQ(RadiusOf(8, 1), 8);
   EXPECT_EQ(RadiusOf(3, 4), 6);
-  EXPECT_EQ(RadiusOf(1e-38f, 1.0f), 1e-38f);  // whose square is none
+  EXPECT_EQ(RadiusOf(1e-38f, 1.0f), 1e-38f);  // its square underflows
   EXPECT_EQ(RadiusOf(3e38f, 4), kInf);
 }
 
 TEST(IsStray, LiesFourTimesFurtherThanIsUsualInItsPageAndAtFirst) {
   EXPECT_FALSE(IsStray(4, 1, 1));
   EXPECT_TRUE(IsStray(std::nextafter(4.0f, 5.0f), 1, 1));
-  // The larger median is what is usual.
+  // The larger of the two medians counts as usual.
   EXPECT_FALSE(IsStray(12, 3, 1));
   EXPECT_FALSE(IsStray(12, 1, 3));
   EXPECT_TRUE(IsStray(12.1f, 1, 3));
@@ -52,7 +52,7 @@ TEST(PowerOfTwoBelow, IsTheLargestNotAboveX) {
   }
 }
 
-// Beyond, it is the nearest that has an inverse.
+// Outside the range: the nearest power that has an inverse.
 TEST(PowerOfTwoBelow, StaysWhereItsInverseIsANumber) {
   for (const float x : {kSubnormal, std::numeric_limits<float>::min() / 2}) {
     EXPECT_EQ(PowerOfTwoBelow(x), std::ldexp(1.0f, -126));
@@ -92,7 +92,7 @@ TEST(ValueExponent, EndsBelowAndGoesOnAbove) {
   EXPECT_EQ(ValueExponent(0, 1), -127);
   EXPECT_EQ(ValueExponent(0, kSubnormal), -127);
   EXPECT_EQ(ValueExponent(kSubnormal, 1), -127);  // the ratio is subnormal
-  EXPECT_EQ(ValueExponent(1e-30f, 1e30f), -127);  // and none at all
+  EXPECT_EQ(ValueExponent(1e-30f, 1e30f), -127);  // the ratio is 0
   EXPECT_EQ(ValueExponent(kSubnormal, kSubnormal), 0);
   EXPECT_EQ(ValueExponent(std::ldexp(1.0f, -126), 1), -127);
   EXPECT_EQ(ValueExponent(std::exp2(-127.0f / 8), 1), -127);
@@ -140,7 +140,7 @@ TEST(WeighBin, AddsTwoBinsAnEighth) {
   EXPECT_EQ(WeighBin(2000, norm(5), -8), 2010);
   EXPECT_EQ(WeighBin(2000, norm(127), -8), 2254);
   EXPECT_EQ(WeighBin(2000, norm(-7), -8), 1986);
-  // Not below the floor.
+  // Norms below the floor count as the floor.
   EXPECT_EQ(WeighBin(2000, norm(-8), -8), 1984);
   EXPECT_EQ(WeighBin(2000, norm(-100), -8), 1984);
   EXPECT_EQ(WeighBin(2000, norm(-100), -30), 1940);

@@ -14,7 +14,7 @@ namespace {
 TEST(QueryLevel, RoundsToTheNearestOfSixteen) {
   const float step = QueryStep(15.0f);
   EXPECT_EQ(step, 2.0f);
-  // Values are (w + 1/2) 2: -15, -13, ..., 15; ties of y / s - 1/2 go to even.
+  // Level w stands for (w + 1/2) 2: -15, -13, ..., 15. Ties of y / s - 1/2 go to even.
   for (const auto& [y, level] :
        {std::pair(15.0f, 7), std::pair(-15.0f, -8), std::pair(1.0f, 0), std::pair(-1.0f, -1),
         std::pair(2.1f, 1), std::pair(1.9f, 0), std::pair(2.0f, 0), std::pair(4.0f, 2),
@@ -35,7 +35,7 @@ TEST(QueryLevel, IsOneOfSixteenOfWhatIsNoNumberToo) {
 }
 
 TEST(QueryErrorSquare, IsOfWhatTheLevelMisses) {
-  EXPECT_EQ(QueryErrorSquare(3.0f, 1, 2.0f), 0);  // stands for 3
+  EXPECT_EQ(QueryErrorSquare(3.0f, 1, 2.0f), 0);  // level 1 stands for 3
   EXPECT_EQ(QueryErrorSquare(3.5f, 1, 2.0f), 0.25f);
   EXPECT_EQ(QueryErrorSquare(-15.0f, -8, 2.0f), 0);
   EXPECT_EQ(QueryErrorSquare(-17.0f, -8, 2.0f), 4);

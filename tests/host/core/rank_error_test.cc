@@ -18,7 +18,7 @@ constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 
 double Density(double x) { return std::exp(-x * x / 2) / std::sqrt(2 * std::acos(-1.0)); }
 
-// The mean square of what the uniform quantiser of Max misses of a normal number.
+// The mean square error of Max's uniform quantiser for normal numbers.
 TEST(QuantiserDistortion, IsOfTheStepsThatCodesHave) {
   for (int bits = 1; bits <= 4; ++bits) {
     const double step = reference::QuantiserStep(bits);
@@ -35,8 +35,8 @@ TEST(QuantiserDistortion, IsOfTheStepsThatCodesHave) {
 
 constexpr int kD = 64;
 
-// The mean of (estimate - logit)^2 / sigma^2 over random rotations. along: how much
-// of the query a key's distance from its centre has.
+// The mean of (estimate - logit)^2 / sigma^2 over random rotations. along: the multiple of the
+// query that is part of each key's difference from its centre.
 double ErrorRatio(int bits, double along) {
   constexpr int kRotations = 100, kKeys = 60;
   constexpr double kScale = 0.3;
@@ -45,7 +45,7 @@ double ErrorRatio(int bits, double along) {
   double ratio = 0;
   for (int r = 0; r < kRotations; ++r) {
     const std::vector<float> rotation = MakeRotation(kD, 1000 * bits + r, 0);
-    // With a few large elements, of about unit length.
+    // About unit length, with a few large elements.
     std::vector<double> q(kD);
     for (int i = 0; i < kD; ++i) q[i] = normal(random) * (i % 16 == 0 ? 0.44 : 0.06);
     const reference::QuantisedQuery query = reference::QuantiseQuery(q, rotation);
@@ -68,11 +68,11 @@ double ErrorRatio(int bits, double along) {
 }
 
 TEST(RankErrorScale, IsTheMeanSquareOfEstimatesErrors) {
-  // Of 6,000 squares of nearly normal numbers 2 % is a standard error.
+  // The standard error is 2 %, with 6,000 squares of nearly normal numbers.
   for (int bits = 1; bits <= 4; ++bits) EXPECT_NEAR(ErrorRatio(bits, 0), 1, 0.07) << bits;
 }
 
-// Of keys that lie towards the query the estimates are better than that.
+// Estimates are better for keys that point towards the query.
 TEST(RankErrorScale, IsAtLeastThatOfKeysAlongTheQuery) {
   for (int bits = 1; bits <= 4; ++bits) {
     const double ratio = ErrorRatio(bits, 0.8);

@@ -25,7 +25,7 @@ TEST(ScoreExp2, ClampsAtBothEnds) {
   EXPECT_GT(ScoreExp2(kScoreMin), 0);
 }
 
-// Ranks by score are ranks by logit.
+// The order by score is the order by logit.
 TEST(ScoreExp2, GrowsWithItsArgument) {
   float before = 0;
   for (float x = kScoreMin; x < kScoreMax; x += 1e-3f) {
@@ -46,7 +46,7 @@ TEST(ScoreMass, SumsToTheInverseOfTheHeadWeight) {
   EXPECT_NEAR(ScoreHeadWeight(mass) * sum, 1, 1e-4);
 }
 
-// Equal logits far from zero: what is added to them would vanish.
+// Equal logits so far from zero that anything added to them would vanish.
 TEST(ScoreMass, WeighsFlatHeadsDownWhateverTheirLogits) {
   uint64_t mass = 0;
   for (int i = 0; i < 4096; ++i) mass += ScoreMass(-1e27f, -1e27f);

@@ -10,7 +10,7 @@ namespace {
 
 constexpr uint64_t kAll = uint64_t{1} << 32;
 
-// Two strata of 1,000 and 2,000 tokens, 48 wanted of each.
+// Two strata of 1,000 and 2,000 tokens, with 48 rows wanted from each.
 TailDraw TwoStrata(int64_t rows_left) {
   TailDraw draw{};
   draw.strata = 2;
@@ -44,7 +44,7 @@ TEST(JudgePilot, WidensStrataOfFewerThanEightRows) {
   EXPECT_EQ(draw.threshold[0], 2 * first);
   EXPECT_EQ(draw.threshold[1], second);
   EXPECT_FALSE(draw.limited);
-  // To all tokens at most, and from a threshold of 0.
+  // At most to all tokens. A threshold of 0 also grows.
   draw.threshold[0] = kAll - 1;
   draw.threshold[1] = 0;
   EXPECT_EQ(Pilot(draw, {7, 0}), DrawVerdict::kDrawAgain);
@@ -72,7 +72,7 @@ TEST(JudgePilot, GivesUpBeforeAPilotOfOne) {
   TailDraw draw = TwoStrata(10);
   int rounds = 0;
   while (Pilot(draw, {50, 50}) == DrawVerdict::kDrawAgain) ASSERT_LT(++rounds, 20);
-  // 48, 36, 27, 20, 15, 11, 8, 6, 4, 3, 2, 1.
+  // Rows per stratum: 48, 36, 27, 20, 15, 11, 8, 6, 4, 3, 2, 1.
   EXPECT_EQ(rounds, 11);
   EXPECT_TRUE(draw.given_up);
   EXPECT_TRUE(draw.limited);
@@ -88,7 +88,7 @@ TEST(JudgePilot, TakesNothingWhereNothingIsLeft) {
   EXPECT_EQ(Pilot(none, {}), DrawVerdict::kTake);
 }
 
-// The pilot drew 50 of each, the budgets ask for 160 of each.
+// The pilot drew 50 rows from each stratum, and the budgets ask for 160 from each.
 TailDraw AfterThePilot(int64_t rows_left) {
   TailDraw draw = TwoStrata(rows_left);
   for (int h = 0; h < 2; ++h) {

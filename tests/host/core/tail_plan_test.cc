@@ -68,8 +68,8 @@ TEST(HeavySet, ALimitIsForStraysFirst) {
   EXPECT_EQ(HeavySet::Of(256, false, 0, 100, 64, 64).count(), 0);
 }
 
-// Half of what is left once strays are read, but not below the fewest that an
-// error asks for while there is room, nor above what is wanted.
+// Half of what is left after the strays; but not less than the smallest count that an error asks
+// for, while there is room, and not more than what is wanted.
 TEST(HeavySet, AnAdaptiveCountLeavesHalfToTheTail) {
   EXPECT_EQ(HeavySet::Of(512, true, 0, 1152, 64, 64).ranked, 512);
   EXPECT_EQ(HeavySet::Of(512, true, 0, 1150, 64, 64).ranked, 511);
@@ -78,7 +78,7 @@ TEST(HeavySet, AnAdaptiveCountLeavesHalfToTheTail) {
   EXPECT_EQ(HeavySet::Of(1024, true, 0, 188, 64, 64).ranked, 60);
   EXPECT_EQ(HeavySet::Of(64, true, 0, 228, 64, 64).ranked, 64);
   EXPECT_EQ(HeavySet::Of(20, true, 0, 158, 64, 64).ranked, 20);
-  // Another count keeps what it asks for.
+  // A count that is not adaptive is not halved.
   EXPECT_EQ(HeavySet::Of(512, false, 0, 1150, 64, 64).ranked, 512);
 }
 
@@ -98,12 +98,12 @@ TEST(PilotCount, ALimitGivesEachStratumHalfOfItsShare) {
 }
 
 TEST(RowShare, CutsInProportionToWhatIsAskedBeyondThePilot) {
-  // 100 rows left, 40 drawn, 160 asked for: half of what is beyond the pilot.
+  // 100 rows left, 40 drawn, 160 asked for: half of what is asked for beyond the pilot.
   const RowShare share = RowShare::Of(100, 40, 160);
   EXPECT_EQ(share.Cut(10, 90), 50);
   EXPECT_EQ(share.Cut(30, 70), 50);
   EXPECT_EQ(share.Cut(10, 10), 10);
-  // Nothing is asked for: nothing is divided by 0.
+  // If no more rows are asked for, nothing is divided by 0.
   EXPECT_EQ(RowShare::Of(100, 40, 40).Cut(40, 40), 40);
 }
 

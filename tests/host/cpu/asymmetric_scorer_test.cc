@@ -1,4 +1,4 @@
-// Scores and ranks' errors of a sequence against fp64, strays apart.
+// Compares the scores and rank errors of a sequence with fp64. Strays are left out.
 #include "host/cpu/asymmetric_scorer.h"
 
 #include <gtest/gtest.h>
@@ -25,7 +25,7 @@ constexpr int64_t kTokens = 4700;            // 36 pages, of which every second 
 constexpr int64_t kBegin = 50, kEnd = 4500;  // neither at a page's border
 constexpr int kStrayKeys[] = {200, 1500, 2817};
 constexpr int kStrayValue = 2000;
-constexpr int kPeak = 5 * 128 + 60;  // in a page beside the sample
+constexpr int kPeak = 5 * 128 + 60;  // in a page that is not in the sample
 
 class AsymmetricScores : public ::testing::TestWithParam<int> {  // bits per dimension
  protected:
@@ -36,8 +36,7 @@ class AsymmetricScores : public ::testing::TestWithParam<int> {  // bits per dim
         context_(reference::TraceContext(spec_, kTokens, 63)),
         q_(reference::TraceQueries(context_, 1, 64, 1.5)),
         layer_(world_) {
-    // Keys far out, in a direction that the first query sees: their estimates are
-    // above all others, or below.
+    // Outlier keys along the first query: their estimates are above all others, or below.
     for (const int t : kStrayKeys) {
       for (int i = 0; i < 64; ++i) {
         context_.k[t * 64 + i] = (t == kStrayKeys[1] ? -1e4f : 1e4f) * q_[i];
@@ -99,14 +98,14 @@ class AsymmetricScores : public ::testing::TestWithParam<int> {  // bits per dim
   std::vector<reference::RotationCode> codes_;
   std::vector<reference::QuantisedQuery> queries_;
   std::vector<std::vector<double>> logits_;   // [G][closed tokens]
-  std::vector<std::vector<double>> centres_;  // [G][closed pages] of the centres
+  std::vector<std::vector<double>> centres_;  // [G][closed pages]; logits of the centres
   AttendQuery attend_;
   AttendContext attend_context_;
   GroupQueries group_;
   ScoredKeys keys_;
 };
 
-// All bins and those of each head against the reference.
+// Compares the bins of the group and of each head with the reference.
 void AsymmetricScores::ExpectBins(const AsymmetricScorer& scorer) {
   std::vector<uint16_t> bins(kTokens + 128);
   std::vector<std::vector<uint16_t>> heads(kGroup, std::vector<uint16_t>(kTokens + 128));
@@ -153,7 +152,7 @@ class PeakedScores : public AsymmetricScores {
   PeakedScores() : AsymmetricScores(/*peaked=*/true) {}
 };
 
-// By the sample alone the first head's tokens would pass over all others.
+// Weighted by the sample alone, the first head's tokens would rank above all others.
 TEST_P(PeakedScores, HeadsAreWeightedAnewByTheirSums) {
   ASSERT_FALSE(index_.strays[kPeak]);
   AsymmetricScorer scorer(keys_);
@@ -170,7 +169,7 @@ TEST_P(PeakedScores, HeadsAreWeightedAnewByTheirSums) {
 TEST_P(AsymmetricScores, RankVariancesAreOfScoredTokensWithoutStrays) {
   AsymmetricScorer scorer(keys_);
   ASSERT_TRUE(scorer.Prepare().ok());
-  // Pages in any order, and in parts: threads take them as they come.
+  // In reverse order: threads take the pages in any order.
   uint16_t bins[128];
   for (int64_t page = (kEnd - 1) / 128; page >= kBegin / 128; --page) {
     ASSERT_TRUE(scorer.Bins(page, 0, 8, bins, nullptr).ok());

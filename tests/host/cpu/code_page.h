@@ -11,7 +11,7 @@
 
 namespace spillway {
 
-// The layout of codes of a rotation.
+// The layout of the codes of a rotation.
 inline CodeLayout RotationLayout(int d, int bits) {
   ModelSpec spec;
   spec.head_dim = d;
@@ -19,7 +19,7 @@ inline CodeLayout RotationLayout(int d, int bits) {
   return CodeLayout::Of(spec);
 }
 
-// A code page read and built by the layout's description alone.
+// A code page that is read and built by the description of its layout only.
 class CodePage {
  public:
   explicit CodePage(const CodeLayout& layout)
@@ -55,11 +55,11 @@ class CodePage {
 
  private:
   uint32_t Mask(int part) const { return (1u << layout_.width[part]) - 1; }
-  // parts uint32 [tile = 8][part][word][lane = 16]; a word has 32 / width
-  // dimensions, dimension 4 i + b of it is field i of byte b.
+  // Parts are uint32 [tile = 8][part][word][lane = 16]. A word has 32 / width dimensions; its
+  // dimension 4 i + b is field i of byte b.
   std::pair<const uint32_t*, int> Field(int part, int slot, int dimension) const {
     const int width = layout_.width[part];
-    const int dims = 32 / width;  // of a word
+    const int dims = 32 / width;  // per word
     const int first = part == 0 ? 0 : layout_.dims * layout_.width[0] / 32;
     const int words_of_tile = layout_.dims * (layout_.width[0] + layout_.width[1]) / 32;
     const auto* words = reinterpret_cast<const uint32_t*>(bytes_.data());
@@ -72,7 +72,7 @@ class CodePage {
   std::vector<std::byte> bytes_;
 };
 
-// Rotation and encoder parameters of one head.
+// The rotation and the encoder parameters of one head.
 struct Encoder {
   std::vector<float> rotation;
   std::vector<float> transposed;

@@ -1,4 +1,5 @@
-// In which order the CPU device serves: what is short goes first, and a giant gets on.
+// The order in which the CPU device serves jobs: short jobs go first, and long jobs still make
+// progress.
 #include "host/cpu/cpu_device.h"
 
 #include <gmock/gmock.h>
@@ -25,7 +26,7 @@ namespace {
 
 using ::testing::ElementsAre;
 
-// Calls f when it is looked at for the first time: a job has begun.
+// Calls f when it is checked for the first time, which is when its job begins.
 class AtBegin final : public CancelToken {
  public:
   explicit AtBegin(std::function<void()> f) : f_(std::move(f)) {}
@@ -42,7 +43,7 @@ class AtBegin final : public CancelToken {
 class CpuOrder : public ::testing::TestWithParam<int> {
  protected:
   static constexpr int64_t kTokens = 4096;
-  // Rows of 32 MiB: more than a caller's thread serves on its own.
+  // A step's attend reads rows of 32 MiB: more than a caller's thread serves on its own.
   static constexpr int64_t kStepQueries = 16;
   static constexpr int64_t kGiantQueries = 64;
   static constexpr int64_t kGiant = 1, kSmall = 2;  // owners
@@ -77,7 +78,7 @@ class CpuOrder : public ::testing::TestWithParam<int> {
     return NewJob(kGiant, sequence_.AttendItem(DefaultPolicy(spec_), giant_q_, false));
   }
 
-  // Submits; the name is noted in ended() when the job is.
+  // Submits a job. When the job has ended, its name is added to ended().
   std::future<JobItem> Submit(std::unique_ptr<Job> job, const std::string& name) {
     auto promise = std::make_shared<std::promise<JobItem>>();
     bench_.device().Submit(std::move(job), [this, name, promise](std::unique_ptr<Job> done) {
@@ -130,7 +131,7 @@ TEST_F(CpuOrderOfOneThread, AStepGoesBeforeAGiantThatHasBegun) {
 TEST_F(CpuOrderOfOneThread, AGiantEndsAlthoughStepsNeverStop) {
   std::atomic<bool> stop = false;
   std::atomic<int> runners = 2;
-  // Two steps wait at any moment: who ends submits the next.
+  // Two steps are in the device at any moment: each submits the next when it ends.
   std::function<void()> step = [&] {
     bench_.device().Submit(Step(), [&](std::unique_ptr<Job> done) {
       EXPECT_TRUE(done->items[0].status.ok()) << done->items[0].status;
@@ -231,7 +232,7 @@ TEST_F(CpuOrderOfOneThread, AJobTellsItsStagesAndItsWait) {
     return std::accumulate(counts.begin(), counts.end(), int64_t{0});
   };
   EXPECT_EQ(count(JobKind::kStep), 2);
-  // And the append of the context.
+  // The second is the append of the context.
   EXPECT_EQ(count(JobKind::kLong), 2);
 }
 

@@ -61,9 +61,9 @@ class CpuLayer {
         rows_(world.row_pool(), world.model().spec()),
         sequence_(std::make_unique<CpuSequence>(world.model())) {}
 
-  // How what follows is indexed.
+  // How later appends are indexed.
   void set_loops(const JobLoops& loops) { loops_ = loops; }
-  // Tokens [from, to) of the context, `chunk` at a time (0: at once).
+  // Appends tokens [from, to) of the context, `chunk` at a time (0: at once).
   void Append(const reference::Context& context, int64_t from, int64_t to, int64_t chunk = 0) {
     const int64_t step = chunk == 0 ? to - from : chunk;
     for (int64_t start = from; start < to; start += step) {
@@ -82,7 +82,7 @@ class CpuLayer {
   const LayerRows& rows() const { return rows_; }
   const LayerIndex& index() const { return sequence_->layers[0]; }
   int64_t index_bytes() const { return sequence_->index_bytes(); }
-  // Bytes of a code page.
+  // The bytes of a code page.
   std::vector<std::byte> Codes(int kv_head, int64_t page) const {
     const std::byte* bytes = index().codes[kv_head].Page(page);
     return {bytes, bytes + IndexPageBytes(world_->model().spec())};

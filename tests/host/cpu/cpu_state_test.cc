@@ -1,4 +1,4 @@
-// Codes of closed pages: when they come to be, and that they stay.
+// Codes of closed pages: when they are computed, and that they do not change.
 #include "host/cpu/cpu_state.h"
 
 #include <gtest/gtest.h>
@@ -24,7 +24,7 @@ class CpuIndex : public ::testing::TestWithParam<int> {  // bits per dimension
         other_(reference::TraceContext(spec_, 2500, 62)) {}
 
   using Pages = std::vector<std::vector<std::byte>>;
-  // Of pages [from, to) of every KV head.
+  // The codes of pages [from, to) of every KV head.
   Pages Codes(const CpuLayer& layer, int64_t from, int64_t to) const {
     Pages pages;
     for (int h = 0; h < spec_.kv_head_count; ++h) {
@@ -32,7 +32,7 @@ class CpuIndex : public ::testing::TestWithParam<int> {  // bits per dimension
     }
     return pages;
   }
-  // Tokens [0, cut) of the context, then those of the other, in one append each.
+  // Tokens [0, cut) of the context, then tokens [cut, to) of the other, in one append each.
   CpuLayer Mixed(int64_t cut, int64_t to) {
     CpuLayer layer(world_);
     if (cut > 0) layer.Append(context_, 0, cut);
@@ -101,7 +101,7 @@ TEST_P(CpuIndex, CodesOfClosedPagesStay) {
   layer.Append(context_, 1500, 1536, 1);
   layer.Append(context_, 1536, 2400);
   EXPECT_EQ(Codes(layer, 0, 11), codes);
-  // Nor does a cut at a page's border, and what comes after it.
+  // A cut at a page's border, and appends after it, do not change them either.
   layer.Truncate(11 * kPage);
   EXPECT_EQ(Codes(layer, 0, 11), codes);
   layer.Append(other_, 11 * kPage, 2000, 300);
@@ -109,7 +109,7 @@ TEST_P(CpuIndex, CodesOfClosedPagesStay) {
   ExpectSame(layer, Mixed(11 * kPage, 2000), "cut at a border");
 }
 
-// A cut within a closed page opens it: it is encoded anew when it closes again.
+// A cut within a closed page opens it. It is encoded again when it closes.
 TEST_P(CpuIndex, AnOpenedPageIsEncodedAnew) {
   for (const int64_t cut : {10 * kPage + 1, 10 * kPage + 77, 11 * kPage - 1}) {
     CpuLayer layer(world_);
@@ -153,7 +153,7 @@ TEST_P(CpuIndex, ForksShareClosedPagesAndNothingElse) {
     const Pages codes = Codes(parent, 0, 11);
     CpuLayer fork = parent.Fork(at);
     EXPECT_EQ(fork.index().Statistics(0) != nullptr, at >= 1024) << what;
-    // Both write the page that the fork's end lies in, or the one after.
+    // The fork writes to the page in which it ends, or the next; then the parent to its last page.
     fork.Append(other_, at, 1700, 50);
     EXPECT_EQ(Codes(parent, 0, 11), codes) << what;
     parent.Append(context_, 1500, 1700, 50);

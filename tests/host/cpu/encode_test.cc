@@ -14,7 +14,7 @@
 namespace spillway {
 namespace {
 
-// head_dim, bits per dimension, dtype.
+// Parameters: head_dim, bits per dimension, dtype.
 class Encode : public ::testing::TestWithParam<std::tuple<int, int, DType>> {
  protected:
   Encode()
@@ -25,7 +25,7 @@ class Encode : public ::testing::TestWithParam<std::tuple<int, int, DType>> {
         random_(d_ * 8 + bits_) {
     std::normal_distribution<float> normal;
     for (float& c : encoder_.centre) c = 0.5f * normal(random_);
-    // A page of rows [K | V]; V must not matter.
+    // A page of rows [K | V]; V must not affect the codes.
     rows_.resize(kPageTokenCount * 2 * d_);
     for (float& x : rows_) x = static_cast<float>(reference::Round(dtype_, normal(random_)));
     bytes_ = reference::Bytes(dtype_, rows_);
@@ -65,7 +65,7 @@ TEST_P(Encode, MatchesTheDoubleReference) {
     if (code.border_distance < 1e-4) continue;  // fp32 may fall on the other side
     ++compared;
     for (int j = 0; j < d_; ++j) ASSERT_EQ(page.Level(slot, j), code.levels[j]) << slot << " " << j;
-    // One step of bfloat16 where the exact factor lies close to a tie.
+    // If the exact factor is close to a tie, it may differ by one step of bfloat16.
     const double tolerance = code.factor_margin < 1e-5 ? code.factor / 128 : 0;
     ASSERT_NEAR(page.Factor(slot), code.factor, tolerance) << slot;
   }
@@ -108,7 +108,7 @@ TEST_P(Encode, StoredCodesAreReadBack) {
   }
 }
 
-// One key on its centre, one a huge distance from it, one barely off it.
+// One key at its centre, one very far from it, and one very close to it.
 TEST(EncodeExtremes, FactorsAreFiniteAndZeroAtTheCentre) {
   constexpr int kD = 64;
   Encoder encoder(kD, 2, 7);
@@ -130,8 +130,8 @@ TEST(EncodeExtremes, FactorsAreFiniteAndZeroAtTheCentre) {
   EXPECT_LT(page.Factor(2), 1e-5);
 }
 
-// RadiusOf() in its order: what a vector's elements are divided by, then a chain
-// of fused multiply-adds.
+// The order of RadiusOf(): elements are divided by the largest, then summed by a chain of fused
+// multiply-adds.
 TEST_P(Encode, DistancesAreInOneOrder) {
   SameOnEveryTarget([&](std::vector<std::byte>& out) {
     std::vector<float> distances(kPageTokenCount);
@@ -153,7 +153,7 @@ TEST_P(Encode, DistancesAreInOneOrder) {
   });
 }
 
-// Whose squares fp32 cannot hold, and of nothing.
+// Vectors whose squares fp32 cannot hold, and a vector of zeros.
 TEST(Distances, OfHugeAndTinyVectors) {
   constexpr int kD = 32;
   std::vector<float> vectors(kTileTokenCount * kD), centre(kD);

@@ -28,7 +28,7 @@ TEST(FilterBins, MatchesAScalarLoop) {
       if (bins[i] >= least) wanted.push_back(static_cast<uint32_t>(i));
     }
     SameOnEveryTarget([&](std::vector<std::byte>& out) {
-      // Room for count and no more, so that a sanitizer sees a write beyond.
+      // Memory for `count` tokens and no more, so that a sanitizer sees a write beyond it.
       std::vector<uint32_t> got(count, 0xABABABABu);
       got.resize(FilterBins(bins.data(), count, least, got.data()));
       EXPECT_EQ(got, wanted) << "round " << round << " count " << count;

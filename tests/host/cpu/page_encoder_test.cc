@@ -30,7 +30,7 @@ struct EncodedHead {
   std::vector<float> radii;
   FirstRows first;
 
-  // Values of kv are rounded to the type here.
+  // Rounds the elements of `head` to the dtype.
   EncodedHead(int d, int bits, DType dtype, bool raw_keys, KeyValues head)
       : encoder(d, bits, 42), kv(std::move(head)) {
     spec.head_dim = d;
@@ -79,7 +79,7 @@ void Near(double got, double wanted, const std::string& what) {
   EXPECT_NEAR(got, wanted, 2e-6 * std::fabs(wanted)) << what;
 }
 
-// Everything of the index against loops of fp64.
+// Compares the whole index with loops in fp64.
 void ExpectIndex(EncodedHead& head) {
   const int d = head.spec.head_dim, bits = head.spec.hash.bits_per_dim;
   const PageIndex wanted = PageIndex::Of(head.kv, head.spec.hash.raw_keys);
@@ -115,16 +115,16 @@ void ExpectIndex(EncodedHead& head) {
       continue;
     }
     for (int j = 0; j < d; ++j) ASSERT_EQ(codes.Level(slot, j), code.levels[j]) << token;
-    // One step of bfloat16 where the exact factor lies close to a tie.
+    // If the exact factor is close to a tie, it may differ by one step of bfloat16.
     const double tolerance = code.factor_margin < 1e-5 ? code.factor / 128 : 0;
     ASSERT_NEAR(codes.Factor(slot), code.factor, tolerance) << token;
   }
   EXPECT_GT(compared, head.kv.n * 2 / 3);
 }
 
-// Nine pages, of which some are special: one key far away, twenty of them, keys
-// all equal, keys all zero, values all zero; keys that are all far from their centre,
-// by what is usual in the first pages, and a stray value.
+// Nine pages, some of them special. Page 2: one distant key; 3: twenty distant keys; 4: all keys
+// equal; 5: all keys zero; 6: all values zero; 8: all keys further from their centre than is usual
+// in the first pages, and a stray value.
 KeyValues Head(int d, DType dtype) {
   std::mt19937_64 random(d + 1000 * static_cast<int>(dtype));
   std::normal_distribution<double> normal;
@@ -150,7 +150,7 @@ KeyValues Head(int d, DType dtype) {
   return kv;
 }
 
-// head_dim, bits per dimension, dtype, raw keys.
+// Parameters: head_dim, bits per dimension, dtype, raw keys.
 class PageEncoder : public ::testing::TestWithParam<std::tuple<int, int, DType, bool>> {};
 
 TEST_P(PageEncoder, KeepsWhatTheRulesSay) {
@@ -158,7 +158,7 @@ TEST_P(PageEncoder, KeepsWhatTheRulesSay) {
   EncodedHead head(d, bits, dtype, raw_keys, Head(d, dtype));
   ExpectIndex(head);
   if (raw_keys) return;
-  // The far keys leave their pages' centres alone, and are strays.
+  // The distant keys do not move the centres of their pages, and are strays.
   for (const int page : {2, 3}) {
     EXPECT_LT(reference::Norm(head.Centre(page)), 4 * std::sqrt(d)) << page;
   }
@@ -195,7 +195,7 @@ KeyValues NormalHead(int64_t n, int d, uint64_t seed) {
   return kv;
 }
 
-// Norms are of ratios, so that values of any size have the same.
+// Norms come from ratios, so values of any size have the same norms.
 TEST(PageEncoderValues, OfAnySizeHaveTheSameNorms) {
   const KeyValues plain = NormalHead(1024, 32, 5);
   EncodedHead expected(32, 2, DType::kF32, false, plain);
@@ -225,13 +225,13 @@ TEST(PageEncoderValues, ThatAreAllEqualAreNoneFromTheirCentre) {
   }
 }
 
-// The reference is of those that differ; the floor tells how few they are.
+// The reference is that of the values that differ; the floor shows how few they are.
 TEST(PageEncoderValues, OfWhichFewDifferHaveALowFloor) {
   for (const auto& [every, floor] :
        {std::pair(256, -32), std::pair(16, -16), std::pair(4, -8), std::pair(1, -8)}) {
     KeyValues kv = NormalHead(1024, 16, 7);
     std::fill(kv.v.begin(), kv.v.end(), 0.0);
-    // In either direction by turns: their mean is 0.
+    // In alternating directions, so that their mean is 0.
     for (int64_t t = 0, sign = 1; t < 1024; t += every, sign = -sign) {
       kv.v[t * 16 + 3] = 5.0 * static_cast<double>(sign);
     }

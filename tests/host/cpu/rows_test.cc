@@ -17,7 +17,7 @@
 namespace spillway {
 namespace {
 
-// head_dim, dtype.
+// Parameters: head_dim, dtype.
 class Rows : public ::testing::TestWithParam<std::tuple<int, DType>> {
  protected:
   static constexpr int kHeads = 5;
@@ -38,14 +38,14 @@ class Rows : public ::testing::TestWithParam<std::tuple<int, DType>> {
     }
     q_.resize(kHeads * d_);
     for (float& x : q_) {
-      // Exact in bf16, so that both forms of the queries stand for the same.
+      // Exact in bf16, so that both forms of the queries have the same values.
       x = static_cast<float>(reference::Round(DType::kBF16, 2 * normal(random)));
       scaled_.push_back(x * kScale);
       bf16_.push_back(static_cast<uint16_t>(std::bit_cast<uint32_t>(x) >> 16));
     }
   }
 
-  // With fp32 queries alone, and with their bf16 form beside.
+  // Queries in fp32 only, and together with their bf16 form.
   std::vector<RowQueries> QueryForms() const {
     return {{kHeads, d_, kScale, scaled_.data(), nullptr},
             {kHeads, d_, kScale, scaled_.data(), bf16_.data()}};
@@ -68,9 +68,9 @@ class Rows : public ::testing::TestWithParam<std::tuple<int, DType>> {
 };
 
 TEST_P(Rows, FoldsToDenseAttention) {
-  // Each head sees another number of rows, the last of the heads none.
+  // Each head sees another number of rows; the last head sees none.
   const int visible[kHeads] = {kRows, 1, kRowBlock, kRowBlock + 1, 0};
-  // Sums over lanes differ in order between instruction sets: no bits to compare.
+  // The order of sums over lanes differs between instruction sets, so no bits are compared.
   for (const RowQueries& queries : QueryForms())
     SameOnEveryTarget([&](std::vector<std::byte>&) {
       std::vector<RowSums> sums(kHeads);
@@ -104,7 +104,7 @@ TEST_P(Rows, FoldsToDenseAttention) {
     });
 }
 
-// Values count in a unit, here a quarter.
+// Values are counted in a unit, here 1/4.
 TEST_P(Rows, MomentsMatchTwoPasses) {
   constexpr float kInverseUnit = 4;
   std::vector<float> signs(d_);
@@ -166,7 +166,7 @@ TEST_P(Rows, MomentsMatchTwoPasses) {
     });
 }
 
-// In a unit of their own size, values of any that fp32 holds have sums and squares.
+// Counted in a unit of their own size, values of any size in fp32 have finite sums and squares.
 TEST(FoldRows, UnitsKeepSquaresInRange) {
   constexpr int kD = 32, kRows = 20;
   std::mt19937 random(6);
@@ -196,7 +196,7 @@ TEST(FoldRows, UnitsKeepSquaresInRange) {
                 .signs = signs.data()});
       all.push_back(sums[0].sum_sq_norm);
       if (exponent == 0) plain = all;
-      // Powers of two change no digit.
+      // Powers of two change no digit of the sums.
       EXPECT_EQ(all, plain) << exponent;
     }
   });

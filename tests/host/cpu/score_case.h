@@ -31,7 +31,7 @@ struct ScoreCase {
       for (int j = 0; j < d; ++j) page.SetLevel(t, j, key_levels[t][j] = key_level(random));
       page.SetFactor(t, factor(random));
     }
-    // The extremes: every level lowest, highest; a key at the centre.
+    // Extreme cases: all levels lowest, all highest, and a key at the centre.
     for (int j = 0; j < d; ++j) {
       page.SetLevel(5, j, key_levels[5][j] = 0);
       page.SetLevel(6, j, key_levels[6][j] = (1 << bits) - 1);

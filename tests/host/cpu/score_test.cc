@@ -19,15 +19,15 @@
 namespace spillway {
 namespace {
 
-// fp32 in the one order: product in integers, times the coefficient, then by the
-// factor onto what the page's centre adds.
+// The fixed order in fp32: the integer product times the coefficient, then a fused multiply-add
+// with the factor and the part of the page's centre.
 float ExpectedLogit(const ScoreCase& c, int head, int key, float centre_logit) {
   const int64_t sum = reference::IntegerProduct(c.key_levels[key], c.query_levels[head], c.bits);
   return std::fma(c.query.coefficient[head] * static_cast<float>(sum), c.page.Factor(key),
                   centre_logit);
 }
 
-// Adds in pairs that lie 8, 4, 2, 1 apart.
+// Adds pairs of chains that lie 8, 4, 2, 1 apart.
 float SumInPairs(std::vector<float> chains) {
   for (size_t apart = chains.size() / 2; apart > 0; apart /= 2) {
     for (size_t j = 0; j < apart; ++j) chains[j] += chains[j + apart];
@@ -86,7 +86,7 @@ TEST_P(Score, BinsAndRankSumsMatchAScalarRecomputation) {
     PageMask mask;
     for (int t = 0; t < kKeys; ++t) mask.of_slot[t] = t % 5 == 2 || t == 21 ? 0.0f : 1.0f;
     for (int g = 0; g < group; ++g) {
-      // Logits of a few units, and one head whose difference passes the cap.
+      // Logits of a few units, and one head whose difference exceeds the cap.
       c.query.coefficient[g] = 8.0f / static_cast<float>(d * (1 << bits) * 2);
       c.query.references.reference[g] = g == 3 ? -40.0f : 1.5f + 0.25f * static_cast<float>(g);
       c.query.references.head_weight[g] = 1.0f / static_cast<float>(3 + 5 * g);
@@ -112,7 +112,7 @@ TEST_P(Score, BinsAndRankSumsMatchAScalarRecomputation) {
           const int t = tile_begin * kTileTokenCount + i;
           float score = 0;
           for (int g = 0; g < group; ++g) {
-            // The reference is taken from the page's part first.
+            // The reference is subtracted from the page's part first.
             const float x =
                 ExpectedLogit(c, g, t, centre_logits[g] - c.query.references.reference[g]);
             const float e = ScoreExp2(x);
@@ -154,7 +154,7 @@ INSTANTIATE_TEST_SUITE_P(Shapes, Score,
                                   std::to_string(std::get<1>(info.param));
                          });
 
-// q.c in 16 chains of fused multiply-adds, one of every 16th coordinate.
+// q.c in 16 chains of fused multiply-adds, each over every 16th coordinate.
 TEST(CentreLogits, AreInOneOrder) {
   std::mt19937 random(8);
   std::normal_distribution<float> normal;
@@ -165,7 +165,7 @@ TEST(CentreLogits, AreInOneOrder) {
       for (float& x : centre) {
         x = static_cast<float>(reference::Round(DType::kBF16, 3 * normal(random)));
       }
-      if (group == 3) {  // beyond fp32 one way, then the other
+      if (group == 3) {  // beyond fp32 in one direction, then in the other
         queries[0] = 3e38f;
         queries[d] = -3e38f;
         centre[0] = 8;

@@ -7,8 +7,8 @@
 namespace spillway {
 namespace {
 
-// The kernels are compiled from AVX2 up on x86, so what they cannot run with
-// is left out; elsewhere there is one target and it is the default.
+// On x86, the kernels are compiled for AVX2 and later only, so older targets are left out.
+// Elsewhere there is only one target, the default.
 std::vector<int64_t> Targets() {
   std::vector<int64_t> targets;
 #if HWY_ARCH_X86

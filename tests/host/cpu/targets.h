@@ -8,8 +8,8 @@
 
 namespace spillway {
 
-// Runs compute once with each instruction set that this machine and the
-// kernels have, and expects the same bytes of all. Returns them.
+// Runs `compute` once with each instruction set that both this machine and the kernels support.
+// Expects the same bytes each time, and returns them.
 std::vector<std::byte> SameOnEveryTarget(
     const std::function<void(std::vector<std::byte>&)>& compute);
 

@@ -42,9 +42,9 @@ class FakeSequence final : public DeviceSequence {
   Device* const device;
 };
 
-// A device that records what it is asked and does as the test says. An item is
-// served by writing the device's name's last character to out[0], the query
-// count to lse[0], and a status that names it where the query count is odd.
+// A device that records its calls and behaves as the test sets it. It serves an item by writing the
+// last digit of the device's name to out[0] and the query count to lse[0]. If the query count is
+// odd, the item's status is an error that names the count.
 class FakeDevice final : public Device {
  public:
   explicit FakeDevice(const std::string& name)
@@ -57,8 +57,7 @@ class FakeDevice final : public Device {
   absl::Status model_status;
   absl::Status sequence_status;
   absl::Status prepare_status;
-  // What becomes of jobs: served within Submit, by a thread each, or held
-  // until Release().
+  // How jobs are served: within Submit, each in its own thread, or when Release() is called.
   enum class Mode { kInline, kThread, kHold } mode = Mode::kInline;
   double job_time_us = 1;
 
@@ -72,7 +71,7 @@ class FakeDevice final : public Device {
     std::thread([&] { Serve(std::move(pending)); }).join();
   }
 
-  // Waits for the threads of kThread.
+  // Waits for the threads of mode kThread.
   void Join() {
     for (std::thread& thread : std::exchange(threads_, {})) thread.join();
   }
@@ -86,7 +85,7 @@ class FakeDevice final : public Device {
   int fork_count = 0;
   std::vector<int64_t> truncations;
   std::vector<int> prepared_layers;
-  std::vector<const JobItem*> job_items;  // of each job, where they lie
+  std::vector<const JobItem*> job_items;  // per job: the address of its items
   std::vector<int> job_layers;
   std::vector<std::shared_ptr<CancelToken>> job_cancels;
 

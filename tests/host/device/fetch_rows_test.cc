@@ -17,7 +17,7 @@ constexpr int64_t kTokens = 1000;
 constexpr int64_t kHalf = kDim * int64_t{sizeof(float)};
 constexpr float kPoison = -1;
 
-// Element e of K (0) or V (1) of a token: no two are equal.
+// Element e of K (value 0) or V (value 1) of a token. No two elements are equal.
 float Element(int kv_head, int64_t token, int value, int64_t e) {
   return static_cast<float>(((kv_head * kTokens + token) * 2 + value) * kDim + e);
 }
@@ -53,7 +53,7 @@ class FetchRowsTest : public ::testing::Test {
   static RowTarget At(std::vector<float>& to, int64_t head_stride, int64_t token_stride) {
     return {reinterpret_cast<std::byte*>(to.data()), head_stride, token_stride};
   }
-  // Whether a row of K (0) or V (1) begins at element `at`.
+  // Expects that a row of K (value 0) or V (value 1) begins at element `at`.
   static void ExpectRow(const std::vector<float>& got, int64_t at, int kv_head, int64_t token,
                         int value) {
     for (int64_t e = 0; e < kDim; ++e) {
@@ -75,7 +75,7 @@ TEST_F(FetchRowsTest, CopiesTokensWhereStridesSay) {
     work.start = start;
     work.count = count;
     EXPECT_EQ(work.row_count(), kHeads * count);
-    // Keys in C order, values [count, H_kv, d + 1].
+    // Keys in C order, values as [count, H_kv, d + 1].
     std::vector<float> k(kHeads * count * kDim, kPoison), v(count * kHeads * (kDim + 1), kPoison);
     work.k = At(k, count * kHalf, kHalf);
     const int64_t row = kHalf + int64_t{sizeof(float)};

@@ -11,12 +11,13 @@ TEST(HelpCreditTest, AtMostHalfOfTheTimeIsGiven) {
   HelpCredit credit;
   HelpCredit::Time now = std::chrono::steady_clock::now();
   EXPECT_TRUE(credit.MayHelp(now));
-  now += HelpCredit::kMax;  // what it has saved up
+  now += HelpCredit::kMax;  // credit is saved up
   EXPECT_TRUE(credit.MayHelp(now));
-  now += HelpCredit::kMax;  // spent
+  now += HelpCredit::kMax;  // credit is spent
   credit.Spent(now);
   EXPECT_TRUE(credit.MayHelp(now));
-  // From here on, a part of 3 ms is given at every boundary, a millisecond apart, where it may.
+  // From here on there is a boundary every millisecond, at which the thread helps for 3 ms if it
+  // may.
   milliseconds own{0}, given{0};
   for (int i = 0; i < 600; ++i) {
     if (credit.MayHelp(now)) {

@@ -63,7 +63,7 @@ TEST(JobWorkTest, ASparseQueryReadsNoMoreRowsThanItsPolicyLetsIt) {
             16000 * kIndexTokenBytes + 1000 * kTokenBytes);
   policy.row_count_max = 0;
   policy.heavy_kind = HeavyKind::kCount;
-  policy.heavy_count = 8000;  // beside 64 of the sink and 64 of the window
+  policy.heavy_count = 8000;  // plus 64 of the sink and 64 of the window
   EXPECT_EQ(WorkOf(AttendsTo(model, policy, {16000}), kIndexTokenBytes),
             16000 * kIndexTokenBytes + 8128 * kTokenBytes);
 }
@@ -81,7 +81,7 @@ TEST(JobWorkTest, AppendedRowsAreIndexedWhereThereIsAnIndex) {
 
 TEST(JobWorkTest, ItemsAddUp) {
   Model model(HashKind::kRotation);
-  Job job = AttendsTo(model, Policy(), {1000});  // short, and dense therefore
+  Job job = AttendsTo(model, Policy(), {1000});  // short, so the attend is dense
   job.items.push_back(job.items[0]);
   job.items[1].append.emplace().count = 1;
   EXPECT_EQ(RowBytes(job), 2001 * kTokenBytes);

@@ -36,7 +36,7 @@ class PlacedDeviceTest : public ::testing::Test {
   }
 
   std::unique_ptr<DeviceSequence> Create() { return *device->CreateSequence(*model); }
-  // Creates a sequence and says on which device; it lives as long as the test.
+  // Creates a sequence, which lives as long as the test, and returns its device.
   int Place() {
     sequences.push_back(Create());
     return DeviceOf(*sequences.back());
@@ -47,7 +47,7 @@ class PlacedDeviceTest : public ::testing::Test {
     for (int i = 0; i < count; ++i) places.push_back(Place());
     return places;
   }
-  // By what serves it.
+  // The device that serves a job of this sequence.
   int DeviceOf(DeviceSequence& sequence) {
     auto job = std::make_unique<Job>();
     job->model = model.get();
@@ -80,7 +80,7 @@ class PlacedDeviceTest : public ::testing::Test {
 
 TEST_F(PlacedDeviceTest, SharedMemoryIsOfThePartThatIsNamed) {
   Open(2);
-  // These have none: who is asked says so.
+  // The fakes have no memory to share; the named one says so.
   for (const char* name : {"cuda:0", "cuda:1"}) {
     const absl::Status status = device->AllocateShared(name, 1).status();
     EXPECT_TRUE(absl::IsInvalidArgument(status)) << status;
@@ -108,7 +108,7 @@ TEST_F(PlacedDeviceTest, ASequenceGoesWhereMostMemoryIsFree) {
   fakes[1]->own_memory->used_bytes = 1200;
   EXPECT_EQ(Place(), 0);
   Fill(*sequences.back());
-  // Free is what counts, not the share of the limit.
+  // The free bytes count, not the free share of the limit.
   fakes[2]->own_memory = DeviceMemory{16000, 15000};
   EXPECT_EQ(Place(), 2);
 }
@@ -121,7 +121,7 @@ TEST_F(PlacedDeviceTest, ABurstOverEqualDevicesTakesTurnsFromTheFirst) {
 TEST_F(PlacedDeviceTest, ABurstSpreadsAsIfItsSequencesWereFilled) {
   Open(2);
   fakes[1]->own_memory->used_bytes = 4 * kShare;
-  // The first device's advantage is three sequences, and then they take turns.
+  // The first device has more free memory and gets three sequences, then the devices take turns.
   const std::vector<int> places = Place(9);
   EXPECT_EQ(std::count(places.begin(), places.begin() + 3, 0), 3);
   EXPECT_EQ(std::count(places.begin(), places.end(), 0), 6);
@@ -143,7 +143,7 @@ TEST_F(PlacedDeviceTest, AnAppendThatIsRefusedFillsNothing) {
   fakes[0]->prepare_status = absl::ResourceExhaustedError("full");
   EXPECT_EQ(device->PrepareAppend(*model, *sequences[0], 0, 0, 1), fakes[0]->prepare_status);
   Fill(*sequences[1]);
-  // The first still counts as a share, and is one less than that behind.
+  // The first sequence still counts as a share, one byte more than the second device uses.
   fakes[1]->own_memory->used_bytes = kShare - 1;
   EXPECT_EQ(Place(), 1);
 }
@@ -154,10 +154,10 @@ TEST_F(PlacedDeviceTest, AmongNearlyEqualDevicesTheOneWithFewestSequences) {
   EXPECT_THAT(Place(2), ElementsAre(1, 0));
   Fill(*sequences[0]);
   Fill(*sequences[1]);
-  // One each: the freest.
+  // One sequence each: the device with more free memory is next.
   EXPECT_EQ(Place(), 1);
   Fill(*sequences[2]);
-  // Two against one, but the one is beyond a share.
+  // The first device has fewer sequences, but is more than a share behind.
   fakes[0]->own_memory->used_bytes = kShare + 1;
   EXPECT_EQ(Place(), 1);
 }
@@ -167,7 +167,7 @@ TEST_F(PlacedDeviceTest, ASequenceHasAHome) {
   const std::unique_ptr<DeviceSequence> first = Create(), second = Create();
   EXPECT_EQ(&device->HomeOf(*first), fakes[0]);
   EXPECT_EQ(&device->HomeOf(*second), fakes[1]);
-  // Rows go to host memory by any.
+  // Any device can fetch rows to host memory.
   MemoryBudget budget{kSlabBytes};
   const auto arena = *Arena::Create({.limit_bytes = kSlabBytes}, &budget);
   ModelSpec spec;
@@ -206,9 +206,9 @@ TEST_F(PlacedDeviceTest, AnExhaustedDeviceIsPassedOver) {
   fakes[0]->sequence_status = absl::ResourceExhaustedError("cuda:0 is full");
   EXPECT_EQ(Place(), 2);
   fakes[2]->sequence_status = absl::ResourceExhaustedError("cuda:2 is full");
-  // The answer is the freest device's.
+  // The error is that of the device with most free memory.
   EXPECT_EQ(device->CreateSequence(*model).status(), fakes[1]->sequence_status);
-  // Attempts that failed count for nothing.
+  // Failed attempts do not count.
   for (FakeDevice* fake : fakes) fake->sequence_status = absl::OkStatus();
   EXPECT_EQ(Place(), 1);
 }
@@ -248,7 +248,7 @@ TEST_F(PlacedDeviceTest, AForkStaysWithItsSource) {
   EXPECT_EQ(DeviceOf(*fork), 1);
   EXPECT_EQ(fakes[1]->fork_count, 1);
   EXPECT_EQ(fakes[0]->fork_count, 0);
-  // It counts as a sequence, with no memory of its own to come.
+  // The fork counts as a sequence, but as one that will take no memory of its own.
   fakes[1]->own_memory->used_bytes = 0;
   EXPECT_EQ(Place(), 0);
   EXPECT_EQ(Place(), 1);
@@ -428,7 +428,7 @@ TEST_F(PlacedDeviceTest, ASplitJobIsAnsweredOnceWhicheverPartEndsLast) {
 TEST_F(PlacedDeviceTest, PartsRunBesideEachOther) {
   Open(3);
   EXPECT_THAT(Place(3), ElementsAre(0, 1, 2));
-  // The first is held, the second ends within Submit, the third has no part.
+  // The first part is held, the second ends within Submit, and the third device has no part.
   fakes[0]->mode = FakeDevice::Mode::kHold;
   fakes[2]->job_layers.clear();
   auto job = std::make_unique<Job>();

@@ -8,7 +8,7 @@
 namespace spillway {
 namespace {
 
-// A sequence that holds 1 byte, until it is asked to give it up.
+// A sequence that holds 1 byte until it is asked to give it up.
 class Holder : public Residency::Member {
  public:
   Holder(Residency* residency, std::string name, std::vector<std::string>* given_up)
@@ -55,7 +55,7 @@ TEST_F(ResidencyTest, TheLongestIdleGivesUpFirst) {
   EXPECT_TRUE(residency_.MakeRoom());
   EXPECT_EQ(given_up_, (Names{"b", "c"}));
   EXPECT_TRUE(residency_.MakeRoom());
-  // Nobody has anything left.
+  // No sequence holds anything now.
   EXPECT_FALSE(residency_.MakeRoom());
   EXPECT_EQ(given_up_, (Names{"b", "c", "a"}));
   b_.Hold();
@@ -69,14 +69,14 @@ TEST_F(ResidencyTest, WhoIsUsedKeepsWhatItHas) {
   { const ResidencyUse inner = a_.Use(); }
   b_.Use();
   Pass(absl::Seconds(0.5));
-  // a is in use, b was half a second ago; c never was, for 5.5 seconds.
+  // a is in use, b was used half a second ago, and c has not been used for 5.5 seconds.
   EXPECT_TRUE(residency_.MakeRoom());
   EXPECT_EQ(given_up_, Names{"c"});
   EXPECT_FALSE(residency_.MakeRoom());
   Pass(absl::Seconds(0.5));
   EXPECT_TRUE(residency_.MakeRoom());
   EXPECT_EQ(given_up_, (Names{"c", "b"}));
-  // In use as long as it takes.
+  // A sequence in use keeps its memory.
   Pass(absl::Hours(1));
   EXPECT_FALSE(residency_.MakeRoom());
 }
@@ -87,9 +87,9 @@ TEST_F(ResidencyTest, ACopyIsDueOnceAsMuchWasMoved) {
   EXPECT_FALSE(residency_.TakeTurn(b_, 100));
   residency_.CountMoved(a_, 1);
   EXPECT_TRUE(residency_.TakeTurn(a_, 100));
-  // Counted anew.
+  // Counting begins again.
   EXPECT_FALSE(residency_.TakeTurn(a_, 100));
-  // What it moved before it gave up does not count.
+  // What a moved before it gave up its copy does not count.
   residency_.CountMoved(a_, 1000);
   Pass(absl::Seconds(5));
   EXPECT_TRUE(residency_.MakeRoom());

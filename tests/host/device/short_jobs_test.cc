@@ -22,7 +22,7 @@ class ShortJobsTest : public ::testing::Test {
     jobs_.Push({owner, work, [this, name] { served_.push_back(name); }});
   }
 
-  // Pauses until so many were served: a thread gives no more than half of its time.
+  // Pauses until this many jobs were served: a thread gives at most half of its time.
   void PauseUntilServed(int64_t work, size_t count) {
     while (served_.size() < count) jobs_.Pause(work);
   }
@@ -35,7 +35,7 @@ TEST_F(ShortJobsTest, FreeWorkersTakeOneOwnersInTheirOrderWhateverTheirSize) {
   Push(1, 100, "giant");
   Push(1, 1, "step");
   Push(1, 10, "another");
-  for (int i = 0; i < 4; ++i) jobs_.RunNext();  // the last finds nothing
+  for (int i = 0; i < 4; ++i) jobs_.RunNext();  // the last call finds nothing
   EXPECT_THAT(served_, ElementsAre("giant", "step", "another"));
 }
 
@@ -91,13 +91,13 @@ TEST_F(ShortJobsTest, AThreadInsideALongJobTakesIterationsOfAShortOnesLoop) {
   std::atomic<bool> over = false;
   std::thread owner([&] {
     const std::thread::id self = std::this_thread::get_id();
-    // No worker but this thread.
+    // This thread is the only worker.
     tbb::task_arena arena(1);
     arena.execute([&] {
       jobs_.Loop(10, kCount, [&](int64_t i) {
         ++times[i];
         if (std::this_thread::get_id() == self) {
-          // Its first iteration lasts until the others are done.
+          // The owner's first iteration lasts until all others are done.
           if (++by_owner == 1) {
             while (done < kCount - 1) std::this_thread::yield();
           }
@@ -110,10 +110,10 @@ TEST_F(ShortJobsTest, AThreadInsideALongJobTakesIterationsOfAShortOnesLoop) {
     over = true;
   });
   while (by_owner == 0) std::this_thread::yield();
-  // What is no four times as long takes no part.
+  // A job that is less than four times as long does not take part.
   jobs_.Pause(39);
   EXPECT_EQ(done, 0);
-  const ShortJobs::CallersThread callers;  // takes part all the same
+  const ShortJobs::CallersThread callers;  // a caller's thread takes part nevertheless
   while (!over) jobs_.Pause(40);
   owner.join();
   EXPECT_EQ(by_owner, 1);
@@ -134,7 +134,7 @@ TEST_F(ShortJobsTest, ALoopEndsAfterTheIterationsThatOthersTook) {
           while (begun < 2) std::this_thread::yield();
         } else {
           while (begun < 2) std::this_thread::yield();
-          // The owner has nothing left to do.
+          // The owner has nothing left to do, but must not return yet.
           for (int i = 0; i < 1000; ++i) std::this_thread::yield();
           EXPECT_FALSE(ended);
           taken = true;

@@ -45,7 +45,7 @@ TEST(BellWaiterTest, SpinsAsLongAsWaitsHaveTakenAndStopsWhereTheyAreLong) {
     waiter.Learn(microseconds(51));
     EXPECT_EQ(waiter.spin(), std::chrono::nanoseconds(expected));
   }
-  // Short waits bring it back, those of no time at all too.
+  // Short waits make the spin longer again, also waits of no time.
   waiter.Learn(microseconds(0));
   EXPECT_EQ(waiter.spin(), std::chrono::nanoseconds(6250));
 }
@@ -95,7 +95,7 @@ TEST(BellTest, WakeMakesTheSleeperLook) {
   });
   while (bell.asleep.load() == 0) std::this_thread::yield();
   stop = true;
-  // It may not have fallen asleep yet.
+  // The thread may not sleep yet, so one Wake() may not be enough.
   while (bell.asleep.load() != 0) bell.Wake();
   sleeping.join();
 }

@@ -1,4 +1,4 @@
-// An arena over a file, and the folder that the file lies in.
+// An arena in a file, and the folder that contains the file.
 #include "host/memory/arena_file.h"
 
 #include <gmock/gmock.h>
@@ -25,7 +25,7 @@ std::string Said(const absl::Status& status) { return std::string(status.message
 
 class ArenaFileTest : public ::testing::Test {
  protected:
-  // As a process that starts does.
+  // Opens the arena as a process does when it starts.
   std::unique_ptr<Arena> Open(int64_t slabs = 16) {
     const ArenaFolder folder = *ArenaFolder::Open(scratch.path());
     ArenaOptions options;
@@ -34,7 +34,7 @@ class ArenaFileTest : public ::testing::Test {
     options.touch_thread_count = 1;
     return *Arena::Create(options, &budget, {}, *ArenaFile::Open(folder, "rows"));
   }
-  // 512-byte blocks that the file system holds for it.
+  // Bytes that the file system holds for the file.
   int64_t HeldBytes() const {
     struct stat info {};
     EXPECT_EQ(stat(scratch.File("rows").c_str(), &info), 0);
@@ -56,7 +56,7 @@ TEST_F(ArenaFileTest, WhatIsRestoredKeepsItsContentsAndTheRestGoes) {
     EXPECT_GE(HeldBytes(), 6 * kS);
   }
   EXPECT_EQ(budget.used_bytes(), 0);
-  // The process is gone; its file stays, with all that it held.
+  // The process is gone. Its file stays, with all its contents.
   EXPECT_GE(HeldBytes(), 6 * kS);
 
   auto arena = Open();
@@ -71,7 +71,7 @@ TEST_F(ArenaFileTest, WhatIsRestoredKeepsItsContentsAndTheRestGoes) {
       EXPECT_EQ(arena->base()[slab * kS + at], static_cast<std::byte>(slab + 1)) << slab;
     }
   }
-  // What is handed out from now on is none of them.
+  // Later allocations return none of the restored slabs.
   for (int i = 0; i < 13; ++i) {
     const auto slab = arena->AllocateSlabs(1);
     ASSERT_TRUE(slab.ok()) << slab.status();
@@ -81,7 +81,7 @@ TEST_F(ArenaFileTest, WhatIsRestoredKeepsItsContentsAndTheRestGoes) {
   }
   EXPECT_FALSE(arena->AllocateSlabs(1).ok());
   EXPECT_EQ(arena->base()[4 * kS], std::byte{5});
-  // They are given back as others are.
+  // Restored slabs are freed like others.
   arena->FreeSlabs(arena->base() + kS, 2);
   const auto again = arena->AllocateSlabs(2);
   ASSERT_TRUE(again.ok());
@@ -96,7 +96,7 @@ TEST_F(ArenaFileTest, MemoryThatIdlesGoesBackToTheFileSystem) {
   arena->FreeSlabs(base, 8);
   for (int i = 0; i < 100; ++i) arena->GiveBackIdle();
   EXPECT_EQ(HeldBytes(), 0);
-  // And comes again, zero or not, as memory that can be written.
+  // It can be committed again and written. Its contents need not be zero.
   std::byte* const more = *arena->AllocateSlabs(8);
   std::memset(more, 2, 8 * kS);
   EXPECT_EQ(HeldBytes(), 8 * kS);
@@ -162,12 +162,12 @@ TEST_F(ArenaFileTest, PagesThatWereHandedOutAreAdopted) {
   EXPECT_EQ(pool.Data(page)[page_bytes - 1], std::byte{7});
   EXPECT_EQ(pool.used_page_count(), 1);
   EXPECT_FALSE(pool.IsShared(page));
-  // Of two sequences.
+  // A page of two sequences is adopted twice.
   const PageRef same = *pool.Adopt(pages[6].index);
   EXPECT_EQ(same, page);
   EXPECT_TRUE(pool.IsShared(page));
   EXPECT_EQ(pool.used_page_count(), 1);
-  // Others of its slabs are free.
+  // The other pages of its slabs are free.
   const PageRef other = *pool.Allocate(page);
   EXPECT_EQ(pool.SlabsOf(other.index)->first, run.first);
   EXPECT_NE(other.index, page.index);
@@ -203,7 +203,7 @@ TEST_F(ArenaFileTest, RefusesFoldersThatAreNotItsOwnOrNotInMemory) {
   const absl::Status open = ArenaFolder::Open(scratch.File("open")).status();
   EXPECT_TRUE(absl::IsPermissionDenied(open)) << open;
   EXPECT_THAT(Said(open), HasSubstr("make it 0700"));
-  // One that is made is nobody else's.
+  // A folder that Open() creates belongs to this user only.
   ASSERT_TRUE(ArenaFolder::Open(scratch.File("new")).ok());
   struct stat info {};
   ASSERT_EQ(stat(scratch.File("new").c_str(), &info), 0);

@@ -94,7 +94,7 @@ TEST(Arena, TheBudgetBindsBeforeTheLimit) {
   EXPECT_EQ(arena->free_bytes(), 3 * kS);
   EXPECT_FALSE(arena->AllocateSlabs(4).ok());
   EXPECT_EQ(budget.used_bytes(), 0);
-  // A extent smaller than extent_bytes uses what the budget leaves.
+  // An extent may be smaller than extent_bytes, to use what the budget leaves.
   ASSERT_TRUE(arena->AllocateSlabs(3).ok());
   EXPECT_EQ(budget.used_bytes(), 3 * kS);
   EXPECT_EQ(arena->free_bytes(), 0);
@@ -106,7 +106,7 @@ TEST(Arena, AnotherUserOfTheBudgetLessensWhatIsFree) {
   ASSERT_TRUE(arena->AllocateSlabs(1).ok());
   const auto other = budget.Reserve(4 * kS, "other");
   ASSERT_TRUE(other.ok());
-  EXPECT_EQ(arena->free_bytes(), 3 * kS);  // one committed, two of the budget
+  EXPECT_EQ(arena->free_bytes(), 3 * kS);  // one that is committed, two from the budget
   EXPECT_FALSE(arena->AllocateSlabs(4).ok());
   EXPECT_TRUE(arena->AllocateSlabs(3).ok());
 }
@@ -115,7 +115,7 @@ TEST(Arena, RunsGrowFromTheFreeEndOfWhatIsCommitted) {
   MemoryBudget budget(64 * kS);
   auto arena = MakeArena(4, 2, &budget);
   ASSERT_TRUE(arena->AllocateSlabs(1).ok());
-  // One slab is free at the end; three adjacent ones need it and two more.
+  // One slab is free at the end. A run of three needs it and two more.
   EXPECT_TRUE(arena->AllocateSlabs(3).ok());
 }
 
@@ -153,21 +153,21 @@ TEST(Arena, WhatIsExpectedIsCommittedInLargeExtents) {
                                 return absl::OkStatus();
                               },
                           .released = [](std::span<std::byte>) {}});
-  // An extent of the ordinary kind would do.
+  // An ordinary extent is enough, so nothing is committed in advance.
   arena->Expect(4 * kS);
   arena->Expect(-1);
   EXPECT_THAT(extents, ElementsAre());
-  // 64 MiB each.
+  // In extents of at most 64 MiB.
   arena->Expect(134 * kS - 1);
   EXPECT_THAT(extents, ElementsAre(32, 32, 32, 32, 6));
   EXPECT_EQ(arena->spare_bytes(), 134 * kS);
   arena->Expect(134 * kS);
   EXPECT_EQ(extents.size(), 5u);
-  // What is in use does not count.
+  // Slabs in use do not count.
   ASSERT_TRUE(arena->AllocateSlabs(120).ok());
   arena->Expect(24 * kS);
   EXPECT_EQ(extents.back(), 10);
-  // Beyond the limit as far as it goes.
+  // Beyond the limit: as much as the limit allows.
   arena->Expect(int64_t{1} << 50);
   EXPECT_EQ(arena->statistics().committed_bytes, 200 * kS);
 }
@@ -200,7 +200,7 @@ TEST(Arena, OfWhatIsExpectedOnlyWhatTheObserverRefusesIsGivenBack) {
   EXPECT_EQ(live[1].data(), live[0].data() + live[0].size());
   EXPECT_EQ(budget.used_bytes(), 64 * kS);
   EXPECT_EQ(arena->statistics().committed_bytes, 64 * kS);
-  // What is there serves; what follows is as it was.
+  // What was committed can be used; more is refused as before.
   ASSERT_TRUE(arena->AllocateSlabs(64).ok());
   EXPECT_EQ(arena->AllocateSlabs(1).status().code(), absl::StatusCode::kInternal);
   live.pop_back();
@@ -235,10 +235,10 @@ TEST(Arena, GivesBackAnEighthOfWhatStayedFree) {
   std::vector<std::byte*> slabs;
   for (int i = 0; i < 32; ++i) slabs.push_back(*arena->AllocateSlabs(1));
   for (std::byte* slab : slabs) arena->FreeSlabs(slab, 1);
-  // Some of it was used since the last call, which there was none of.
+  // In the first call, all slabs count as used since the last call.
   arena->GiveBackIdle();
   EXPECT_EQ(arena->statistics().committed_bytes, 32 * kS);
-  // 32 slabs stayed free: 4 go, then 28 / 8 rounded up to extents of 2, ...
+  // 32 slabs stayed free: 4 are given back, then 28 / 8 rounded up to extents of 2, ...
   for (const int64_t left : {28, 24, 20, 16, 14, 12, 10, 8, 6, 4, 2, 0, 0}) {
     arena->GiveBackIdle();
     EXPECT_EQ(arena->statistics().committed_bytes, left * kS);
@@ -254,13 +254,13 @@ TEST(Arena, KeepsExtentsThatHoldSomethingAndThatWereTakenMeanwhile) {
   auto arena = MakeArena(16, 2, &budget);
   std::vector<std::byte*> slabs;
   for (int i = 0; i < 16; ++i) slabs.push_back(*arena->AllocateSlabs(1));
-  // One slab of every extent stays.
+  // One slab of every extent stays in use.
   for (int i = 0; i < 16; i += 2) arena->FreeSlabs(slabs[i], 1);
   for (int i = 0; i < 40; ++i) arena->GiveBackIdle();
   EXPECT_EQ(arena->statistics().committed_bytes, 16 * kS);
   for (int i = 1; i < 16; i += 2) arena->FreeSlabs(slabs[i], 1);
   arena->GiveBackIdle();
-  // All of it is taken and freed between two calls, over and over.
+  // All slabs are taken and freed between two calls, again and again.
   for (int i = 0; i < 40; ++i) {
     const auto all = arena->AllocateSlabs(16);
     ASSERT_TRUE(all.ok());
@@ -278,7 +278,7 @@ TEST(Arena, TheBudgetsOtherUsersGetWhatIsFree) {
   ASSERT_TRUE(kept.ok() && gone.ok());
   EXPECT_FALSE(budget.Reserve(1, "other").ok());
   arena->FreeSlabs(*gone, 15);
-  // The extents of 4 that are free, no more of them than it takes.
+  // Free extents of 4 slabs are given up, but not more of them than needed.
   const auto other = budget.Reserve(5 * kS, "other");
   ASSERT_TRUE(other.ok()) << other.status();
   EXPECT_LE(arena->statistics().committed_bytes, 11 * kS);
@@ -296,12 +296,12 @@ TEST(Arena, WhatWasGivenBackIsCommittedAnewInItsPlace) {
     slabs.push_back(*arena->AllocateSlabs(1));
     std::memset(slabs.back(), i + 1, kS);
   }
-  // Extents [2, 4), [6, 8) and half of [8, 10) come free.
+  // Extents [2, 4) and [6, 8), and half of [8, 10), become free.
   for (const int i : {2, 3, 6, 7, 8}) arena->FreeSlabs(slabs[i], 1);
   for (int i = 0; i < 20; ++i) arena->GiveBackIdle();
   EXPECT_EQ(arena->statistics().committed_bytes, 8 * kS);
   EXPECT_EQ(arena->free_bytes(), 5 * kS);
-  // A run of three: the gap of two and the free slab behind it.
+  // A run of three: the gap of two, and the free slab after it.
   const auto run = arena->AllocateSlabs(3);
   ASSERT_TRUE(run.ok()) << run.status();
   EXPECT_EQ(*run, slabs[6]);
@@ -315,7 +315,7 @@ TEST(Arena, WhatWasGivenBackIsCommittedAnewInItsPlace) {
 }
 
 TEST(Arena, FreeSlabsApartPayForARunElsewhere) {
-  // Address space for 12 slabs, of which the budget pays 8.
+  // Address space for 12 slabs, of which the budget pays for 8.
   MemoryBudget budget(8 * kS);
   auto arena = MakeArena(12, 2, &budget);
   std::vector<std::byte*> slabs;
@@ -368,7 +368,7 @@ TEST(Arena, RandomUseNeverOverlapsAndReturnsToItsStart) {
       const int64_t count = 1 + rng() % 3;
       const auto base = arena->AllocateSlabs(count);
       if (!base.ok()) {
-        // Only for want of a long enough run.
+        // The only reason may be that no run is long enough.
         EXPECT_TRUE(held_slabs + count > kSlabs || count > 1) << base.status();
         continue;
       }

@@ -34,7 +34,7 @@ class LayerRowsTest : public ::testing::Test {
   RowSource Dense(const std::vector<std::byte>& rows, int64_t count) const {
     return RowSource::Dense(rows.data(), count, spec_.row_bytes() / 2);
   }
-  // Appends `count` tokens of random bytes; K and V are returned.
+  // Appends `count` tokens of random bytes. Returns K and V.
   std::pair<std::vector<std::byte>, std::vector<std::byte>> Append(LayerRows& rows, int64_t count,
                                                                    uint32_t seed) {
     const size_t bytes = static_cast<size_t>(kHeads * count * spec_.row_bytes() / 2);
@@ -65,7 +65,7 @@ TEST_F(LayerRowsTest, TellsWhichRowsLieTogether) {
     EXPECT_EQ(one.AdjacentRows(h, 130, 100), 100);
     EXPECT_EQ(one.AdjacentRows(h, 299, 1), 1);
   }
-  // Heads took turns: each one's pages are apart.
+  // The heads took turns, so the pages of each head are apart.
   LayerRows other(&pool_, spec_);
   for (int i = 0; i < 3; ++i) Append(other, kPageTokenCount, 2 + i);
   EXPECT_EQ(other.AdjacentRows(0, 5, 300), kPageTokenCount - 5);
@@ -121,7 +121,7 @@ TEST_F(LayerRowsTest, AnAppendThatFailsOnALaterHeadLeavesNothing) {
   LayerRows rows(&pool_, spec_);
   Append(rows, 10, 3);
   LayerRows fork = rows.Share(10);
-  // Leave pages for the copies of three of the four heads.
+  // Leaves pages for the copies of only three of the four heads.
   std::vector<PageRef> held;
   while (pool_.free_page_count() > 3) held.push_back(*pool_.Allocate());
   const int64_t before = pool_.used_page_count();

@@ -138,7 +138,7 @@ TEST(MemoryBudget, IsNeverPassedByManyThreads) {
     threads.emplace_back([&, t] {
       std::vector<MemoryReservation> held;
       for (int i = 0; i < 5000; ++i) {
-        // Every thread is full here: some are refused whatever the order.
+        // All threads hold the most here, so some requests are refused in any order.
         if (i % 1000 == 12) together.arrive_and_wait();
         absl::StatusOr<MemoryReservation> r = budget.Reserve(8 + (i * 7 + t) % 50, "x");
         if (r.ok()) {

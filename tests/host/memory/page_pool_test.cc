@@ -74,10 +74,10 @@ TEST_F(PagePoolTest, NeighboursStandTogether) {
   EXPECT_EQ(pool.Data(b), pool.Data(a) + 65536);
   const PageRef other = *pool.Allocate();
   EXPECT_EQ(pool.Data(other), pool.Data(b) + 65536);
-  // The next place is taken: the first after it.
+  // The next place is taken, so the first free one after it is used.
   const PageRef c = *pool.Allocate(b);
   EXPECT_EQ(pool.Data(c), pool.Data(other) + 65536);
-  // A free place before the neighbour is used only when none comes after.
+  // A free place before the neighbour is used only if there is none after it.
   pool.Release(a);
   const PageRef d = *pool.Allocate(c);
   EXPECT_EQ(pool.Data(d), pool.Data(c) + 65536);
@@ -96,14 +96,14 @@ TEST_F(PagePoolTest, AStaleReferenceGivesNull) {
   EXPECT_EQ(pool.Data(old), nullptr);
   EXPECT_NE(pool.Data(reused), nullptr);
   pool.Release(reused);
-  pool.Release(keep);  // the slab is gone, its page's state is not
+  pool.Release(keep);  // the slab is gone, but the state of its page stays
   EXPECT_EQ(pool.Data(keep), nullptr);
   EXPECT_EQ(pool.Data(PageRef{}), nullptr);
   EXPECT_EQ(pool.Data(PageRef{~0u, 1}), nullptr);
 }
 
 TEST_F(PagePoolTest, StaleUseAborts) {
-  // Threads run here; a plain fork would copy their locks.
+  // Threads are running; a plain fork would copy the locks that they hold.
   GTEST_FLAG_SET(death_test_style, "threadsafe");
   PagePool pool(arena_.get(), 4096);
   const PageRef page = *pool.Allocate();
@@ -156,7 +156,7 @@ TEST_F(PagePoolTest, TwoPoolsShareTheArena) {
   for (const PageRef page : held) rows.Release(page);
   const auto page = codes.Allocate();
   ASSERT_TRUE(page.ok());
-  // rows' references into the slab that codes holds now are still stale.
+  // References of `rows` into the slab that `codes` holds now are still stale.
   for (const PageRef old : held) ASSERT_EQ(rows.Data(old), nullptr);
   codes.Release(*page);
 }
@@ -165,7 +165,7 @@ TEST_F(PagePoolTest, ManyThreads) {
   PagePool pool(arena_.get(), 65536);
   constexpr int kThreads = 4;
   std::atomic<int> errors{0};
-  // Read by all threads throughout, released by each once.
+  // All threads read this page all the time, and each releases it once.
   const PageRef shared = *pool.Allocate();
   std::memset(pool.Data(shared), 0x5a, 64);
   for (int t = 0; t < kThreads; ++t) pool.AddReference(shared);

@@ -13,7 +13,7 @@ namespace {
 
 using ::testing::HasSubstr;
 
-// Items of 1 KiB, four a page.
+// Items of 1 KiB, four per page.
 constexpr int64_t kItemBytes = 1024;
 constexpr int64_t kPageItems = 4;
 
@@ -82,7 +82,7 @@ TEST_F(PageTableTest, AForkCopiesOnlyThePageThatItAppendsTo) {
   EXPECT_EQ(ReadItem(parent, 9), 109);
   EXPECT_EQ(child.Page(1), parent.Page(1));
   EXPECT_NE(child.Page(2), parent.Page(2));
-  // The parent is alone on its last page now and writes in place.
+  // The parent is now the only user of its last page, and writes in place.
   EXPECT_EQ(parent.NewPageCount(10, 12), 0);
 }
 
@@ -90,8 +90,8 @@ TEST_F(PageTableTest, ASharedPageThatIsOverwrittenWhollyIsNotCopied) {
   PageTable parent(&pool_, kPageItems);
   Append(parent, 0, 8, 100);
   PageTable child = parent.Share(8);
-  // A free page with a known content stands beside: were the old page copied,
-  // the new one would hold its items.
+  // The write begins at the first item of page 1. If the old page were copied, the new page would
+  // hold its items.
   child.Truncate(4);
   PageTable replaced = parent.Share(8);
   ASSERT_TRUE(replaced.PrepareWrite(4, 5).ok());
@@ -111,7 +111,7 @@ TEST_F(PageTableTest, OutOfMemoryChangesNothing) {
   Append(full, 0, (pages - 3) * kPageItems, 0);
   EXPECT_EQ(pool_.free_page_count(), 1);
   const std::byte* page = child.Page(1);
-  // One page for the copy, two new ones.
+  // One page for the copy, and two new pages.
   const absl::Status status = child.PrepareWrite(6, 16);
   EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
   EXPECT_THAT(std::string(status.message()), HasSubstr("12288"));
@@ -120,7 +120,7 @@ TEST_F(PageTableTest, OutOfMemoryChangesNothing) {
   EXPECT_EQ(child.Page(1), page);
   EXPECT_EQ(pool_.free_page_count(), 1);
   EXPECT_FALSE(child.PrepareWrite(6, int64_t{1} << 62).ok());
-  // The spare page of a slab that the pool holds counts as free.
+  // The spare page in a slab that the pool holds counts as free.
   EXPECT_TRUE(child.PrepareWrite(6, 8).ok());
   EXPECT_EQ(pool_.free_page_count(), 0);
 }
@@ -148,7 +148,7 @@ TEST_F(PageTableTest, MovesLeaveNothingBehind) {
   EXPECT_EQ(pool_.used_page_count(), 2);
 }
 
-// Random appends, forks, truncations and drops against plain vectors.
+// Compares random appends, forks, truncations and drops with plain vectors.
 TEST_F(PageTableTest, BehavesAsVectorsOfItems) {
   struct Pair {
     PageTable table;

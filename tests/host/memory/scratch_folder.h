@@ -6,7 +6,7 @@
 
 namespace spillway {
 
-// A new folder of tmpfs, which goes with this.
+// A new folder in tmpfs, which is removed with this object.
 class ScratchFolder {
  public:
   ScratchFolder() {

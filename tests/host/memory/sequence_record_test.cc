@@ -1,4 +1,4 @@
-// Records in a file: what a process that was killed leaves for the next one.
+// Records in a file: what a killed process leaves for the next one.
 #include "host/memory/sequence_record.h"
 
 #include <gmock/gmock.h>
@@ -22,7 +22,7 @@ namespace {
 
 using ::testing::HasSubstr;
 
-// Its process is killed: nothing is given back, now or later.
+// Simulates that the record's process is killed: nothing is given back, now or later.
 void Kill(std::unique_ptr<SequenceRecord> record) {
   static auto* const killed = new std::vector<SequenceRecord*>;
   killed->push_back(record.release());
@@ -34,7 +34,7 @@ class RecordTest : public ::testing::Test {
     const ArenaFolder folder = *ArenaFolder::Open(scratch.path());
     return RecordFile::Open(*ArenaFile::Open(folder, "records"), rows_number, &budget);
   }
-  // A new file's, to be written to.
+  // A new file, ready to be written to.
   std::unique_ptr<RecordFile> OpenNew() {
     auto file = *Open();
     file->FreeUnclaimed();
@@ -71,13 +71,13 @@ TEST_F(RecordTest, WhoObservesKnowsOfAllMemory) {
   };
   ASSERT_TRUE(file->Observe(observer).ok());
   std::vector<LayerRecord> layers;
-  // More than what is mapped at first.
+  // More records than are mapped at first.
   for (int i = 0; i < 10'000; ++i) {
     layers.push_back(*LayerRecord::Create(file.get(), 1));
     ASSERT_TRUE(knows(layers.back().length_word())) << i;
   }
   EXPECT_GE(known.size(), 2);
-  // The word is the length.
+  // The word is the layer's length.
   *layers[7'000].length_word() = 77;
   EXPECT_EQ(layers[7'000].token_count(), 77);
   EXPECT_EQ(layers[7'001].token_count(), 0);
@@ -100,7 +100,7 @@ TEST_F(RecordTest, AFileThatADeviceDoesNotTakeGrowsNoFurther) {
   for (; count < 10'000 && status.ok(); ++count) status = file->Allocate().status();
   EXPECT_TRUE(absl::IsResourceExhausted(status)) << status;
   EXPECT_EQ(calls, 2);
-  // It may be tried again.
+  // Another attempt is possible.
   EXPECT_TRUE(file->Allocate().ok());
   EXPECT_EQ(calls, 3);
 }
@@ -129,7 +129,7 @@ TEST_F(RecordTest, AListedSequenceIsFoundAsItWasAndAnUnlistedOneIsNot) {
   {
     auto file = OpenNew();
     auto kept = *SequenceRecord::Create(file.get(), text, 3, 2);
-    // More pages than one record has places for.
+    // More pages than one record has room for.
     for (int layer = 0; layer < 3; ++layer) {
       ASSERT_TRUE(kept->layer(layer).Reserve(200).ok());
       for (int64_t page = 0; page < 200; ++page) {
@@ -147,7 +147,7 @@ TEST_F(RecordTest, AListedSequenceIsFoundAsItWasAndAnUnlistedOneIsNot) {
     auto gone = *SequenceRecord::Create(file.get(), "gone", 3, 2);
     gone->List();
     gone->Unlist();
-    // Killed: nothing is given back.
+    // Both are killed, so nothing is given back.
     Kill(std::move(never));
     Kill(std::move(gone));
   }
@@ -168,7 +168,7 @@ TEST_F(RecordTest, AListedSequenceIsFoundAsItWasAndAnUnlistedOneIsNot) {
       }
     }
   }
-  // What others had is free, and taking it leaves this alone.
+  // The records of the others are free, and using them changes nothing here.
   file->FreeUnclaimed();
   for (int i = 0; i < 3000; ++i) {
     std::memset(file->At(*file->Allocate()).payload, 0xFF, sizeof(Record::payload));
@@ -179,7 +179,7 @@ TEST_F(RecordTest, AListedSequenceIsFoundAsItWasAndAnUnlistedOneIsNot) {
 TEST_F(RecordTest, AMarkStaysAndWhatMemoryHeldIsNone) {
   {
     auto file = OpenNew();
-    // As if others had written where its records come to lie.
+    // As if others had written where its records will be.
     std::vector<RecordIndex> used;
     for (int i = 0; i < 8; ++i) {
       used.push_back(*file->Allocate());
@@ -204,7 +204,7 @@ TEST_F(RecordTest, AMarkStaysAndWhatMemoryHeldIsNone) {
   auto found = TheSequence(*file);
   ASSERT_TRUE(found.ok()) << found.status();
   EXPECT_TRUE(found->record->marked());
-  // Versions before left there whatever the memory had held.
+  // Earlier versions left there what the memory had held before.
   RecordIndex root = file->Find(RecordKind::kSequence)[0];
   for (const unsigned char left : {0x00, 0x20, 0xFF}) {
     constexpr size_t kMarkOffset = 20;
@@ -222,7 +222,7 @@ TEST_F(RecordTest, ACutIsOfAllLayersAtOnce) {
       record->layer(layer).SetTokenCount(100 + layer);
     }
     record->List();
-    // Killed when one layer is cut, and one is shorter than the cut.
+    // Killed after one layer was cut. Another layer is shorter than the cut.
     record->layer(2).SetTokenCount(30);
     record->BeginCut(40, 1);
     record->layer(0).SetTokenCount(40);
@@ -252,7 +252,7 @@ TEST_F(RecordTest, MemoryOfWhatGoesIsUsedAgain) {
 }
 
 TEST_F(RecordTest, RefusesWhatTheBudgetDoesNotHave) {
-  MemoryBudget small(int64_t{3} << 20);  // 2 MiB at a time
+  MemoryBudget small(int64_t{3} << 20);  // the file grows by 2 MiB at a time
   const ArenaFolder folder = *ArenaFolder::Open(scratch.path());
   auto file = *RecordFile::Open(*ArenaFile::Open(folder, "records"), 1, &small);
   file->FreeUnclaimed();
@@ -264,7 +264,7 @@ TEST_F(RecordTest, RefusesWhatTheBudgetDoesNotHave) {
     if (record.ok()) records.push_back(*std::move(record));
   }
   EXPECT_TRUE(absl::IsResourceExhausted(status)) << status;
-  // 4,095 records, of which each takes 102.
+  // There are 4,095 records, and each sequence takes 102.
   EXPECT_EQ(records.size(), 40u);
   records.pop_back();
   EXPECT_TRUE(SequenceRecord::Create(file.get(), "s", 100, 1).ok());
@@ -292,7 +292,7 @@ TEST_F(RecordTest, AModelHasItsWeightsOrNone) {
                                               std::pair<std::string, std::string>("without", "")));
 }
 
-// Whatever the file holds, opening it ends, with an error or with what can be used.
+// Whatever the file holds, opening it ends with an error or with something that can be used.
 TEST_F(RecordTest, DamageIsRefusedOrHarmless) {
   std::vector<std::byte> good;
   {
@@ -323,7 +323,7 @@ TEST_F(RecordTest, DamageIsRefusedOrHarmless) {
     std::vector<std::byte> bad = good;
     const int changes = 1 + static_cast<int>(random() % 8);
     for (int i = 0; i < changes; ++i) {
-      // Behind the file's header, and mostly where a record begins.
+      // After the file's header, and mostly near the beginning of a record.
       const size_t record = 1 + random() % 63;
       const size_t at = record * Record::kBytes + random() % (random() % 4 == 0 ? 512 : 56);
       bad[at] = static_cast<std::byte>(random());

@@ -21,7 +21,7 @@ TEST(Topology, AgreesWithTheSystem) {
   EXPECT_GE(t->core_count, 1);
   EXPECT_LE(t->core_count, t->hardware_thread_count);
   ASSERT_FALSE(t->numa_nodes.empty());
-  // "MemTotal:  24684084 kB" is the first line.
+  // The first line is like "MemTotal:  24684084 kB".
   std::ifstream meminfo("/proc/meminfo");
   std::string name;
   int64_t kib = 0;

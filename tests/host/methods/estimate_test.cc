@@ -1,5 +1,5 @@
-// Estimates from what index pages hold beside codes: the same bits as the
-// scalar forms of host/core, with every instruction set.
+// Estimates from the indices that pages hold beside codes: with every instruction set, they have
+// the same bits as the scalar code of host/core.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -23,7 +23,7 @@ namespace {
 
 constexpr int kKeys = kPageTokenCount;
 
-// Bit by bit: NaN is equal to itself.
+// Compares bits, so that NaN equals NaN.
 void ExpectSameBits(const std::vector<float>& got, const std::vector<float>& wanted,
                     const std::string& what) {
   ASSERT_EQ(got.size(), wanted.size());
@@ -80,7 +80,7 @@ TEST(Int4Logits, MatchTheScalarFormBitForBit) {
   for (const int channels : {8, 16, 24, 64, 80, 128, 256}) {
     for (int heads = 1; heads <= kGroupMax; ++heads) {
       Int4Case c(channels, heads);
-      // Ranges at the ends of fp16: none, subnormal, the largest.
+      // Ranges at the limits of fp16: zero, subnormal, and the largest numbers.
       c.SetRange(3, {0, 0});
       c.SetRange(4, {-0.0f, std::ldexp(1.0f, -24)});
       c.SetRange(5, {-65504, 65504});
@@ -120,7 +120,7 @@ TEST(CountShared, CountsEqualNames) {
       std::vector<uint16_t> buckets(static_cast<size_t>(tables) * kKeys), query(tables);
       for (uint16_t& b : buckets) b = static_cast<uint16_t>(random() % names);
       for (uint16_t& b : query) b = static_cast<uint16_t>(random() % names);
-      for (int i = 0; i < tables; ++i) buckets[i * kKeys + 77] = query[i];  // all of them
+      for (int i = 0; i < tables; ++i) buckets[i * kKeys + 77] = query[i];  // shares all
       SameOnEveryTarget([&](std::vector<std::byte>& out) {
         std::vector<uint16_t> counts(kKeys, 9999);
         CountShared(query.data(), tables, reinterpret_cast<const std::byte*>(buckets.data()),
@@ -183,7 +183,7 @@ TEST(BoundLogits, MatchTheScalarFormBitForBit) {
   }
 }
 
-// Where each section begins, and that they do not overlap.
+// The sections follow each other and do not overlap.
 TEST(KeySections, FollowEachOther) {
   ModelSpec spec;
   spec.head_dim = 80;

@@ -40,7 +40,7 @@ TEST(Int4Range, IsThePublishedQuantiser) {
   EXPECT_GT(certain, 450);
 }
 
-// Half a step, and what rounding both ends to fp16 may cut off.
+// The error is at most half a step, plus what rounding both ends to fp16 may cut off.
 TEST(Int4Range, IsWithinHalfAStep) {
   std::mt19937 random(6);
   std::normal_distribution<float> normal;
@@ -63,7 +63,7 @@ TEST(Int4Range, PacksTheStepBelowAndTheLowAbove) {
   EXPECT_EQ(back.low, -2);
   EXPECT_EQ(back.step, 1);
   for (uint32_t u = 0; u < 16; ++u) EXPECT_EQ(back.Code(static_cast<float>(u) - 2), u);
-  // Ties to even; beyond the ends the ends.
+  // Ties go to even. Numbers beyond the ends get the codes of the ends.
   EXPECT_EQ(back.Code(-1.5f), 0u);
   EXPECT_EQ(back.Code(-0.5f), 2u);
   EXPECT_EQ(back.Code(0.5f), 2u);

@@ -24,19 +24,19 @@ TEST(LshWeight, IsThePublishedProbability) {
 }
 
 TEST(LshWeight, KnownValues) {
-  // p = 1: surely in all tables.
+  // p = 1: buckets are shared in all tables.
   EXPECT_DOUBLE_EQ(LshLogWeight(6, 3, 2, 8, 75), std::log(1 + 1e-4));
-  // p = 0: never.
+  // p = 0: in none.
   EXPECT_DOUBLE_EQ(LshLogWeight(-6, 3, 2, 8, 75), std::log(1e-4));
-  // p = 1/2 of two tables: both at once, a quarter.
+  // p = 1/2 with two tables: in both with probability 1/4.
   EXPECT_NEAR(LshLogWeight(0, 3, 2, 1, 2), std::log(0.25 + 1e-4), 1e-12);
-  // p = 1/4 of three: 3 (1/16) (3/4) + 1/64.
+  // p = 1/4 with three tables: 3 (1/16) (3/4) + 1/64.
   EXPECT_NEAR(LshLogWeight(0, 3, 2, 2, 3), std::log(9.0 / 64 + 1.0 / 64 + 1e-4), 1e-12);
-  // One table is never two.
+  // With one table, two buckets cannot be shared.
   EXPECT_NEAR(LshLogWeight(3, 3, 2, 4, 1), std::log(1e-4), 1e-9);
 }
 
-// The share of random hyperplanes that agree.
+// Compares with random hyperplanes.
 TEST(LshWeight, IsHowOftenTwoBucketsAreShared) {
   constexpr int kBits = 3, kTables = 6, kDraws = 20000;
   std::mt19937 random(11);
@@ -62,25 +62,25 @@ TEST(LshWeight, IsHowOftenTwoBucketsAreShared) {
   }
 }
 
-// Rounding may leave a product that is longer than its factors.
+// Rounding may make a product larger than the product of the lengths.
 TEST(LshWeight, TheCosineStaysInItsDomain) {
   for (const double beyond : {1 + 1e-15, 1.0001, 2.0, 1e300}) {
     EXPECT_EQ(LshLogWeight(beyond, 1, 1, 8, 75), LshLogWeight(1, 1, 1, 8, 75));
     EXPECT_EQ(LshLogWeight(-beyond, 1, 1, 8, 75), LshLogWeight(-1, 1, 1, 8, 75));
   }
-  // No length, no angle: as at right angles.
+  // A vector of length 0 has no angle: the weight is as at right angles.
   const double right = LshLogWeight(0, 1, 1, 8, 75);
   EXPECT_EQ(LshLogWeight(0, 0, 2, 8, 75), right);
   EXPECT_EQ(LshLogWeight(0, 2, 0, 8, 75), right);
   EXPECT_EQ(LshLogWeight(0, 0, 0, 8, 75), right);
-  // Lengths whose product is infinite, or below the smallest number.
+  // Lengths whose product overflows or underflows.
   EXPECT_TRUE(std::isfinite(LshLogWeight(1e10, 1e200, 1e200, 8, 75)));
   EXPECT_TRUE(std::isfinite(LshLogWeight(0, 1e-200, 1e-200, 8, 75)));
 }
 
 TEST(LshWeight, GrowsWithTheCosine) {
   for (const auto& [bits, tables] : {std::pair(1, 2), std::pair(8, 75), std::pair(16, 512)}) {
-    // But for what the subtraction from 1 leaves of rounding.
+    // Up to the rounding error of the subtraction from 1.
     double last = -std::numeric_limits<double>::infinity();
     for (int i = -1000; i <= 1000; ++i) {
       const double weight = LshLogWeight(i / 1000.0, 1, 1, bits, tables);

@@ -57,8 +57,8 @@ TEST(MethodsPolicy, TheDefaultOfMlpsIsHamming) {
   EXPECT_THAT(Validate(policy, spec), IsEmpty());
 }
 
-// Bits that match come from the codes of closed pages, as a first selection's do;
-// what other indices keep is of every token.
+// Matching bits come from the codes of closed pages, also in a first selection. The other indices
+// cover all tokens.
 TEST(MethodsPolicy, ScoresEndBeforeTheOpenPageWhereTheyComeFromPages) {
   Policy policy;
   const ModelSpec spec = Spec();

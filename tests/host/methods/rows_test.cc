@@ -1,4 +1,4 @@
-// The rows of the optional methods.
+// The optional methods' rows in the table of methods.
 #include <gtest/gtest.h>
 
 #include <map>
@@ -10,7 +10,7 @@
 namespace spillway {
 namespace {
 
-// 2 KV heads of 4 query heads, d 128, bf16, 3 bits a dimension.
+// 2 KV heads with 4 query heads each, d 128, bf16, 3 bits per dimension.
 ModelSpec Spec(const KeyIndexSpec& indices = {}) {
   ModelSpec spec;
   spec.layer_count = 1;
@@ -26,7 +26,7 @@ TEST(SelectorMethods, TellWhatTheyReadOfAKey) {
   const ModelSpec spec =
       Spec({.int4_keys = true, .quest_page_token_count = 32, .label_channel_count = 16});
   const auto bits = [&](Selector selector) { return MethodOf(selector).key_bits(spec); };
-  // 3 planes of 16 bytes, a factor, a norm, its share of a page's centre.
+  // 3 planes of 16 bytes, a factor, a norm, and the share of a page's centre.
   EXPECT_EQ(bits(Selector::kAsymmetric), 8 * 53);
   EXPECT_EQ(bits(Selector::kHamming), 8 * 16);         // one plane
   EXPECT_EQ(bits(Selector::kOracle), 8 * 256);         // the key itself
@@ -36,7 +36,7 @@ TEST(SelectorMethods, TellWhatTheyReadOfAKey) {
   EXPECT_EQ(bits(Selector::kAll), 0);
 }
 
-// What the table says of sections is what index pages hold of them.
+// The bits that the table names are those that the sections of index pages hold.
 TEST(SelectorMethods, ReadWhatIndexPagesHold) {
   const auto page_bits = [](const ModelSpec& spec) {
     return 8 * KeySections::Of(spec).bytes() / kPageTokenCount;
@@ -50,7 +50,7 @@ TEST(SelectorMethods, ReadWhatIndexPagesHold) {
   }
 }
 
-// Index pages are the same bytes on every device.
+// The order is fixed, so index pages are the same bytes on every device.
 TEST(OptionalMethods, StandInTheOrderOfSections) {
   ModelSpec spec = Spec({.int4_keys = true,
                          .quest_page_token_count = 32,
@@ -58,7 +58,7 @@ TEST(OptionalMethods, StandInTheOrderOfSections) {
                          .lsh_table_count = 75,
                          .lsh_bits = 8});
   const KeySections sections = KeySections::Of(spec);
-  std::map<const void*, int64_t> offsets;  // by row
+  std::map<const void*, int64_t> offsets;  // by the address of the method's row
   int64_t end = 0;
   for (const Method* method : OptionalMethods()) {
     if (method->cpu->section_bytes == nullptr) continue;
@@ -72,7 +72,7 @@ TEST(OptionalMethods, StandInTheOrderOfSections) {
   EXPECT_EQ(offsets.at(&MethodOf(Tail::kLshSampling)), sections.buckets());
   EXPECT_EQ(end, sections.bytes());
   EXPECT_EQ(IndexPageBytes(spec), CodeLayout::Of(spec).page_bytes() + sections.bytes());
-  // Codes of MLPs stand where a rotation's would.
+  // The codes of MLPs are stored where those of a rotation would be.
   spec.hash = {.kind = HashKind::kMlp};
   ASSERT_TRUE(Normalize(spec).empty());
   EXPECT_EQ(OptionalMethods()[0]->cpu->section_bytes(spec), CodeLayout::Of(spec).page_bytes());

@@ -22,7 +22,7 @@ ModelSpec LlamaSpec() {
   return spec;
 }
 
-// One change to a good spec, and the field that it is refused for.
+// One change to a valid spec, and the field that the error must name.
 struct BadCase {
   const char* field;
   void (*change)(ModelSpec&);

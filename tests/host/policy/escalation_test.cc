@@ -5,7 +5,7 @@
 namespace spillway {
 namespace {
 
-// Whether an attend with b asks for at least as much as one with a.
+// Whether an attend at level b asks for at least as much as one at level a.
 bool NotWeaker(const Escalation& a, const Escalation& b) {
   if (b.dense) return true;
   if (b.tail.bound == Bound::kPaper && b.tail.tail == Tail::kUniform) return !a.dense;
@@ -18,7 +18,7 @@ TEST(Escalation, ClimbsFromThePolicyToDenseAttention) {
   uniform.tail = Tail::kUniform;
   Policy paper = uniform;
   paper.bound = Bound::kPaper;
-  // As when only the tail of such a policy is overridden: the bound stays, and is not used.
+  // As if only the tail of such a policy was overridden: the bound stays, but is not used.
   Policy stratified = paper;
   stratified.tail = Tail::kStratified;
   Policy strong;

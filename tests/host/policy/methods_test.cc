@@ -14,7 +14,7 @@ TEST(FindMethod, KnowsNoValueBeyondTheLast) {
   EXPECT_EQ(FindMethod(Tail::kUniform)->name, "uniform");
 }
 
-// The core's are in every build, and a value has one row.
+// The methods of the core are in every build, and no value has two rows.
 TEST(Methods, StandInTheEnumsOrder) {
   const auto selectors = SelectorMethods();
   EXPECT_GE(selectors.size(), 3u);

@@ -1,4 +1,4 @@
-// What tests of policies share.
+// Shared by the tests of policies.
 #pragma once
 
 #include <gmock/gmock.h>
@@ -8,7 +8,7 @@
 
 namespace spillway {
 
-// A model of four layers, 8 query heads over 2 KV heads of 64.
+// A model with four layers, and 8 query heads over 2 KV heads of dimension 64.
 inline ModelSpec Spec(HashKind kind = HashKind::kRotation) {
   ModelSpec spec;
   spec.layer_count = 4;
@@ -20,7 +20,7 @@ inline ModelSpec Spec(HashKind kind = HashKind::kRotation) {
   return spec;
 }
 
-// One change to the default policy, and the field that it is refused for.
+// One change to the default policy, and the field that the error must name.
 struct BadCase {
   const char* field;
   void (*change)(Policy&);

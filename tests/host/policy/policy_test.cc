@@ -97,7 +97,7 @@ TEST(Policy, DefaultsFitEveryKindOfModel) {
   }
 }
 
-// What an attend does that asks for nothing, as the API documents it.
+// The policy of an attend that sets no field, as the API documents it.
 TEST(Policy, Defaults) {
   const Policy policy = DefaultPolicy(Spec());
   EXPECT_EQ(policy.sink_token_count, 64);
@@ -138,7 +138,7 @@ TEST(Policy, TheEdgesOfTheRangesAreInside) {
   EXPECT_THAT(Validate(policy, spec), IsEmpty());
   policy.row_count_max -= 1;
   EXPECT_THAT(Validate(policy, spec), Contains(Field(&FieldError::field, "row_count_max")));
-  // Without codes there is no such page.
+  // Without codes, there is no open page to attend to.
   policy.selector = Selector::kOracle;
   policy.row_count_max = 1 + 1 + 16;
   EXPECT_THAT(Validate(policy, Spec(HashKind::kNone)), IsEmpty());
@@ -154,7 +154,7 @@ TEST(Policy, TheEdgesOfTheRangesAreInside) {
   EXPECT_THAT(Validate(policy, spec), IsEmpty());
 }
 
-// Sink, open page, the fewest that an adaptive count is, pilot.
+// Sink, open page, the smallest adaptive count, and pilot.
 TEST(Policy, TheFewestRowsOfTheDefault) {
   Policy policy;
   policy.row_count_max = 64 + 127 + 64 + 16;
@@ -198,7 +198,7 @@ TEST(Policy, DenseLayers) {
   EXPECT_TRUE(policy.IsDenseLayer(2));
 }
 
-// Ranks whose error is known set the count; others have one count for all.
+// If the error of the ranks is known, it sets the heavy count; others have a fixed count.
 TEST(Policy, HeavyTokens) {
   Policy policy;
   EXPECT_EQ(policy.HeavyCount(10000), 64);
@@ -249,7 +249,7 @@ TEST(Policy, ValuesWeighWhereThePageIndexHasTheirNorms) {
   }
 }
 
-// Where no more is scored than is heavy, a tail has nothing.
+// If no more tokens are scored than are heavy, nothing is left for a tail.
 TEST(Policy, DenseWhereNothingIsLeft) {
   Policy policy;
   policy.dense_token_count = 1024;
@@ -257,7 +257,7 @@ TEST(Policy, DenseWhereNothingIsLeft) {
   EXPECT_TRUE(policy.IsDense(spec, 0, 1, 1024));
   EXPECT_FALSE(policy.IsDense(spec, 0, 1, 1025));
   EXPECT_TRUE(policy.IsDense(spec, 0, 17, 1025));
-  // 1,100 tokens: of eight closed pages 64 are the sink.
+  // 1,100 tokens: eight closed pages, of which 64 tokens are the sink.
   Count(policy, 1024 - 64 - 1);
   EXPECT_FALSE(policy.IsDense(spec, 0, 1, 1100));
   Count(policy, 1024 - 64);
@@ -311,7 +311,7 @@ TEST(Policy, RanksBearAPromiseAsFarAsTheyWereFoundTo) {
     EXPECT_EQ(carried(longest + 1), longest == kFar);
     policy.tail = Tail::kUniform;
     EXPECT_EQ(carried(4096), longest > 0);
-    // What a first selection misses has no rank.
+    // Tokens that a first selection misses have no rank.
     for (const Selector first : {Selector::kHamming, Selector::kQuest, Selector::kOracle}) {
       policy.candidate_selector = first;
       for (const Tail tail : {Tail::kUniform, Tail::kStratified}) {

@@ -1,4 +1,4 @@
-// What docs/adding-a-selector.md shows is what stands in files.
+// The code that docs/adding-a-selector.md shows must equal that of the files.
 #include <gtest/gtest.h>
 
 #include <fstream>
@@ -43,7 +43,7 @@ TEST_F(Page, CodeBlocksStandInTheExample) {
   }
 }
 
-// The page names a file, and a line as another selector has it there.
+// For each file, the page names a line that another selector has there.
 TEST_F(Page, LinesStandInTheirFiles) {
   const auto lines = Matches(text_, "\\| `([^`]+)` \\| `([^`]+)` \\|");
   EXPECT_EQ(lines.size(), 3u);

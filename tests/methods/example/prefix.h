@@ -4,8 +4,8 @@
 
 namespace spillway {
 
-// A selector for docs/adding-a-selector.md: ranks keys by the first 16 of their
-// elements. One that is added in earnest has a name in the enum.
+// The example of docs/adding-a-selector.md: a selector that ranks keys by their first 16 elements.
+// A real selector has a name in the enum.
 inline constexpr auto kPrefixSelector = static_cast<Selector>(7);
 
 extern const Method kPrefixMethod;

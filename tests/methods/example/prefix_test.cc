@@ -1,5 +1,4 @@
-// The selector of docs/adding-a-selector.md selects what it says, on the CPU
-// device.
+// On the CPU device, the selector of docs/adding-a-selector.md selects what the page says.
 #include "tests/methods/example/prefix.h"
 
 #include <gtest/gtest.h>
@@ -18,7 +17,7 @@ constexpr int kD = 32;
 
 class Prefix : public ::testing::Test {
  protected:
-  // Zero keys but for what a test sets; values are the tokens' numbers.
+  // All keys are zero except those that a test sets. Values are the token numbers.
   Prefix()
       : spec_(MakeSpec(1, 1, kD, DType::kF32, {.kind = HashKind::kNone})),
         context_{spec_, kTokens, std::vector<float>(kTokens * kD), {}},
@@ -34,7 +33,7 @@ class Prefix : public ::testing::Test {
 
   void SetKey(int64_t token, int element, float value) { context_.k[token * kD + element] = value; }
 
-  // The heavy set of a query of ones.
+  // The heavy set for a query of ones.
   std::vector<uint32_t> Heavy() {
     EXPECT_TRUE(Validate(policy_, spec_).empty());
     DeviceBench bench(DeviceFactories().front(), spec_);
@@ -70,13 +69,13 @@ TEST_F(Prefix, TakesTheLargestProductsOfTheFirstElements) {
   EXPECT_EQ(Heavy(), (std::vector<uint32_t>{100, 700, 1300}));
 }
 
-// Of equal keys the most recent, before the window of 64.
+// Of equal keys, the most recent ones before the window of 64 tokens are heavy.
 TEST_F(Prefix, BreaksTiesByAge) {
   policy_.heavy_count = 2;
   EXPECT_EQ(Heavy(), (std::vector<uint32_t>{2034, 2035}));
 }
 
-// It estimates logits, so that mass can be asked of it: one token has most.
+// The selector estimates logits, so a policy can ask for mass. Here one token has most of it.
 TEST_F(Prefix, TakesMass) {
   SetKey(700, 3, 200);
   policy_.heavy_kind = HeavyKind::kMass;
@@ -97,7 +96,7 @@ TEST_F(Prefix, AttendsToWhatItSelects) {
   EXPECT_NEAR(item.result.out[0], 700, 1e-3);  // its logit is 35 above all others
 }
 
-// The row says so; the audit may say more (docs/adr/0018).
+// Its ranks carry no promise; with an audit there may be promises (docs/adr/0018).
 TEST_F(Prefix, PromisesNothing) {
   EXPECT_EQ(FindMethod(kPrefixSelector)->name, "prefix");
   policy_.tail = Tail::kStratified;

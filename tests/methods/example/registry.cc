@@ -1,4 +1,4 @@
-// The optional methods of the example's tests, in place of host/methods/registry.cc.
+// The optional methods of the example's tests. Replaces host/methods/registry.cc.
 #include "tests/methods/example/prefix.h"
 
 namespace spillway {

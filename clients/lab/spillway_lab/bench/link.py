@@ -1,7 +1,7 @@
 """`spillway-lab bench link`: how fast rows travel between host memory and a GPU.
 
-The C++ program spillway-link-bench measures; this runs it, shows how far it
-is, and writes link.csv, link.json and plots. docs/link.md has the columns.
+The C++ program spillway-link-bench measures. This module runs it, shows the progress, and writes
+link.csv, link.json and plots. docs/link.md describes the columns.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from spillway_lab.bench.link_plots import Limit
 from spillway_lab.serving import end
 
 PROGRAM = "spillway-link-bench"
-# Where a checkout's release build puts it.
+# Path of the program in a checkout's release build.
 BUILT = Path(__file__).resolve().parents[4] / "build/release/bench/gpu/link" / PROGRAM
 ENVIRONMENT = "SPILLWAY_LINK_BENCH"
 
@@ -90,10 +90,10 @@ class Experiment(str, enum.Enum):
 
 
 class LinkError(Exception):
-    """The program is missing, or ended before it was done.
+    """The program is missing, or ended before it was finished.
 
     Attributes:
-        exit_code: What the command exits with.
+        exit_code: Exit code of the command.
     """
 
     def __init__(self, message: str, exit_code: int) -> None:
@@ -103,15 +103,15 @@ class LinkError(Exception):
 
 @dataclass
 class Results:
-    """What the program has told so far.
+    """What the program has reported so far.
 
     Attributes:
-        device: The GPU and its host; None until they are known.
-        link: Generations, widths and rate of the PCIe link; None where unknown.
-        rows: Measurements, keyed by COLUMNS.
-        unavailable: Why engines were left out, by engine.
-        skipped: Measurements that could not be made here, and why.
-        total: Measurements that were planned.
+        device: The GPU and its host. None until they are known.
+        link: Generations, widths and rate of the PCIe link. None if not known.
+        rows: Measurements. Keys are COLUMNS.
+        unavailable: Engines that were left out, with the reasons.
+        skipped: Measurements that are not possible here, with the reasons.
+        total: Number of planned measurements.
     """
 
     device: dict[str, Any] | None = None
@@ -162,7 +162,7 @@ def measure_link(
 ) -> None:
     """Measures how fast rows move between host memory and a GPU, and plots it."""
     console = Console(highlight=False)
-    # Errors stay visible when output goes to a file.
+    # Errors remain visible if the output goes to a file.
     errors = Console(stderr=True, highlight=False, soft_wrap=True)
     options = ["--experiment", experiment.value]
     options += ["--quick"] if quick else []
@@ -189,16 +189,16 @@ def measure_link(
 
 
 def find_program(given: Path | None) -> Path:
-    """The measuring program: the one given, else $SPILLWAY_LINK_BENCH, a build's, the PATH's.
+    """Returns the program to run: `given`, $SPILLWAY_LINK_BENCH, a build's, or that on the PATH.
 
     Raises:
-        LinkError: There is none, or the one that was named cannot be run.
+        LinkError: There is no program, or the one that was named cannot be run.
     """
     named = given or (Path(os.environ[ENVIRONMENT]) if os.environ.get(ENVIRONMENT) else None)
     if named is not None:
         if not os.access(named, os.X_OK) or named.is_dir():
             raise LinkError(f"{named} is not a program", UNUSABLE)
-        # A bare file name would be looked for on the PATH.
+        # Absolute, because a name without a folder would be searched on the PATH.
         return named.absolute()
     found = BUILT if os.access(BUILT, os.X_OK) else shutil.which(PROGRAM)
     if found is None:
@@ -211,16 +211,16 @@ def find_program(given: Path | None) -> Path:
 
 
 def measure(command: Sequence[str], out: Path, results: Results, console: Console) -> None:
-    """Runs the program to its end; every measurement is in out/link.csv at once.
+    """Runs the program until it ends. Writes each measurement to out/link.csv at once.
 
     Args:
         command: The program and its options.
-        out: Folder of the results; made if need be.
-        results: Filled as the program goes, so that it holds what came before an error.
+        out: Folder for the results; created if necessary.
+        results: Filled during the run, so that it has the results before an error.
         console: Where the progress bar is drawn.
 
     Raises:
-        LinkError: The program failed, or its output makes no sense.
+        LinkError: The program failed, or its output is not valid.
     """
     columns = (
         SpinnerColumn(),
@@ -237,13 +237,13 @@ def measure(command: Sequence[str], out: Path, results: Results, console: Consol
         def show(done: int, what: str) -> None:
             progress.update(task, completed=done, total=results.total, description=what)
 
-        # Closed at once on an error, so that the program ends too.
+        # Closed at once after an error, so that the program ends too.
         for record in stack.enter_context(contextlib.closing(run(command, results))):
             _take(record, results, show)
             if "experiment" not in record:
                 continue
             if file is None:
-                # Earlier results stay where nothing could be measured.
+                # Created only now, so that earlier results stay if nothing can be measured.
                 out.mkdir(parents=True, exist_ok=True)
                 file = stack.enter_context((out / "link.csv").open("w", newline=""))
                 csv.writer(file).writerow(COLUMNS)
@@ -252,13 +252,13 @@ def measure(command: Sequence[str], out: Path, results: Results, console: Consol
 
 
 def run(command: Sequence[str], results: Results) -> Generator[dict[str, Any], None, None]:
-    """Yields the objects that the program writes, a line each. Closing it ends the program.
+    """Yields the objects that the program writes, one per line. Closing it ends the program.
 
     Raises:
-        LinkError: Once the output ends, when the program failed; at once, when a line is no
-            JSON object.
+        LinkError: After the output if the program failed, or at once if a line is not a JSON
+            object.
     """
-    # Its messages go to a file, not a pipe, which it could fill while nobody reads.
+    # Its messages go to a file, because a pipe that nobody reads could fill up.
     with tempfile.TemporaryFile("w+") as messages:
         try:
             process = subprocess.Popen(
@@ -296,7 +296,7 @@ def _records(lines: IO[str]) -> Iterator[dict[str, Any]]:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    # Unpinning much memory takes its time.
+    # Waits, because unpinning much memory takes time.
     end(process)
     if process.stdout is not None:
         process.stdout.close()
@@ -311,7 +311,7 @@ def _failure(code: int, said: str, results: Results) -> str:
 
 
 def _take(record: dict[str, Any], results: Results, show: Callable[[int, str], None]) -> None:
-    """Files a record by its kind."""
+    """Stores a record in the results, according to its kind."""
     if "progress" in record:
         results.total = record["total"]
         show(record["progress"], record["what"])
@@ -328,12 +328,12 @@ def _take(record: dict[str, Any], results: Results, show: Callable[[int, str], N
 
 
 def _cell(value: Any) -> Any:
-    # As JSON and most readers of CSV spell it.
+    # Spelled as in JSON, which most readers of CSV understand.
     return str(value).lower() if isinstance(value, bool) else value
 
 
 def write(results: Results, command: Sequence[str], out: Path) -> list[Path]:
-    """Writes link.json and the plots beside link.csv; returns all files, plots last."""
+    """Writes link.json and the plots next to link.csv. Returns all files, the plots last."""
     about = {
         "command": shlex.join(command),
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
@@ -364,7 +364,7 @@ def _best(rows: list[dict[str, Any]], direction: str, limits: Mapping[str, Limit
 
 
 def print_summary(results: Results, console: Console) -> None:
-    """Prints the best rates, what pinning took, and what was left out."""
+    """Prints the best rates, the pinning times, and what was left out."""
     limits = link_plots.limits(results.rows, results.link)
     title = results.device["device"] if results.device else ""
     if results.link:

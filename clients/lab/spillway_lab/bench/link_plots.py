@@ -1,4 +1,4 @@
-"""Plots of what spillway-link-bench measured, each with the link's own limit."""
+"""Plots of the results of spillway-link-bench, each with the limit of the link."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from spillway_lab.evaluation import style
 
-# A measurement, keyed by the columns of link.csv.
+# A measurement. Keys are the columns of link.csv.
 Row = Mapping[str, Any]
 
 ENGINES = {
@@ -35,11 +35,11 @@ PINNINGS = {
 
 @dataclass(frozen=True)
 class Limit:
-    """What no transfer in a direction exceeds.
+    """The rate that no transfer in a direction exceeds.
 
     Attributes:
-        gb_per_s: 1e9 bytes a second, both ways together where both are used.
-        label: Where the figure comes from.
+        gb_per_s: In 1e9 bytes per second. For both directions at once: their sum.
+        label: Source of the number.
     """
 
     gb_per_s: float
@@ -47,11 +47,11 @@ class Limit:
 
 
 def limits(rows: Sequence[Row], link: Mapping[str, Any] | None) -> dict[str, Limit]:
-    """The limit of each direction: the link's rate, else what large copies reached.
+    """Returns the limit of each direction: the link's rate, or else the rate of large copies.
 
     Args:
         rows: All measurements.
-        link: The link as the driver reports it, or None where it says nothing.
+        link: The link as the driver reports it. None if it reports nothing.
     """
     if link is not None:
         name = f"PCIe {link['generation_max']} x{link['width_max']}"
@@ -71,7 +71,7 @@ def limits(rows: Sequence[Row], link: Mapping[str, Any] | None) -> dict[str, Lim
 
 
 def pinnings(rows: Sequence[Row]) -> list[Row]:
-    """One measurement of each allocation of the pinning experiment, in order."""
+    """Returns one measurement of each allocation of the pinning experiment, in order."""
     found: dict[Hashable, Row] = {}
     for row in rows:
         if row["experiment"] == "pinning":
@@ -80,7 +80,7 @@ def pinnings(rows: Sequence[Row]) -> list[Row]:
 
 
 def format_bytes(count: int) -> str:
-    """`16 GiB`: with the largest binary unit that leaves a whole number."""
+    """Formats a byte count such as `16 GiB`, with the largest binary unit that gives an integer."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count % 1024 or count == 0:
             return f"{count} {unit}"
@@ -94,9 +94,9 @@ def draw(
     """Draws every experiment that has results.
 
     Args:
-        rows: Measurements; those whose check failed are left out.
+        rows: Measurements. Those whose check failed are left out.
         link: The link as the driver reports it, or None.
-        caption: Small print: where and when.
+        caption: Small print below the plots: device and date.
         folder: Where the PNG files go.
 
     Returns:
@@ -127,7 +127,7 @@ def draw(
 
 
 def redraw(folder: Path) -> list[Path]:
-    """Draws the link.csv and link.json of a folder again; returns the files."""
+    """Draws link.csv and link.json of a folder again. Returns the files."""
     with (folder / "link.csv").open(newline="") as file:
         rows = [
             {name: _typed(name, text) for name, text in row.items()} for row in csv.DictReader(file)
@@ -137,14 +137,14 @@ def redraw(folder: Path) -> list[Path]:
 
 
 def _typed(name: str, text: str) -> Any:
-    """A cell of link.csv: what is empty was not measured."""
+    """Parses a cell of link.csv. Empty cells were not measured."""
     if name in ("experiment", "engine", "direction", "order", "pinning"):
         return text
     return json.loads(text) if text else None
 
 
 def draw_engines(rows: Sequence[Row], bounds: Mapping[str, Limit]) -> Figure:
-    """Rates by row size: a curve for each engine, a panel for each direction."""
+    """Rates by row size, with a curve for each engine and a panel for each direction."""
     directions = [d for d in ("h2d", "d2h") if any(r["direction"] == d for r in rows)]
     figure, panels = _panels(
         len(directions),
@@ -156,7 +156,7 @@ def draw_engines(rows: Sequence[Row], bounds: Mapping[str, Limit]) -> Figure:
         curves = _curves(axes, chosen, "row_bytes", lambda row: ENGINES[row["engine"]])
         _sizes(axes, chosen, "row_bytes", "row size")
         _rates(axes, bounds, direction)
-        # At one row size, engines differ by orders of magnitude.
+        # On a logarithmic axis, because engines differ by orders of magnitude at the same row size.
         _logarithmic(axes)
         axes.set_title(DIRECTIONS[direction])
         style.label_ends(axes, curves)
@@ -164,7 +164,7 @@ def draw_engines(rows: Sequence[Row], bounds: Mapping[str, Limit]) -> Figure:
 
 
 def draw_rows(rows: Sequence[Row], bounds: Mapping[str, Limit]) -> Figure:
-    """Rates by row size: a curve for each span, a panel for each order."""
+    """Rates by row size, with a curve for each span and a panel for each order."""
     span = max(row["span_bytes"] for row in rows)
     least = min(row["row_bytes"] for row in rows)
     return _by_order(
@@ -179,7 +179,7 @@ def draw_rows(rows: Sequence[Row], bounds: Mapping[str, Limit]) -> Figure:
 
 
 def draw_spans(rows: Sequence[Row], bounds: Mapping[str, Limit]) -> Figure:
-    """Rates by span: a curve for each row size, a panel for each order."""
+    """Rates by span, with a curve for each row size and a panel for each order."""
     sizes = sorted({row["row_bytes"] for row in rows})
     size = sizes[len(sizes) // 2]
     low, high = (pick(row["span_bytes"] for row in rows) for pick in (min, max))
@@ -196,7 +196,7 @@ def draw_spans(rows: Sequence[Row], bounds: Mapping[str, Limit]) -> Figure:
 
 
 def draw_density(rows: Sequence[Row], bounds: Mapping[str, Limit]) -> Figure:
-    """Rates by density: a curve for each engine and SM count, a panel for each order."""
+    """Rates by density, with a curve for each engine and SM count and a panel for each order."""
     orders = _orders(rows)
     figure, panels = _panels(
         len(orders),
@@ -220,7 +220,7 @@ def draw_density(rows: Sequence[Row], bounds: Mapping[str, Limit]) -> Figure:
 
 
 def draw_sms(rows: Sequence[Row], bounds: Mapping[str, Limit]) -> Figure:
-    """Rates by SM count: a curve for each order and density, a panel for each engine."""
+    """Rates by SM count, with a curve for each order and density and a panel for each engine."""
     engines = [e for e in ("sm", "bulk") if any(r["engine"] == e for r in rows)]
     best = max(rows, key=lambda row: float(row["gb_per_s"]))
     figure, panels = _panels(
@@ -245,7 +245,7 @@ def draw_sms(rows: Sequence[Row], bounds: Mapping[str, Limit]) -> Figure:
 
 
 def draw_directions(rows: Sequence[Row], bounds: Mapping[str, Limit]) -> Figure:
-    """Rates of engines: a bar for each row size, a panel for each direction."""
+    """Rates of engines, with a bar for each row size and a panel for each direction."""
     directions = [d for d in DIRECTIONS if any(r["direction"] == d for r in rows)]
     most = (
         f"{DIRECTIONS[d]} {max(r['gb_per_s'] for r in rows if r['direction'] == d):.0f} GB/s"
@@ -270,7 +270,7 @@ def draw_directions(rows: Sequence[Row], bounds: Mapping[str, Limit]) -> Figure:
 
 
 def draw_numa(rows: Sequence[Row], bounds: Mapping[str, Limit]) -> Figure:
-    """Rates by NUMA node: a bar for each engine and order, a panel for each direction."""
+    """Rates by NUMA node, with a bar for each engine and order and a panel for each direction."""
     directions = [d for d in ("h2d", "d2h") if any(r["direction"] == d for r in rows)]
     best = max(rows, key=lambda row: float(row["gb_per_s"]))
     title = f"Best rate: {best['gb_per_s']:.0f} GB/s, with memory of NUMA node {best['numa_node']}"
@@ -294,7 +294,7 @@ def draw_numa(rows: Sequence[Row], bounds: Mapping[str, Limit]) -> Figure:
 
 
 def draw_pinning(rows: Sequence[Row], bounds: Mapping[str, Limit]) -> Figure:
-    """Time to allocate and pin by size, and the rates of copies from that memory."""
+    """Time to allocate and pin, by size, and the rates of copies from this memory."""
     size = max(row["allocation_bytes"] for row in rows)
     times = sorted(
         (row["pin_seconds"], PINNINGS[row["pinning"]])
@@ -340,7 +340,7 @@ def _by_order(
     axis: str,
     kind: Callable[[Row], str],
 ) -> Figure:
-    """Rates by a column: a panel for each order."""
+    """Rates by a column, with a panel for each order."""
     orders = _orders(rows)
     figure, panels = _panels(len(orders), title, _common(rows, "engine", "density", "sm_count"))
     for axes, order in zip(panels, orders, strict=True):
@@ -354,7 +354,7 @@ def _by_order(
 
 
 def _engines_message(rows: Sequence[Row]) -> str:
-    """The fastest and the slowest engine at rows of 512 B, or the size measured next to it."""
+    """Names the fastest and the slowest engine for rows of 512 B, or of the nearest size."""
     size = min({row["row_bytes"] for row in rows}, key=lambda size: abs(size - 512))
     rates = sorted(
         (row["gb_per_s"], ENGINES[row["engine"]]) for row in rows if row["row_bytes"] == size
@@ -367,7 +367,7 @@ def _engines_message(rows: Sequence[Row]) -> str:
 
 
 def _orders_message(rows: Sequence[Row], **columns: int) -> str:
-    """The rates of each order at the values of the columns named."""
+    """Returns the rate of each order at given values of some columns."""
     found = (
         f"{order} {row['gb_per_s']:.0f} GB/s"
         for order in _orders(rows)
@@ -378,7 +378,7 @@ def _orders_message(rows: Sequence[Row], **columns: int) -> str:
 
 
 def _density_message(rows: Sequence[Row]) -> str:
-    """For each order, the best rate, and from which density on it is almost reached."""
+    """Returns, for each order, the best rate, and the smallest density with 95 % of it."""
     found = []
     for order in _orders(rows):
         chosen = [row for row in rows if row["order"] == order]
@@ -393,7 +393,7 @@ def _orders(rows: Sequence[Row]) -> list[str]:
 
 
 def _panels(count: int, title: str, conditions: str = "") -> tuple[Figure, list[Axes]]:
-    """Panels of equal height below a title and what all measurements have in common."""
+    """Makes panels of equal height below a title and the common conditions of all measurements."""
     figure = style.make_figure(5.8 * count + 0.8, 4.8, title)
     if conditions:
         figure.suptitle(f"{title}\n{conditions}", fontsize=11)
@@ -401,7 +401,7 @@ def _panels(count: int, title: str, conditions: str = "") -> tuple[Figure, list[
 
 
 def _common(rows: Sequence[Row], *names: str) -> str:
-    """The columns named whose value is the same in all rows."""
+    """Describes those of the columns `names` that have the same value in all rows."""
     texts: dict[str, Callable[[Any], str]] = {
         "engine": lambda value: ENGINES[value],
         "density": lambda value: f"{100 * value:g} % of the rows",
@@ -432,7 +432,7 @@ def _grouped(rows: Iterable[Row], label: Callable[[Row], str]) -> dict[str, list
 def _curves(
     axes: Axes, rows: Sequence[Row], key: str, kind: Callable[[Row], str]
 ) -> list[tuple[float, float, str, str]]:
-    """Draws rates by a column, a curve for each kind; returns the labels for its ends."""
+    """Draws rates by a column, with a curve for each kind. Returns the labels of the curves."""
     labels = []
     for colour, (name, curve) in zip(_COLOURS, _grouped(rows, kind).items(), strict=False):
         curve.sort(key=lambda row: row[key])
@@ -450,7 +450,7 @@ def _bars(
     bar: Callable[[Row], str],
     value: Callable[[Row], float],
 ) -> None:
-    """Groups of bars, a colour a bar label; a bar that was not measured stays empty."""
+    """Draws groups of bars, with a colour for each label. Missing measurements have no bar."""
     groups = list(_grouped(rows, group))
     bars = _grouped(rows, bar)
     width = 0.8 / len(bars)
@@ -462,7 +462,7 @@ def _bars(
 
 
 def _rates(axes: Axes, bounds: Mapping[str, Limit], direction: str) -> None:
-    """The axis of rates, with the limit drawn in."""
+    """Formats the axis of rates, and draws the limit."""
     limit = bounds.get(direction)
     if limit is not None:
         axes.axhline(limit.gb_per_s, color="black", linestyle=":", linewidth=1.5)
@@ -489,7 +489,7 @@ def _logarithmic(axes: Axes) -> None:
 
 
 def _legend(figure: Figure, axes: Axes) -> None:
-    """One for all panels, below them."""
+    """Draws one legend for all panels, below them."""
     handles, names = axes.get_legend_handles_labels()
     figure.legend(handles, names, fontsize=8, frameon=False, ncols=3, loc="outside lower center")
 

@@ -1,4 +1,4 @@
-"""`spillway-lab eval`: how good, how sparse and how honest methods of sparse attention are.
+"""`spillway-lab eval`: measures errors, rows read and error bounds of sparse attention.
 
-Everything attends in a daemon, on what a model's attention saw of a text.
+All attends run in a daemon, on queries, keys and values that a model computed for a text.
 """

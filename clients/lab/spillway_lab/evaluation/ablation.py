@@ -1,4 +1,4 @@
-"""`spillway-lab eval ablation`: what each part of the default policy is for."""
+"""`spillway-lab eval ablation`: measures what each part of the default policy contributes."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ DELTA = 0.1
 BANDS = (0.0, 0.01, 0.0625)
 LAGS = (1, 8)
 TAIL_STRATUM = 3
-# The daemon's, of a policy that says none.
+# The daemon's default.
 DEFAULT_PILOT = 24
-# Heavy tokens of a group by the sum, and of a head whose union with the others' is taken.
+# Heavy counts: of a group, chosen by the sum of scores; and of each head, whose sets are united.
 SUM_COUNTS = (32, 64, 128, 256, 512)
 UNION_COUNTS = (16, 32, 64, 128, 256)
 
@@ -37,9 +37,9 @@ class Variant:
     """The default policy with one thing changed.
 
     Attributes:
-        part: What is changed.
-        label: How.
-        case: What is attended by.
+        part: The part that is changed.
+        label: The change.
+        case: Index and policy.
     """
 
     part: str
@@ -48,7 +48,7 @@ class Variant:
 
 
 def variants(head_dim: int) -> list[Variant]:
-    """All of them; the default itself is in most parts."""
+    """Returns all variants. Most parts include the default itself."""
 
     def bits(count: int, raw_keys: bool = False) -> Index:
         return Index(RotationHash(bits_per_dim=count, raw_keys=raw_keys))
@@ -77,7 +77,7 @@ def variants(head_dim: int) -> list[Variant]:
 
 
 def parts() -> list[str]:
-    """What `--parts` may name."""
+    """Returns the names that `--parts` accepts."""
     return [*dict.fromkeys(variant.part for variant in variants(64)), "bands", "group"]
 
 
@@ -107,11 +107,11 @@ def run(bench: Workbench, names: str = "") -> None:
     results.write(bench, "ablation", {"epsilon": EPSILON, "delta": DELTA, "parts": wanted}, found)
 
 
-# Bands: do steps repeat each other's error?
+# Bands: do the errors of neighbouring steps resemble each other?
 
 
 def _bands(bench: Workbench) -> list[dict[str, Any]]:
-    """Default samples by the resident sample's size, and fresh ones, over consecutive steps."""
+    """Compares resident samples of several sizes with new samples for each step."""
     kinds: list[tuple[str, Index, Policy, bool]] = [
         (
             f"resident sample of {100 * fraction:g} %" if fraction else "no resident sample",
@@ -138,7 +138,7 @@ def _bands(bench: Workbench) -> list[dict[str, Any]]:
 def _steps(
     bench: Workbench, recording: Recording, index: Index, policy: Policy, fresh: bool
 ) -> dict[str, npt.NDArray[Any]]:
-    """Cosines of steps' errors and what their samples share, [L, lags, steps]."""
+    """Cosines between errors of steps, and shares of common samples, [L, lags, steps]."""
     key = {
         "steps": recording.name,
         "layers": list(bench.layers),
@@ -169,12 +169,12 @@ def _steps(
 def _layer_steps(
     recording: Recording, sequence: DaemonSequence, layer: int, policy: Policy, fresh: bool
 ) -> tuple[npt.NDArray[Any], npt.NDArray[Any], list[list[npt.NDArray[Any]]]]:
-    """Errors as vectors [steps, H_q, d], their relative size, and each step's samples."""
+    """Returns errors as vectors [steps, H_q, d], their relative norms, and each step's samples."""
     queries = recording.queries(layer)[-len(recording.run) :].numpy()
     outs, exact, samples = [], [], []
     for step, position in enumerate(recording.run):
         query = queries[step : step + 1]
-        # Seeds far from the default's.
+        # Seeds that differ from the default's.
         used = Policy(**{**vars(policy), "seed": 1000 + step}) if fresh else policy
         visible = position + 1
         outs.append(sequence.attend(layer, query, used, [visible], out_dtype="float32").out[0])
@@ -193,7 +193,7 @@ def _layer_steps(
 
 
 def _cosines(off: npt.NDArray[Any], lag: int) -> npt.NDArray[np.float64]:
-    """Mean over heads of the cosine of two steps' errors, one per pair."""
+    """Returns, for each pair of steps, the mean over heads of the cosine of their errors."""
     first, second = off[:-lag].astype(np.float64), off[lag:].astype(np.float64)
     sizes = np.linalg.norm(first, axis=-1) * np.linalg.norm(second, axis=-1)
     cosines = (first * second).sum(-1) / np.maximum(sizes, 1e-30)
@@ -203,7 +203,7 @@ def _cosines(off: npt.NDArray[Any], lag: int) -> npt.NDArray[np.float64]:
 
 
 def _shared(samples: Sequence[Sequence[npt.NDArray[Any]]], lag: int) -> npt.NDArray[np.float64]:
-    """Share of a step's sampled tokens that an earlier step sampled too, mean over KV heads."""
+    """Share of a step's sampled tokens that the earlier step also sampled, mean over KV heads."""
     means = np.full(len(samples), np.nan)
     for step in range(len(samples) - lag):
         pairs = zip(samples[step], samples[step + lag], strict=True)
@@ -215,7 +215,7 @@ def _shared(samples: Sequence[Sequence[npt.NDArray[Any]]], lag: int) -> npt.NDAr
 def _repeats(bench: Workbench, measured: list[dict[str, npt.NDArray[Any]]]) -> dict[str, Any]:
     told: dict[str, Any] = {"error": float(np.mean([part["errors"].mean() for part in measured]))}
     for name in ("cosines", "shared"):
-        # Positions are what is drawn anew: [lags, steps of all stretches].
+        # The bootstrap resamples positions: [lags, steps of all segments].
         steps = np.concatenate([_known_mean(part[name]) for part in measured], axis=1)
         for lag, values in zip(LAGS, steps, strict=True):
             known = values[~np.isnan(values)]
@@ -227,18 +227,18 @@ def _repeats(bench: Workbench, measured: list[dict[str, npt.NDArray[Any]]]) -> d
 
 
 def _known_mean(values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Mean over layers of what is known; NaN where nothing is."""
+    """Mean over layers of the known values. NaN if none is known."""
     known = ~np.isnan(values)
     count = known.sum(axis=0)
     total = np.where(known, values, 0).sum(axis=0)
     return np.where(count > 0, total / np.maximum(count, 1), np.nan)
 
 
-# Group: one heavy set by the sum of the heads' scores, or the union of each head's own.
+# Group: one heavy set by the sum of the heads' scores, or the union of the heads' own sets.
 
 
 def _group(bench: Workbench) -> list[dict[str, Any]]:
-    """Errors of heavy sets alone by how heads of a group agree on one."""
+    """Errors without a tail, for two ways in which the heads of a group choose their heavy set."""
     rules = (
         ("sum", DEFAULT_INDEX, SUM_COUNTS),
         ("union", Index(RotationHash(), ungrouped=True), UNION_COUNTS),
@@ -254,7 +254,7 @@ def _group(bench: Workbench) -> list[dict[str, Any]]:
                 rows.append(found["rows"])
                 errors.append(found["errors"])
                 progress.advance(bar)
-            # [counts, queries of all stretches], means over layers and heads.
+            # [counts, queries of all segments], means over layers and heads.
             all_rows, all_errors = (np.concatenate(parts, axis=1) for parts in (rows, errors))
             told.append(
                 {
@@ -276,7 +276,7 @@ def _group(bench: Workbench) -> list[dict[str, Any]]:
 def _heavy_alone(
     bench: Workbench, recording: Recording, index: Index, counts: Sequence[int]
 ) -> dict[str, npt.NDArray[Any]]:
-    """Rows of a group and errors of its heads, [counts, Q], of rows that the daemon chose."""
+    """Rows of a group and errors of its heads, [counts, Q], for heavy sets of the daemon."""
     positions = recording.spread(bench.setting.query_count)
     key = {
         "heavy alone": recording.name,

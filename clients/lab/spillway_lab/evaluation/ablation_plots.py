@@ -14,7 +14,7 @@ Told = dict[str, Any]
 
 
 def draw(told: Told, folder: Path) -> list[Path]:
-    """Variants, errors of neighbouring steps, and sets of a group, where they were measured."""
+    """Draws variants, errors of neighbouring steps, and heavy sets of groups, if measured."""
     found, files = told["found"], []
     if found["variants"]:
         files.append(_variants(told, folder / "ablation.png"))
@@ -26,7 +26,7 @@ def draw(told: Told, folder: Path) -> list[Path]:
 
 
 def _variants(told: Told, path: Path) -> Path:
-    """A line for each variant, below the name of its part: rows and violations."""
+    """Rows and violations, with a line for each variant below the name of its part."""
     variants = told["found"]["variants"]
     epsilon, delta = told["parameters"]["epsilon"], told["parameters"]["delta"]
     default = _default(variants)
@@ -75,14 +75,14 @@ def _key(variant: Told) -> tuple[float, float, float]:
 
 
 def _default(variants: list[Told]) -> Told | None:
-    """The default policy: it is a variant of each part, measured once."""
+    """Returns the default policy: it is a variant of each part, and was measured once."""
     counts = Counter(_key(variant) for variant in variants)
     key, count = counts.most_common(1)[0]
     return next(v for v in variants if _key(v) == key) if count > 1 else None
 
 
 def _title(variants: list[Told], default: Told | None) -> str:
-    """The change that costs most rows."""
+    """Names the change that costs the most rows."""
     if default is None:
         return "The default policy with one part changed"
     most = max(variants, key=lambda variant: float(variant["rows"]["mean"]))
@@ -94,7 +94,7 @@ def _title(variants: list[Told], default: Told | None) -> str:
 
 
 def _bands(told: Told, path: Path) -> Path:
-    """Cosines of the errors of two steps."""
+    """Cosines between the errors of two steps."""
     bands = told["found"]["bands"]
     none = next((band["cosines_1"]["mean"] for band in bands if band["label"] == "no tail"), None)
     sampled = [band["cosines_1"]["mean"] for band in bands if band["label"] != "no tail"]
@@ -132,7 +132,7 @@ def _bands(told: Told, path: Path) -> Path:
 
 
 def _group(told: Told, path: Path) -> Path:
-    """Errors of heavy sets by the rows of a group."""
+    """Errors of heavy sets, by the rows of a group."""
     figure = style.make_figure(6.4, 3.9, _group_title(told["found"]["group"]))
     axes = figure.subplots()
     ends = []
@@ -163,7 +163,7 @@ def _group(told: Told, path: Path) -> Path:
 
 
 def _group_title(rules: list[Told]) -> str:
-    """The largest difference of the two rules at equal rows."""
+    """States the largest difference between the two rules at equal rows."""
     curves = {
         entry["rule"]: np.log([(point["rows"], point["error"]) for point in entry["points"]]).T
         for entry in rules

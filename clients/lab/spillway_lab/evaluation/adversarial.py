@@ -22,25 +22,24 @@ from spillway_lab.evaluation import intervals, results
 from spillway_lab.evaluation.families import Context, Family, Floats, Shape
 
 KV_HEAD_COUNT = 2
-# Queries that an attend serves sparsely, at most.
+# Largest number of queries that an attend serves sparsely.
 QUERY_COUNT = 16
-# A family that says NONE so often states no bound that could be violated.
+# If this share of certificates is NONE, a family has no bound that could be violated.
 SILENT_SHARE = 0.99
-# Fewer outputs of one query head say nothing about its own share.
+# Fewest outputs from which the violation rate of one query head is computed.
 HEAD_OUTPUT_COUNT = 200
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What attends of one family gave: C contexts, S draws, T queries, H_q heads.
+    """The results of attends of one family: C contexts, S draws, T queries, H_q heads.
 
     Attributes:
-        errors: ||o^ - o|| / ||o|| of an output; 0 where both vanish,
-            [C, S, T, H_q].
-        statistical: Whether its certificate is STATISTICAL, likewise.
-        none: Whether it is NONE, or the attend was refused, likewise.
-        wrong: Whether an output that is said to be EXACT is off by more than
-            rounding, or one with an estimated error of 0, likewise.
+        errors: ||o^ - o|| / ||o|| of each output, or 0 if both norms are 0, [C, S, T, H_q].
+        statistical: Whether the certificate is STATISTICAL, same shape.
+        none: Whether it is NONE, or the attend was refused, same shape.
+        wrong: Whether an output that is EXACT, or has an estimated error of 0, differs by more than
+            rounding, same shape.
         rows: Rows touched by a KV head, [C, S, T, H_kv].
     """
 
@@ -52,7 +51,7 @@ class Outcome:
 
     @classmethod
     def stacked(cls, parts: Sequence[Outcome]) -> Outcome:
-        """Parts with a new axis in front."""
+        """Stacks parts along a new first axis."""
         return cls(
             **{
                 field.name: np.stack([getattr(p, field.name) for p in parts])
@@ -63,15 +62,15 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Plan:
-    """How much of every family is measured.
+    """The size of the measurement of every family.
 
     Attributes:
-        shape: Of a context.
-        context_count: Contexts of a family.
-        draw_count: Draws of an attend, with seeds of their own.
-        epsilon: Of the policy.
-        delta: Of the policy.
-        seed: Of the first context.
+        shape: Shape of a context.
+        context_count: Number of contexts of a family.
+        draw_count: Number of draws of an attend, each with its own seed.
+        epsilon: Epsilon of the policy.
+        delta: Delta of the policy.
+        seed: Seed of the first context.
     """
 
     shape: Shape
@@ -108,14 +107,14 @@ def run(
 
 
 def _contexts(family: Family, plan: Plan) -> Iterator[list[Context]]:
-    """Contexts of all KV heads; the same for every family's number and seed."""
+    """Yields contexts for all KV heads. They depend only on family, number and seed."""
     for number in range(plan.context_count):
         random = np.random.default_rng((plan.seed + number, *family.name.encode()))
         yield [family.make(plan.shape, random) for _ in range(KV_HEAD_COUNT)]
 
 
 def _rounded(array: Floats, dtype: str) -> tuple[Any, Floats]:
-    """What is sent, and its numbers in float32."""
+    """Returns the array that is sent, and its values in float32."""
     if dtype == "float32":
         return array, array
     sent = BFloat16.from_float32(array)
@@ -123,7 +122,7 @@ def _rounded(array: Floats, dtype: str) -> tuple[Any, Floats]:
 
 
 def _measure(client: Client, family: Family, heads: list[Context], plan: Plan) -> Outcome:
-    """Attends of one context, [S, T, H_q]."""
+    """Attends for one context, [S, T, H_q]."""
     shape = plan.shape
     keys, key_rows = _rounded(np.stack([head.keys for head in heads]), family.dtype)
     values, value_rows = _rounded(np.stack([head.values for head in heads]), family.dtype)
@@ -164,7 +163,7 @@ def _measure(client: Client, family: Family, heads: list[Context], plan: Plan) -
 
 
 def _lifted(rows: Any) -> Any:
-    """Rows [H, n, d] as those of one layer."""
+    """Adds a layer dimension to rows [H, n, d]."""
     return BFloat16(rows.bits[None]) if isinstance(rows, BFloat16) else rows[None]
 
 
@@ -179,16 +178,16 @@ def attention(
 
 
 def _judged(answer: AttendResult | None, exact: npt.NDArray[np.float64]) -> Outcome:
-    """One draw, [T, H_q]; None: it was refused."""
+    """Evaluates one draw, [T, H_q]. answer: None if the attend was refused."""
     shape = exact.shape[:2]
     nothing, everything = np.zeros(shape, bool), np.ones(shape, bool)
     if answer is None:
         rows = np.zeros((shape[0], KV_HEAD_COUNT), np.int64)
         return Outcome(np.zeros(shape), nothing, everything, nothing, rows)
-    # Below float32's normal numbers there is nothing to be relative to.
+    # Norms below float32's smallest normal number are replaced by it.
     norm = np.maximum(np.linalg.norm(exact, axis=-1), np.finfo(np.float32).tiny)
     off = np.linalg.norm(np.asarray(answer.out, np.float64) - exact, axis=-1)
-    # What is not a number is beyond every limit.
+    # NaN counts as infinite.
     errors = np.where(off == 0, 0.0, np.nan_to_num(off / norm, nan=math.inf, posinf=math.inf))
     promises = answer.certificate.promises
     claims_nothing_is_off = (promises == "exact") | (answer.certificate.relative_errors == 0)
@@ -202,13 +201,13 @@ def _judged(answer: AttendResult | None, exact: npt.NDArray[np.float64]) -> Outc
 
 
 def summary(outcome: Outcome, epsilon: float, delta: float) -> dict[str, Any]:
-    """What is told of a family: how often the bound was violated, and how often there was none."""
+    """Summarises a family: how often the bound was violated, and how often there was none."""
     beyond = (outcome.errors > epsilon) & outcome.statistical
     contexts, draws, queries, heads = beyond.shape
     group = heads // KV_HEAD_COUNT
 
     def clusters(of: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-        """Counts of each (context, query, KV head), its draws and query heads together."""
+        """Counts for each (context, query, KV head), summed over draws and query heads."""
         split = of.reshape(contexts, draws, queries, KV_HEAD_COUNT, group)
         return np.asarray(split.sum(axis=(1, 4))).ravel()
 
@@ -216,7 +215,7 @@ def summary(outcome: Outcome, epsilon: float, delta: float) -> dict[str, Any]:
     share = broken.sum() / stated.sum() if stated.sum() else 0.0
     interval = intervals.of_clusters(broken, stated)
     none = float(outcome.none.mean())
-    # Every context has query heads of its own.
+    # Query heads of different contexts are different heads.
     by_head = outcome.statistical.sum(axis=(1, 2))
     broken_by_head = beyond.sum(axis=(1, 2))
     judged = by_head >= HEAD_OUTPUT_COUNT

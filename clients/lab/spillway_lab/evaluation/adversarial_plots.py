@@ -25,7 +25,7 @@ MEANINGS = {**VERDICTS, "kept": "the bound holds", "open": "too few outputs to t
 
 
 def draw(told: dict[str, Any], folder: Path) -> list[Path]:
-    """A line for each family: its violation rate with the interval, NONE and rows."""
+    """Draws a line for each family: violation rate with interval, share of NONE, and rows."""
     families = told["found"]["families"]
     delta, epsilon = told["parameters"]["delta"], told["parameters"]["epsilon"]
     broken = sum(family["verdict"] == "broken" for family in families)

@@ -1,4 +1,4 @@
-"""Asks a model about long contexts: read densely, asked and answered by sparse attention."""
+"""Asks a model about long contexts: reads densely, then asks and answers with sparse attention."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from spillway_lab.evaluation.tasks import Maker, Question, Task, sized
 from spillway_lab.evaluation.workbench import Workbench
 from spillway_lab.training.traces import read_text
 
-# About as many rows each; the default's budget is its own.
+# Budgets with about the same number of rows, except the default, which chooses its own.
 ASKED = (
     "ours,codes=0.08,lsh=0.08,quest=0.08,double-sparsity=0.08,twilight-quest=0.95,"
     "vattention-codes=10 %,magicpig=K8 L75"
@@ -39,30 +39,30 @@ EXPLANATION = (
 
 @dataclass(frozen=True)
 class Asked:
-    """A way of attending that is asked.
+    """A way of attending whose answers are evaluated.
 
     Attributes:
-        label: For people, its budget included.
-        case: What is attended by.
+        label: Name for people, with the budget.
+        case: Index and policy.
     """
 
     label: str
     case: Case
 
 
-# Stands for the question of a context that gives none.
+# Used if a context gives no question.
 _NOTHING = Question("", "", ("",), 0)
 DENSE = Asked("dense", Case(DEFAULT_INDEX, EXACT))
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A question about a context, in tokens.
+    """A question about a context, as tokens.
 
     Attributes:
-        question: What it was made of.
+        question: The question.
         tokens: Token ids [n].
-        context_end: Tokens up to the end of the context, or a little before.
+        context_end: Number of tokens up to the end of the context, or a little before.
     """
 
     question: Question
@@ -72,12 +72,12 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a method answered.
+    """The answer of a method.
 
     Attributes:
         text: The answer.
-        score: Share of what it should hold.
-        row_share: Rows touched by a KV head, of the visible.
+        score: Share of the expected contents that it has.
+        row_share: Rows read by a KV head, as a share of the visible ones.
     """
 
     text: str
@@ -86,13 +86,13 @@ class Answer:
 
 
 def asked_methods(bench: Workbench, names: str, token_count: int) -> list[Asked]:
-    """Dense attention, and methods named with commas between, `name` or `name=budget`.
+    """Returns dense attention, and the named methods: `name` or `name=budget`, with commas between.
 
-    Without a budget it is the knob's middle; what is a share of the context is
-    of so many tokens.
+    The default budget is the middle one. token_count: tokens of the context, for budgets that are
+    shares of it.
 
     Raises:
-        ValueError: An unknown method or budget.
+        ValueError: A method or budget is unknown.
     """
     setting = dataclasses.replace(bench.setting, token_count=token_count)
     known = {method.name: method for method in registry(setting, bench.shapes)}
@@ -111,12 +111,12 @@ def asked_methods(bench: Workbench, names: str, token_count: int) -> list[Asked]
 
 
 class Asker:
-    """Makes tasks of a length, and asks them."""
+    """Makes tasks of a length, and asks a model their questions."""
 
     def __init__(
         self, bench: Workbench, token_count: int, texts: Sequence[Path] | None = None
     ) -> None:
-        """Takes the haystacks' texts; none are the setting's."""
+        """Reads the texts of the haystacks. None means the texts of the setting."""
         self.bench = bench
         self.token_count = token_count
         self.factor = yarn_factor(bench.setting.model, token_count)
@@ -125,17 +125,17 @@ class Asker:
         self._checked: set[Case] = set()
 
     def prompts(self, maker: Maker, seed: str, pieces: Sequence[Any] = ()) -> list[Prompt]:
-        """The questions of the longest task that fits.
+        """Makes the longest task that fits, and returns its questions.
 
         Args:
-            maker: Of the task.
-            seed: Of all its draws.
-            pieces: What its context is made of, from anywhere in them; none
-                are the text's sentences.
+            maker: Maker of the task.
+            seed: Seed of all its random choices.
+            pieces: Pieces of its context, used from a random position on. Empty means the sentences
+                of the text.
 
         Returns:
-            A prompt for each; they have the tokens of the context in common.
-            None where the context gives no question.
+            A prompt for each question. All begin with the tokens of the context. Empty if the
+            context gives no question.
         """
         pieces = pieces or self._sentences
         first = random.Random(seed).randrange(len(pieces))
@@ -176,9 +176,9 @@ class Asker:
         return Prompt(question, torch.tensor(encoded["input_ids"]), context_end)
 
     def ask(self, prompts: Sequence[Prompt], asked: Sequence[Asked]) -> list[list[Answer]]:
-        """Each method's answer to each prompt; what was asked before is taken from disk.
+        """Returns each method's answers to each prompt. Earlier answers are read from disk.
 
-        The prompts' context is read once, whatever the methods are.
+        The context of the prompts is read only once, for all methods.
         """
         cases = [one.case for one in asked]
         store = self.bench.store
@@ -203,7 +203,7 @@ class Asker:
         }
 
     def told(self, case: Case) -> dict[str, Any]:
-        """What the outcome of a case depends on, but for what is read."""
+        """Returns what the answers of a case depend on, except the prompt."""
         return {
             "model": self.bench.setting.model,
             "device": torch.device(self.bench.setting.device).type,
@@ -262,7 +262,7 @@ class Asker:
 
 @contextmanager
 def forks(sequences: Mapping[Index, DaemonSequence], cases: Sequence[Case]) -> Iterator[list[Row]]:
-    """A fork for each case of what was read, to decode on."""
+    """Yields a fork for each case, in which to decode."""
     rows: list[Row] = []
     try:
         for case in cases:
@@ -274,12 +274,12 @@ def forks(sequences: Mapping[Index, DaemonSequence], cases: Sequence[Case]) -> I
 
 
 def digest_of(tokens: torch.Tensor) -> str:
-    """A hash of token ids."""
+    """Returns a hash of token ids."""
     return hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
 
 
 def _decode(model: Any, bench: Workbench, prompt: Prompt, rows: Sequence[Row]) -> list[Answer]:
-    """Asks and answers greedily, every row by its own policy, until all have ended."""
+    """Asks and answers greedily. Every row has its own policy. Ends when all answers have ended."""
     ends = model.generation_config.eos_token_id
     ends = set(ends) if isinstance(ends, list) else {ends}
     going = list(range(len(rows)))

@@ -1,4 +1,4 @@
-"""Attends of the daemon on recorded queries, against exact attention over the same rows."""
+"""Attends in the daemon for recorded queries, compared with exact attention to the same rows."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from spillway_lab.evaluation.recording import Recording
 from spillway_lab.evaluation.workbench import Workbench
 
 EXACT = Policy(selector="all")
-# Layers whose rows are in the daemon at once.
+# Number of layers whose rows are in the daemon at the same time.
 LAYER_BLOCK = 10
 
 Floats = npt.NDArray[np.float32]
@@ -31,7 +31,7 @@ class Case:
     """One way of attending.
 
     Attributes:
-        index: What is kept of keys.
+        index: Data that the daemon keeps for each key.
         policy: How rows are chosen.
     """
 
@@ -41,15 +41,15 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one way of attending gave, L layers by Q queries.
+    """The results of one way of attending, for L layers and Q queries.
 
     Attributes:
-        errors: ||o^ - o|| / ||o|| of every query head, [L, Q, H_q].
-        layer_errors: The same of all heads' outputs together, [L, Q].
-        rows: Rows touched by each KV head, [L, Q, H_kv].
-        certified: The certificates' errors, [L, Q, H_q].
-        none: Whether a certificate says NONE, [L, Q, H_q].
-        visible: Visible tokens, [Q].
+        errors: ||o^ - o|| / ||o|| for every query head, [L, Q, H_q].
+        layer_errors: The same for the outputs of all heads together, [L, Q].
+        rows: Rows read by each KV head, [L, Q, H_kv].
+        certified: Errors in the certificates, [L, Q, H_q].
+        none: Whether the certificate's promise is NONE, [L, Q, H_q].
+        visible: Number of visible tokens, [Q].
     """
 
     errors: Floats
@@ -61,7 +61,7 @@ class Outcome:
 
     @classmethod
     def joined(cls, parts: Sequence[Outcome], axis: int) -> Outcome:
-        """Layers (axis 0) or queries (axis 1) one after the other."""
+        """Concatenates layers (axis 0) or queries (axis 1)."""
         joined = {
             field.name: np.concatenate([getattr(part, field.name) for part in parts], axis)
             for field in fields(cls)
@@ -74,7 +74,7 @@ class Outcome:
 def layer_rows(
     bench: Workbench, recording: Recording, index: Index, layer: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of a layer, [H_kv, n, d] each, for a model with the index."""
+    """Returns keys and values of a layer, [H_kv, n, d] each, for a model with the index."""
     seen = recording.layer(layer)
     if not index.ungrouped:
         return seen.keys, seen.values
@@ -90,7 +90,7 @@ def rows_in_daemon(
     layers: Iterable[int],
     token_count: int | None = None,
 ) -> Iterator[DaemonSequence]:
-    """A sequence with a recording's rows of some layers, of the first tokens or all."""
+    """Yields a sequence with a recording's rows of some layers, for the first or all tokens."""
     model = bench.daemon_model(index, recording.scaling)
     sequence = bench.client.create_sequence(model, ttl=0)
     try:
@@ -105,19 +105,18 @@ def rows_in_daemon(
 def measure(
     bench: Workbench, cases: Sequence[Case], what: str, at: Positions = "spread"
 ) -> list[Outcome]:
-    """Attends by every case at every layer, for every stretch's queries.
+    """Attends with every case at every layer, for the queries of every segment.
 
-    What was measured before is taken from disk. Cases of one index share the
-    daemon's rows.
+    Earlier results are read from disk. Cases with the same index share the daemon's rows.
 
     Args:
-        bench: What to measure with.
+        bench: The workbench.
         cases: Ways of attending.
-        what: For the progress bar.
-        at: The queries spread over the last eighth, or the consecutive last.
+        what: Text for the progress bar.
+        at: `spread`: queries spread over the last eighth. `run`: the last consecutive queries.
 
     Returns:
-        An outcome per case; its queries are those of the stretches in order.
+        One outcome per case, with the queries of the segments in order.
     """
     by_index: dict[Index, list[int]] = {}
     for number, case in enumerate(cases):
@@ -158,7 +157,7 @@ class _Block:
         self.visible = [position + 1 for position in chosen]
 
     def key(self, index: Index, policy: Policy) -> dict[str, Any]:
-        """What an outcome depends on."""
+        """Returns what an outcome depends on."""
         return {
             "attend": self.recording.name,
             "layers": list(self.layers),
@@ -169,7 +168,7 @@ class _Block:
         }
 
     def outcomes(self, index: Index, policies: Sequence[Policy]) -> Iterator[Outcome]:
-        """An outcome per policy, in order."""
+        """Yields one outcome per policy, in order."""
         store = self.bench.store
         keys = [self.key(index, policy) for policy in policies]
         missing = [i for i, key in enumerate(keys) if not store.has(key)]
@@ -187,7 +186,7 @@ class _Block:
                 yield Outcome(**store.get(key))
 
     def _exact(self) -> Floats:
-        """Exact outputs [L, Q, H_q, d] over the same bfloat16 rows."""
+        """Returns exact outputs [L, Q, H_q, d] over the same bfloat16 rows."""
         store, key = self.bench.store, self.key(DEFAULT_INDEX, EXACT) | {"kept": "outputs"}
         if not store.has(key):
             with rows_in_daemon(self.bench, self.recording, DEFAULT_INDEX, self.layers) as sequence:
@@ -201,7 +200,7 @@ class _Block:
     def _answers(
         self, sequence: DaemonSequence, policy: Policy, layer: int
     ) -> Iterator[tuple[Floats, npt.NDArray[np.int64], Certificate]]:
-        """Outputs, rows and certificates of one layer, some queries at a time."""
+        """Yields outputs, row counts and certificates of one layer, for some queries at a time."""
         queries = self.recording.queries(layer)[self._queries].numpy()
         limit = self.bench.client.server_info.limits.sparse_query_token_count_max
         for first in range(0, len(queries), limit):

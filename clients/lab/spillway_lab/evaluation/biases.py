@@ -14,7 +14,7 @@ from spillway_lab.evaluation.families import Context, Family, Floats, Generator,
 
 @dataclass(frozen=True)
 class LayerBiases:
-    """What a layer's projections add to keys and queries before the rotary embedding.
+    """The vectors that a layer's projections add to keys and queries before the rotary embedding.
 
     Attributes:
         key: [H_kv, d].
@@ -26,10 +26,10 @@ class LayerBiases:
 
 
 def read(path: Path) -> tuple[list[LayerBiases], float]:
-    """Biases of every layer of a .gguf file, and the base of its rotary embedding.
+    """Reads the biases of every layer of a .gguf file, and the base of its rotary embedding.
 
     Raises:
-        ValueError: The file is no model of that kind.
+        ValueError: The file is not such a model.
     """
     from gguf import GGUFReader
 
@@ -57,7 +57,7 @@ def read(path: Path) -> tuple[list[LayerBiases], float]:
 
 
 def family(path: Path) -> Family:
-    """Base contexts to which a random layer and KV head of a model adds its biases."""
+    """Contexts to which the biases of a random layer and KV head of a model are added."""
     layers, theta = read(path)
     return Family(
         "model-biases", f"key and query biases of {path.stem}", partial(_add, layers, theta)

@@ -1,4 +1,4 @@
-"""Double Sparsity's offline choice: the channels of keys that matter most to logits."""
+"""The offline choice of Double Sparsity: the channels of keys that matter most for logits."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from spillway_lab.evaluation.recording import Recording
 def choose_channels(recording: Recording, count: int) -> torch.Tensor:
     """Chooses channels by the mean of |q_c k_c| (arXiv 2408.07092, section 3).
 
-    The mean over all pairs of a recorded query and a key, which factors into
-    those of |q_c| and |k_c|; a KV head's channels are one set, so its query
-    heads' means are summed.
+    The mean is over all pairs of a recorded query and a key, so it is the product of the means of
+    |q_c| and |k_c|. A KV head has one set of channels, so the means of its query heads are summed.
 
     Args:
-        recording: Of text that is not evaluated.
-        count: Channels of a head.
+        recording: Recording of a text that is not evaluated.
+        count: Number of channels of a head.
 
     Returns:
         Channels [layers, H_kv, count], ascending, int64.

@@ -1,4 +1,4 @@
-"""Claims of papers and of this project, and what a folder of results shows."""
+"""Claims of papers and of this project, with the results in a folder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NAMES = {"needle": "needles", "ruler": "RULER tasks"}
 
 
 def seen(found: Sections) -> list[Row]:
-    """Each claim and what was measured; claims without a measurement are left out."""
+    """Returns each claim with its measurement. Claims without a measurement are left out."""
     return [row for claim in _CLAIMS for row in claim(found)]
 
 
@@ -45,7 +45,7 @@ def _ours_below_all(found: Sections) -> list[Row]:
         for e in section.get("at_equal_rows", ())
         if e["name"] in practical
         and not e["name"].startswith("ours")
-        # None where a curve does not reach so few rows, or the reference has no error.
+        # None if a curve does not reach so few rows, or the reference has no error.
         and e.get("ratio") is not None
     ]
     if not others:

@@ -49,7 +49,7 @@ app = typer.Typer(
 
 
 def _layers(text: str) -> tuple[int, ...] | None:
-    """The layers that "0,4-6" names; None for all."""
+    """Parses a list of layers such as "0,4-6". None means all layers."""
     if text in ("", "all"):
         return None
     layers: set[int] = set()
@@ -125,7 +125,7 @@ def _setting(
 
 @contextlib.contextmanager
 def _told() -> Iterator[None]:
-    """Says what went wrong; a daemon that was started within ends with it, however it is ended."""
+    """Prints errors. Makes SIGTERM raise, so that a daemon that was started inside is ended."""
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield
@@ -137,7 +137,7 @@ def _told() -> Iterator[None]:
 
 
 def _section(run: Callable[..., None]) -> Callable[..., None]:
-    """A command that takes the options of a setting and those of `run` after its bench."""
+    """Makes a command with the options of a setting and those of `run` after its bench."""
     shared = list(inspect.signature(_setting, eval_str=True).parameters.values())
     own = list(inspect.signature(run, eval_str=True).parameters.values())[1:]
 
@@ -159,7 +159,7 @@ def _section(run: Callable[..., None]) -> Callable[..., None]:
 
 
 def _numbers(text: str) -> list[float]:
-    """Numbers separated by commas."""
+    """Parses numbers separated by commas."""
     try:
         return [float(part) for part in text.split(",")]
     except ValueError:
@@ -225,7 +225,7 @@ def _perplexity(
 
 
 def _lengths(text: str) -> list[int]:
-    """Lengths in tokens, separated by commas."""
+    """Parses lengths in tokens, separated by commas."""
     return [int(number) for number in _numbers(text)]
 
 

@@ -1,4 +1,4 @@
-"""Pictures of methods' curves over rows read, a panel for each ranking."""
+"""Plots of methods' values by rows read, with a panel for each ranking."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from spillway_lab.evaluation import style
 COLUMNS = 3
 OURS = "ours"
 ALL_TOKENS = "all tokens"
-# Spillway with other codes: in the tables, and not in the pictures.
+# Spillway with other codes: in the tables, but not in the plots.
 UNDRAWN = ("ours-2-bits", "ours-4-bits")
-# What the names of pictures with a panel for each ranking end with.
+# Names of files with a panel for each ranking end with this.
 BY_RANKING = "_by_ranking"
-# Epsilon of the default policy, as the points of Spillway's curves name it.
+# The default policy's point on Spillway's curve: its epsilon.
 DEFAULT_SETTING = "0.1"
 # A point of a curve: a value and its interval.
 Value = Callable[[dict[str, Any]], tuple[float, Sequence[float]]]
@@ -35,19 +35,19 @@ def pictures(
     nearest: Sequence[dict[str, Any]] | None = None,
     linear: float = 0.0,
 ) -> list[tuple[str, Figure]]:
-    """The nearest methods in one panel, and all methods in a panel for each ranking.
+    """Draws the nearest methods in one panel, and all methods with a panel for each ranking.
 
     Args:
-        name: Of the files.
-        methods: As results have them, with their points.
-        value: What is drawn of a point.
-        title: Of the figures.
-        label: Of the values' axis.
-        nearest: As `nearest_methods` returns them; None: by these values.
+        name: The files' names begin with it.
+        methods: Methods with their points, as in the results.
+        value: Returns the value of a point.
+        title: Title of both figures.
+        label: Label of the axis of values.
+        nearest: The methods of the first figure. None: `nearest_methods` of these values.
         linear: As in `draw`.
 
     Returns:
-        The files' names and what they show; one where no method is nearer than another.
+        Files' names with their figures. Only the second figure if there are no nearest methods.
     """
     few = nearest_methods(methods, value) if nearest is None else nearest
     panels = draw(methods, value, title, label, linear)
@@ -62,14 +62,14 @@ def pictures(
 def draw(
     methods: Sequence[dict[str, Any]], value: Value, title: str, label: str, linear: float = 0.0
 ) -> Figure:
-    """Draws all methods; Spillway's default is in every panel.
+    """Draws all methods. Spillway's default is in every panel.
 
     Args:
-        methods: As results have them, with their points.
-        value: What is drawn of a point.
-        title: Of the figure.
-        label: Of the values' axis.
-        linear: The axis is logarithmic; below this, if it is above 0, linear.
+        methods: Methods with their points, as in the results.
+        value: Returns the value of a point.
+        title: Title of the figure.
+        label: Label of the axis of values.
+        linear: The axis is logarithmic. If this is above 0, it is linear below this value.
     """
     methods = [method for method in methods if method["name"] not in UNDRAWN]
     ours = next((m for m in methods if m["name"] == OURS), None)
@@ -125,10 +125,10 @@ def draw(
 def interpolated(
     rows: npt.NDArray[np.floating], errors: npt.NDArray[np.floating], at: float
 ) -> float:
-    """The error of a curve at a number of rows, between points, in logarithms; NaN outside."""
+    """The error of a curve at a number of rows, interpolated in logarithms; NaN outside."""
     order = np.argsort(rows)
     rows, errors = rows[order], errors[order]
-    # A method may be measured right there.
+    # Allows for rounding if a point of the curve is exactly at this number of rows.
     slack = 1 + 1e-9
     if not rows[0] / slack <= at <= rows[-1] * slack:
         return float("nan")
@@ -137,24 +137,25 @@ def interpolated(
 
 
 def nearest_methods(methods: Sequence[dict[str, Any]], value: Value) -> list[dict[str, Any]]:
-    """Spillway, and of each kind of other practical methods the one that comes nearest to it.
+    """Spillway, and the best method of each other kind (top-k, Twilight, ...).
+
+    The best is the practical method with the smallest value at the rows of Spillway's default.
 
     Args:
-        methods: As results have them.
-        value: What is compared; smaller is better.
+        methods: Methods with their points, as in the results.
+        value: Returns the value of a point; smaller is better.
 
     Returns:
-        As results have them, with one ranking and with kinds by their full names; nothing if no
-        kind has two methods, or Spillway's default is not among them.
+        The methods, with an empty ranking, so that they share a panel. Empty if no kind has two
+        methods, or if the methods do not include Spillway's default.
     """
-    compared = _at_default(methods, value)
-    by_kind: dict[str, list[tuple[float, dict[str, Any]]]] = {}
-    for method, there in compared:
-        by_kind.setdefault(method["kind"], []).append((there, method))
+    by_kind: dict[str, list[tuple[dict[str, Any], float]]] = {}
+    for method, there in _at_default(methods, value):
+        by_kind.setdefault(method["kind"], []).append((method, there))
     if all(len(of_kind) < 2 for of_kind in by_kind.values()):
         return []
     ours = next(method for method in methods if method["name"] == OURS)
-    best = [min(of_kind, key=lambda pair: pair[0])[1] for of_kind in by_kind.values()]
+    best = [min(of_kind, key=lambda pair: pair[1])[0] for of_kind in by_kind.values()]
     return [{**method, "base": ""} for method in (*best, ours)]
 
 
@@ -162,11 +163,11 @@ def times_ours(methods: Sequence[dict[str, Any]], value: Value) -> tuple[str, fl
     """The practical method with the smallest value at the rows of Spillway's default.
 
     Args:
-        methods: As results have them.
-        value: What is compared; smaller is better.
+        methods: Methods with their points, as in the results.
+        value: Returns the value of a point; smaller is better.
 
     Returns:
-        Its label, and its value as a multiple of Spillway's; None if nothing compares.
+        The method's label, and its value divided by Spillway's. None if nothing can be compared.
     """
     at = _default_point(methods, value)
     found = _at_default(methods, value)
@@ -177,7 +178,7 @@ def times_ours(methods: Sequence[dict[str, Any]], value: Value) -> tuple[str, fl
 
 
 def _default_point(methods: Sequence[dict[str, Any]], value: Value) -> dict[str, Any] | None:
-    """The point of Spillway's default, if its value is above 0."""
+    """Returns the point of Spillway's default if its value is above 0."""
     ours = next((m for m in methods if m["name"] == OURS), None)
     points = ours["points"] if ours else []
     return next((p for p in points if p["value"] == DEFAULT_SETTING and value(p)[0] > 0), None)
@@ -186,8 +187,10 @@ def _default_point(methods: Sequence[dict[str, Any]], value: Value) -> dict[str,
 def _at_default(
     methods: Sequence[dict[str, Any]], value: Value
 ) -> list[tuple[dict[str, Any], float]]:
-    """The other practical methods that were measured around the rows of Spillway's default, and
-    their values there."""
+    """Other practical methods with their values at the rows of Spillway's default.
+
+    Leaves out methods that were not measured with fewer and with more rows.
+    """
     at = _default_point(methods, value)
     if at is None:
         return []
@@ -203,7 +206,7 @@ def _at_default(
 
 
 def _line(axes: Axes, method: dict[str, Any], value: Value) -> list[tuple[float, float, str, str]]:
-    """Draws a curve and returns the label of its end, or of each of its quality presets."""
+    """Draws a curve. Returns the label of its end, or for quality presets that of each point."""
     points = sorted(method["points"], key=lambda point: point["rows"]["mean"])
     x = np.array([point["rows"]["mean"] for point in points])
     y = np.array([value(point)[0] for point in points])
@@ -228,7 +231,7 @@ def _line(axes: Axes, method: dict[str, Any], value: Value) -> list[tuple[float,
             (float(a), float(b), f"quality {point['value']}", colour)
             for a, b, point in zip(x, y, points, strict=True)
         ]
-    # In a panel of several rankings a label names the ranking too.
+    # A panel with several rankings needs labels that name the ranking.
     label = style.KIND_LABELS.get(method["kind"], method["kind"])
     if not method["base"] and not ours:
         label = method["label"]

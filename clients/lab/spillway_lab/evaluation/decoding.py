@@ -1,4 +1,4 @@
-"""A language model whose attention the daemon computes, over rows that are there already."""
+"""Runs a language model whose attention is computed by the daemon, over existing rows."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _NAME = "spillway_evaluation"
 
 @dataclass(frozen=True)
 class Row:
-    """One of several that are decoded together.
+    """One of the rows that are decoded together.
 
     Attributes:
-        sequence: With the rows of what precedes, in every layer.
-        policy: How rows are chosen.
+        sequence: Sequence with the rows of the preceding tokens, in every layer.
+        policy: Policy of its attends.
     """
 
     sequence: Sequence
@@ -35,12 +35,12 @@ class Row:
 
 @dataclass
 class Steps:
-    """What some tokens gave one row.
+    """The results of some tokens for one row.
 
     Attributes:
-        logits: After each token, or only the last, float32 [T or 1, vocabulary].
-        rows: Rows touched by each KV head, [layers, T, H_kv].
-        shares: The same of the visible, [layers, T, H_kv].
+        logits: Logits after each token, or after the last one only, float32 [T or 1, vocabulary].
+        rows: Rows read by each KV head, [layers, T, H_kv].
+        shares: These rows as a share of the visible ones, [layers, T, H_kv].
     """
 
     logits: torch.Tensor
@@ -49,19 +49,19 @@ class Steps:
 
 
 class _Forward:
-    """Where one forward attends, and what it touched."""
+    """The attends of one forward pass, and the counts of rows that they read."""
 
     def __init__(self, stream: DecodeStream, rows: SequenceABC[Row], start: int) -> None:
         self._stream = stream
         self._rows = rows
         self._start = start
-        # Of each row a count per layer, [T, H_kv].
+        # For each row, an array [T, H_kv] per layer.
         self.touched: list[list[npt.NDArray[np.int64]]] = [[] for _ in rows]
 
     def attend(
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
-        """Appends [B, H_kv, T, d] and attends with [B, H_q, T, d]; output [B, T, H_q, d]."""
+        """Appends K/V [B, H_kv, T, d] and attends with [B, H_q, T, d]. Returns [B, T, H_q, d]."""
         keys, values = (x.to("cpu", torch.bfloat16) for x in (key, value))
         queries = query.transpose(1, 2).to("cpu", torch.float32)
         number = {}
@@ -92,7 +92,7 @@ def _attention_by(model: Any, forward: _Forward) -> Iterator[None]:
         return forward.attend(module, query, key, value), None
 
     AttentionInterface.register(_NAME, attend)
-    # Every query sees what precedes it and itself.
+    # No mask is needed: every query sees the preceding tokens and itself.
     AttentionMaskInterface.register(_NAME, lambda *args, **kwargs: None)
     before = model.config._attn_implementation
     model.set_attn_implementation(_NAME)
@@ -110,22 +110,22 @@ def step(
     start: int,
     last_logits: bool = False,
 ) -> list[Steps]:
-    """Decodes given tokens [B, T] at positions from `start` on, each row its own.
+    """Decodes given tokens [B, T] at positions from `start` on, each row with its own tokens.
 
-    Sixteen tokens at a time, or as many as the daemon serves sparsely at once:
-    at every layer their K/V are appended before they attend, each to what it
-    sees, which is what one after the other would do.
+    Processes as many tokens at a time as the daemon serves sparsely, usually 16. In every layer,
+    their K/V are appended before they attend, and each token sees only the tokens up to itself. So
+    the results are those of decoding one token after the other.
 
     Args:
         model: The language model.
         client: Connection to the daemon.
-        rows: B sequences of `start` tokens.
+        rows: B rows, whose sequences have `start` tokens.
         tokens: Token ids.
-        start: Position of the first.
-        last_logits: Only those after the last token are wanted.
+        start: Position of the first token.
+        last_logits: Return only the logits after the last token.
 
     Returns:
-        What each row gave.
+        The results of each row.
     """
     limit = client.server_info.limits.sparse_query_token_count_max
     logits: list[torch.Tensor] = []

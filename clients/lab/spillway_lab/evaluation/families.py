@@ -1,8 +1,7 @@
-"""Generated contexts that try to break the error bound, in ways that no model's trace shows.
+"""Generated contexts that try to break the error bound in ways that no model's data show.
 
-Each family takes the base data apart in one way. A context is of one KV head:
-keys and values [n, d], queries [T, G, d], all float32, drawn from a generator
-that the caller seeds.
+Each family changes the base data in one way. A context is that of one KV head: keys and values [n,
+d] and queries [T, G, d], all float32, drawn from a generator that the caller seeds.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float32]
 Generator = np.random.Generator
 
-# Keys before this position are as those of any family in those that change late.
+# Families that change keys late leave the keys before this position unchanged.
 EARLY_TOKEN_COUNT = 1024
 
 
 @dataclass
 class Context:
-    """One KV head's rows and its group's queries.
+    """The rows of one KV head, and the queries of its group.
 
     Attributes:
         keys: [n, d].
@@ -39,7 +38,7 @@ class Context:
 
 @dataclass(frozen=True)
 class Shape:
-    """How large a context is: n tokens, d, G query heads, T queries."""
+    """Size of a context: n tokens, d, G query heads, T queries."""
 
     token_count: int
     head_dim: int
@@ -52,10 +51,10 @@ class Family:
     """A way of making contexts.
 
     Attributes:
-        name: Of the command line.
-        about: For people.
+        name: Name on the command line.
+        about: Description for people.
         change: Changes a base context in place.
-        dtype: Of the daemon's rows.
+        dtype: Dtype of the daemon's rows.
     """
 
     name: str
@@ -64,7 +63,7 @@ class Family:
     dtype: str = "bfloat16"
 
     def make(self, shape: Shape, random: Generator) -> Context:
-        """A context of the family."""
+        """Makes a context of the family."""
         context = _base(shape, random)
         self.change(context, random)
         return context
@@ -169,10 +168,10 @@ def _outlier(size: float, context: Context, random: Generator) -> None:
 
 
 def rotated(vectors: Floats, positions: npt.NDArray[np.int64], theta: float) -> Floats:
-    """Rotary embedding with halves paired, as Llama has it.
+    """Rotary embedding that pairs the two halves of a vector, as in Llama.
 
     Args:
-        vectors: [..., n, d], or [d] for the same at every position.
+        vectors: [..., n, d], or [d] if the vector is the same at every position.
         positions: [n].
         theta: Base of the frequencies.
     """
@@ -276,10 +275,10 @@ FAMILIES = _registry()
 
 
 def chosen(names: str) -> tuple[Family, ...]:
-    """The families that a list with commas names; all of an empty one.
+    """Returns the families in a comma-separated list, or all if it is empty.
 
     Raises:
-        ValueError: An unknown name.
+        ValueError: A name is unknown.
     """
     if not names:
         return FAMILIES

@@ -1,4 +1,4 @@
-"""`spillway-lab eval fidelity`: error against rows read, a curve per method."""
+"""`spillway-lab eval fidelity`: error by rows read, with a curve for each method."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ def run(bench: Workbench, names: str = "") -> None:
 
 
 def at_equal_rows(curve: Sequence[Outcome], reference: Outcome, seed: int) -> dict[str, Any]:
-    """A method's mean error where it reads as many rows as the reference.
+    """Returns a method's mean error at the number of rows that the reference reads.
 
-    Between the points of its curve the logarithms are interpolated; beyond
-    its ends nothing is said. The same positions are drawn for both, and the
-    ratio's interval is of their ratios.
+    Between the points of its curve, logarithms are interpolated. Outside of the curve, the result
+    is None. Each resample has the same positions for both methods, and the ratio's interval is that
+    of the ratios of the resamples.
     """
     positions = summary.positions_of(reference)
 
@@ -80,7 +80,7 @@ def at_equal_rows(curve: Sequence[Outcome], reference: Outcome, seed: int) -> di
     everything = np.arange(len(positions))[None]
 
     def error_at(draw: npt.NDArray[np.int64]) -> intervals.Doubles:
-        """Interpolated errors, one per draw; NaN beyond the curve."""
+        """Interpolated errors, one per resample; NaN outside of the curve."""
         rows = np.stack([rows[draw].mean(1) for rows, _ in points])
         errors = np.stack([errors[draw].mean(1) for _, errors in points])
         at = wanted_rows[draw].mean(1)

@@ -1,4 +1,4 @@
-"""Pictures of `fidelity.json`."""
+"""Plots of `fidelity.json`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LABEL = "mean relative error of a head's output (bars: 95 %)"
 
 
 def draw(told: dict[str, Any], folder: Path) -> list[Path]:
-    """Curves of the nearest methods, and of all; and errors by layer at equal rows."""
+    """Draws curves of the nearest methods and of all methods, and errors by layer at equal rows."""
     methods = told["found"]["methods"]
     files = [
         style.save(figure, told, folder / name)
@@ -52,7 +52,7 @@ def _title(found: dict[str, Any]) -> str:
 
 
 def _layers(told: dict[str, Any], path: Path) -> Path:
-    """A heat map of errors, methods by layers, where all read as many rows."""
+    """Draws a heat map of errors, methods by layers, at equal rows."""
     found = [entry for entry in told["found"]["at_equal_rows"] if entry["error"] is not None]
     found.sort(key=lambda entry: entry["error"])
     values = np.array(
@@ -81,12 +81,12 @@ def _layers(told: dict[str, Any], path: Path) -> Path:
 
 
 def _layers_title(found: list[dict[str, Any]], values: Any) -> str:
-    """In how many layers Spillway's default has less error than all other methods."""
+    """States in how many layers Spillway's default has a smaller error than all other methods."""
     ours = next((i for i, entry in enumerate(found) if entry["name"] == "ours"), None)
     others = [i for i, entry in enumerate(found) if not entry["name"].startswith("ours")]
     if ours is None or not others:
         return "Mean error by layer, at equal rows"
-    # Layers that a method does not reach do not count for it.
+    # A method that has no value for a layer is ignored for that layer.
     best = np.nanmin(np.vstack([values[others], np.full(values.shape[1], np.inf)]), axis=0)
     first = int((values[ours] < best).sum())
     where = "all" if first == len(best) else f"{first} of {len(best)}"

@@ -23,15 +23,15 @@ DELTAS = (0.02, 0.05, 0.1, 0.2)
 
 @dataclass(frozen=True)
 class Promise:
-    """A tail with the bound that sets its size, and ranks to stand on.
+    """A tail, the bound that determines its size, and the ranking that it uses.
 
     Attributes:
-        name: Short.
+        name: Short name.
         tail: `uniform` or `stratified`.
-        bound: Of a uniform tail.
-        ranks: For people.
-        selector: The daemon's.
-        index: What it needs.
+        bound: Bound of a uniform tail. None for a stratified tail.
+        ranks: Name of the ranking for people.
+        selector: Selector of the daemon.
+        index: Index that the selector needs.
     """
 
     name: str
@@ -42,17 +42,17 @@ class Promise:
     index: Index
 
     def case(self, epsilon: float, delta: float, seed: int, token_count: int) -> Case:
-        """What is attended by at a cell of the grid."""
+        """Returns index and policy for a cell of the grid."""
         if self.bound is None:
             policy = Policy(selector=self.selector, epsilon=epsilon, delta=delta)
         else:
             policy = vattention(self.selector, self.bound, epsilon, delta, token_count)
-        # Equal policies are measured once: the default's seed stays unsaid.
+        # Seed 0 is not set, so that policies that are equal to the default are measured only once.
         return Case(self.index, dataclasses.replace(policy, seed=seed) if seed else policy)
 
 
 def promises(head_dim: int) -> list[Promise]:
-    """Every bound and tail, with an oracle's ranks and with ranks that can be had."""
+    """Returns every bound and tail with the ranking of an oracle and with practical rankings."""
     int4 = Index(key_indices=KeyIndices(int4_keys=True))
     tails: tuple[tuple[str, Bound | None], ...] = (
         ("denominator", "denominator"),
@@ -111,7 +111,7 @@ def run(
 
 
 def _cell(of_seeds: Sequence[Outcome], epsilon: float, delta: float) -> dict[str, Any]:
-    """One cell of a grid; draws of several seeds are of the same positions."""
+    """Returns one cell of a grid. Draws with several seeds have the same positions."""
     outcome = Outcome.joined(of_seeds, axis=1)
     positions = np.tile(summary.positions_of(of_seeds[0]), len(of_seeds))
     violated = summary.violations(outcome, epsilon, positions)
@@ -128,10 +128,10 @@ def _cell(of_seeds: Sequence[Outcome], epsilon: float, delta: float) -> dict[str
 
 
 def chosen(names: str, head_dim: int) -> list[Promise]:
-    """The promises that a list with commas names; all of an empty one.
+    """Returns the promises in a comma-separated list, or all if it is empty.
 
     Raises:
-        ValueError: An unknown name.
+        ValueError: A name is unknown.
     """
     known = {promise.name: promise for promise in promises(head_dim)}
     if not names:

@@ -1,4 +1,4 @@
-"""Picture of `guarantee.json`."""
+"""Plot of `guarantee.json`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MEANINGS = {
     "broken": "violated: the whole interval is above delta",
 }
 VERDICTS = {"kept": "holds", "open": "undecided", "broken": "violated"}
-# More bounds than this are summed up beside Spillway's own.
+# Up to this number, each bound has a panel of its own.
 PANELS_MAX = 4
 TAILS = {
     "denominator": "uniform sample, denominator alone",
@@ -45,14 +45,15 @@ def ranks_of(promise: dict[str, Any]) -> str:
 
 
 def draw(told: dict[str, Any], folder: Path) -> list[Path]:
-    """A panel for each bound, a cell for each (epsilon, delta); nothing of a single cell.
+    """Draws a panel for each bound, with a cell for each (epsilon, delta).
 
-    Many bounds get one cell each, in a second panel beside Spillway's.
+    If there are many bounds, draws Spillway's panel and a second one with a cell for each bound.
+    Draws nothing if there is only one cell.
     """
     promises = told["found"]["promises"]
     if sum(len(promise["cells"]) for promise in promises) == 1:
         return []
-    # Spillway's own comes first.
+    # Spillway's bound comes first.
     promises = sorted(promises, key=lambda promise: promise["name"] != DEFAULT)
     epsilons, deltas = told["parameters"]["epsilons"], told["parameters"]["deltas"]
     grid_width = max(0.72 * len(deltas) + 0.7, 2.6)
@@ -60,7 +61,7 @@ def draw(told: dict[str, Any], folder: Path) -> list[Path]:
     if summed_up:
         width, height = grid_width + 8.2, 3.6
     else:
-        # As wide as the titles of panels and the legend need.
+        # The titles of panels and the legend need this width.
         width = max(grid_width * len(promises) + 0.4, 7.5)
         height = 0.42 * len(epsilons) + 2.05
     figure = style.make_figure(width, height, _title(promises))
@@ -92,7 +93,7 @@ def draw(told: dict[str, Any], folder: Path) -> list[Path]:
 
 
 def _title(promises: list[dict[str, Any]]) -> str:
-    """Whether Spillway's bound holds, and with how many rows; and what the lemmas need."""
+    """States whether Spillway's bound holds, with how many rows, and how many the lemmas need."""
     ours, lemmas = (
         next((p["cells"] for p in promises if p["name"] == name), None)
         for name in (DEFAULT, "paper-codes")
@@ -111,7 +112,7 @@ def _title(promises: list[dict[str, Any]]) -> str:
 
 
 def _range(cells: list[dict[str, Any]]) -> str:
-    """The rows of cells, from the fewest to the most."""
+    """Formats the rows of cells, from the fewest to the most."""
     shares = [_rows(cell) for cell in sorted(cells, key=lambda cell: float(cell["rows"]["share"]))]
     low, high = shares[0], shares[-1]
     return f"{low} %" if low == high else f"{low} to {high} %"
@@ -154,7 +155,7 @@ def _panel(axes: Axes, promise: dict[str, Any], epsilons: list[float], deltas: l
 
 
 def _summary(axes: Axes, promises: list[dict[str, Any]]) -> None:
-    """A cell for each bound and ranking: in how many settings the bound holds."""
+    """Draws a cell for each bound and ranking: the number of settings in which the bound holds."""
     bounds = list(dict.fromkeys(promise["bound"] for promise in promises))
     rankings = sorted(
         dict.fromkeys(promise["ranks"] for promise in promises),

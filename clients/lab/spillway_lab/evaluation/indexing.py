@@ -1,4 +1,4 @@
-"""What the daemon keeps of keys for a method, and the files that some of it needs."""
+"""The data that the daemon keeps of keys for a method, and files for uploads."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from spillway_lab.training.hash_mlp import HashMlp, Hyperplanes, describe_hash, 
 
 
 class NotServedError(RuntimeError):
-    """The daemon does not know what a method needs."""
+    """The daemon does not support what a method needs."""
 
 
 @dataclass(frozen=True)
 class Index:
-    """A model of the daemon, but for its shapes.
+    """A model of the daemon, without its shapes.
 
     Attributes:
-        hash_weights: How codes are made; None: no codes.
-        key_indices: What else is kept of every key.
+        hash_weights: How codes are computed. None means no codes.
+        key_indices: Other data that is kept for every key.
         weights: Safetensors file of hash weights to upload.
-        rotation_seed: With an `MlpHash` and no file: its weights are stacked
-            random rotations of this seed, LSH of any number of bits.
-        resident_sample_fraction: Of the model; None is the daemon's default.
-        ungrouped: Every query head has keys of its own, copies of its group's.
+        rotation_seed: For an `MlpHash` without a file: the weights are stacked random rotations
+            with this seed, which is LSH with any number of bits.
+        resident_sample_fraction: As in the model. None means the daemon's default.
+        ungrouped: Whether every query head has its own keys, copies of those of its group.
     """
 
     hash_weights: HashWeights | None = None
@@ -46,7 +46,7 @@ class Index:
     ungrouped: bool = False
 
     def described(self) -> dict[str, Any]:
-        """What tells it from others, for JSON."""
+        """Returns what distinguishes it from others, for JSON."""
         told = dataclasses.asdict(self)
         told["kind"] = type(self.hash_weights).__name__
         if self.weights is not None:
@@ -55,18 +55,18 @@ class Index:
 
 
 def stacked_rotations(hash_bits: int, head_dim: int, raw_keys: bool = False) -> Index:
-    """LSH of any number of bits: the signs of so many columns of random rotations."""
+    """LSH with any number of bits: the signs of projections on columns of random rotations."""
     weights = MlpHash(hash_bits=hash_bits, hidden_dim=2 * head_dim, raw_keys=raw_keys)
     return Index(weights, rotation_seed=0)
 
 
 def index_of_file(path: Path) -> Index:
-    """Hash weights of a file that says what they are."""
+    """Returns the index for a file with hash weights that describes itself."""
     return Index(describe_hash(path), weights=path)
 
 
 def write_rotations(path: Path, described: MlpHash, shapes: Shapes, seed: int) -> None:
-    """Writes random rotations as the MLPs that compute them."""
+    """Writes random rotations in the form of MLPs that compute them."""
     tensors: dict[str, torch.Tensor] = {}
     for layer in range(shapes.layer_count):
         own_seed = seed * shapes.layer_count + layer
@@ -94,17 +94,17 @@ def create_model(
     scaling: float,
     upload: Callable[[Index], Path | None],
 ) -> Model:
-    """Creates the daemon's model of an index, K/V in bfloat16, its uploads made.
+    """Creates the daemon's model for an index, with K/V in bfloat16, and uploads its weights.
 
     Args:
         client: Connection to the daemon.
-        index: What is kept of keys.
-        shapes: Of the language model.
+        index: The index.
+        shapes: Shapes of the language model.
         scaling: Factor on q.k.
-        upload: Makes the file that an index needs, if one.
+        upload: Returns the file that an index needs, or None.
 
     Raises:
-        NotServedError: The daemon does not know a part of the index.
+        NotServedError: The daemon does not support a part of the index.
     """
     kv_heads = shapes.query_head_count if index.ungrouped else shapes.kv_head_count
     file = upload(index)
@@ -116,7 +116,7 @@ def create_model(
         key_indices=index.key_indices,
         resident_sample_fraction=index.resident_sample_fraction,
     )
-    # An older daemon drops what it does not know, and says nothing.
+    # An older daemon ignores fields that it does not know.
     asked = index.key_indices or KeyIndices()
     heard = model.hash_weights
     if isinstance(heard, MlpHash):
@@ -131,10 +131,10 @@ def create_model(
 
 
 def check_policy(client: Client, model: Model, policy: Policy) -> None:
-    """Sees that the daemon knows every field of a policy.
+    """Checks that the daemon knows every field of a policy.
 
     Raises:
-        NotServedError: It dropped one.
+        NotServedError: The daemon ignored a field.
     """
     sequence = client.create_sequence(model, policy=policy)
     heard = sequence.refresh().policy
@@ -148,7 +148,7 @@ def check_policy(client: Client, model: Model, policy: Policy) -> None:
 
 
 def _equal(wanted: Any, got: Any) -> bool:
-    """Whether what is set of one is so in the other."""
+    """Whether every field that is set in `wanted` is equal in `got`."""
     if isinstance(wanted, (TopK, TopP, Candidates)):
         set_of = {name: value for name, value in vars(wanted).items() if value is not None}
         return type(got) is type(wanted) and all(
@@ -160,7 +160,7 @@ def _equal(wanted: Any, got: Any) -> bool:
 
 
 def policy_told(policy: Policy) -> dict[str, Any]:
-    """The fields that are set, for JSON."""
+    """Returns the fields that are set, for JSON."""
     told = {
         field.name: getattr(policy, field.name)
         for field in dataclasses.fields(Policy)

@@ -1,13 +1,12 @@
-"""95 % intervals of means and of shares, over draws that are not independent.
+"""95 % intervals of means and shares, for samples that are not independent.
 
-Draws of one query position, in all layers and heads, see the same context, and
-the heads of a group share their rows. So:
-
-- means: percentiles of a bootstrap that draws query positions with replacement;
-- shares: Wilson's interval with the draws divided by their design effect, the
-  variance between positions over that of independent draws (at least 1). Where
-  nothing or everything is beyond the limit that cannot be estimated, and all
-  heads of a layer and position count as one draw.
+The samples of one query position, in all layers and heads, have the same context, and the heads of
+a group share their rows. Therefore:
+- means: percentiles of a bootstrap that resamples query positions;
+- shares: Wilson's interval, with the number of samples divided by the design effect: the
+  variance between positions, divided by that of independent samples, at least 1. If the
+  share is 0 or 1, this cannot be estimated, and all heads of a layer and position count as
+  one sample.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ Doubles = npt.NDArray[np.float64]
 
 
 def resamples(count: int, seed: int) -> npt.NDArray[np.int64]:
-    """Draws of [0, count) with replacement, [RESAMPLE_COUNT, count]."""
+    """Indices in [0, count), drawn with replacement, [RESAMPLE_COUNT, count]."""
     return np.random.default_rng(seed).integers(0, count, (RESAMPLE_COUNT, count))
 
 
@@ -54,9 +53,9 @@ def of_mean(by_position: npt.NDArray[np.floating], seed: int) -> Interval:
 
 
 def of_difference(more: npt.NDArray[np.floating], seed: int) -> Interval:
-    """Interval of the mean of paired differences in [-1, 1], one of each draw [Q].
+    """Interval of the mean of paired differences in [-1, 1], one per sample, [Q].
 
-    Where no pair differs it is Wilson's bound of none in as many, to both sides.
+    If no pair differs: Wilson's bound for 0 of as many samples, on both sides.
     """
     if more.any():
         return of_mean(more, seed)
@@ -65,7 +64,7 @@ def of_difference(more: npt.NDArray[np.floating], seed: int) -> Interval:
 
 
 def wilson(share: float, count: float) -> Interval:
-    """Wilson's score interval of a share of so many draws."""
+    """Wilson's score interval of a share of `count` samples."""
     middle = (share + Z * Z / (2 * count)) / (1 + Z * Z / count)
     half = math.sqrt(share * (1 - share) / count + Z * Z / (4 * count * count))
     half *= Z / (1 + Z * Z / count)
@@ -73,12 +72,12 @@ def wilson(share: float, count: float) -> Interval:
 
 
 def of_share(beyond: npt.NDArray[np.bool_], position_of: npt.NDArray[np.int64]) -> Interval:
-    """Interval of the share that is true.
+    """Interval of the share of elements that are true.
 
     Args:
         beyond: [L, Q, H_q].
-        position_of: Which query position each of the Q draws is of, [Q]: a
-            position that was drawn with several seeds counts once.
+        position_of: Query position of each of the Q samples, [Q]. A position with several seeds
+            counts once.
     """
     share = float(beyond.mean())
     layers, draws, heads = beyond.shape
@@ -94,7 +93,7 @@ def of_share(beyond: npt.NDArray[np.bool_], position_of: npt.NDArray[np.int64]) 
 
 
 def _binomial_tail(successes: int, count: int, chance: float) -> float:
-    """P(X <= successes) of `count` draws with this chance in (0, 1)."""
+    """P(X <= successes) for `count` samples, with a chance in (0, 1)."""
     k = np.arange(successes + 1)
     log_choose = np.array(
         [math.lgamma(count + 1) - math.lgamma(i + 1) - math.lgamma(count - i + 1) for i in k]
@@ -105,7 +104,7 @@ def _binomial_tail(successes: int, count: int, chance: float) -> float:
 
 
 def clopper_pearson(successes: int, count: int) -> Interval:
-    """The exact interval of a binomial share."""
+    """The exact interval of a binomial share (Clopper-Pearson)."""
 
     def solve(wanted: float, successes: int) -> float:
         low, high = 0.0, 1.0
@@ -125,16 +124,15 @@ def clopper_pearson(successes: int, count: int) -> Interval:
 
 
 def of_clusters(successes: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]) -> Interval:
-    """Interval of a share of draws that come in clusters.
+    """Interval of a share of samples that come in clusters.
 
-    Clopper-Pearson, with the counts divided by the design effect: the
-    variance of the share between clusters over that of independent draws, at
-    least 1. Where the share is 0 or 1 that cannot be estimated, and a cluster
-    is one draw.
+    Clopper-Pearson, with the counts divided by the design effect: the variance of the share between
+    clusters, divided by that of independent samples, at least 1. If the share is 0 or 1, this
+    cannot be estimated, and a cluster counts as one sample.
 
     Args:
-        successes: Of each cluster.
-        counts: Draws of each cluster.
+        successes: Successes in each cluster.
+        counts: Samples in each cluster.
     """
     used = counts > 0
     successes, counts = successes[used], counts[used]
@@ -149,7 +147,7 @@ def of_clusters(successes: npt.NDArray[np.int64], counts: npt.NDArray[np.int64])
         residuals = successes - share * counts
         variance = clusters / (clusters - 1) * float((residuals**2).sum()) / total**2
         effect = max(variance / (share * (1 - share) / total), 1.0)
-    # Outward: of so few draws a success more or less counts.
+    # Rounded outwards, because with so few samples one success more or less matters.
     count = math.floor(total / effect)
     low = clopper_pearson(math.floor(share * count), count)[0]
     high = clopper_pearson(min(math.ceil(share * count), count), count)[1]

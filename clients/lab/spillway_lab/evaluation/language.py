@@ -1,4 +1,4 @@
-"""The language model, longer contexts by YaRN, and the text in tokens."""
+"""Loads the language model, with YaRN for longer contexts, and tokenises the text."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from spillway_lab.training.traces import read_text
 
 
 def load_tokenizer(model: str) -> Any:
-    """The tokenizer of a folder, a name on the hub or a `.gguf` file."""
+    """Loads the tokenizer of a folder, a model name on the hub or a `.gguf` file."""
     return from_pretrained(AutoTokenizer, model)
 
 
 @functools.cache
 def load_config(model: str) -> Any:
-    """A model's configuration, not to be changed; of a `.gguf` file it takes seconds."""
+    """Returns a model's configuration. Do not change it. Takes seconds for a `.gguf` file."""
     return from_pretrained(AutoConfig, model)
 
 
 def yarn_factor(model: str, token_count: int) -> float:
-    """By how much YaRN stretches the model's positions to reach a length; 1: not at all."""
+    """Returns the factor by which YaRN stretches positions to reach a length; 1: not needed."""
     longest = load_config(model).max_position_embeddings
     return max(1.0, token_count / longest)
 
 
 def load_model(model: str, device: str, factor: float) -> Any:
-    """The model, in float32 on a CPU and else in bfloat16.
+    """Loads the model, in float32 on a CPU and in bfloat16 on other devices.
 
     Args:
         model: Folder, name on the hub, or `.gguf` file.
-        device: Where.
-        factor: Of YaRN; 1 leaves the positions as they are.
+        device: Device of the model.
+        factor: Factor of YaRN. 1 means no change of positions.
     """
     logging.disable_progress_bar()
     config = copy.deepcopy(load_config(model))
@@ -57,7 +57,7 @@ def load_model(model: str, device: str, factor: float) -> Any:
 
 
 def tokenize(tokenizer: Any, texts: tuple[Path, ...]) -> torch.Tensor:
-    """Token ids of files one after the other, int64 [N]."""
+    """Returns the token ids of the concatenated files, int64 [N]."""
     ids = tokenizer(read_text(texts), return_tensors="pt", verbose=False).input_ids[0]
     assert isinstance(ids, torch.Tensor)
     return ids

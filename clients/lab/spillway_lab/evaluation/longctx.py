@@ -1,7 +1,7 @@
 """`spillway-lab eval longctx`: accuracy in long contexts against rows, by length and method.
 
-A context is read densely once; what is asked about it, and the tokens that
-follow it, are decoded by every method on forks of the same rows.
+A context is read densely, once. The questions about it, and the tokens that follow it, are decoded
+by every method on forks of the same rows.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from spillway_lab.evaluation.tasks import TASKS, Maker, needle_at
 from spillway_lab.evaluation.workbench import Workbench
 from spillway_lab.training.traces import read_text
 
-# All that the methods rank by, so that they share a sequence's rows.
+# The data for all rankings, so that all methods share the rows of one sequence.
 INDEX = Index(RotationHash(), KeyIndices(quest_page_token_count=16, int4_keys=True))
-# Sink and window, which every method attends besides.
+# Tokens of sink and window, which every method attends in addition.
 ALWAYS = 128
-# Tokens that budgets are chosen on.
+# Tokens on which budgets are chosen.
 PILOT = 32
 KINDS = ("needles", "ruler", "sources")
 TEXTS = ("code", "prose")
@@ -50,16 +50,16 @@ EXPLANATION = (
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is measured.
+    """The size of the measurement.
 
     Attributes:
-        lengths: Tokens of the contexts.
-        rounds: So often everything that follows, on other contexts.
-        depths: Of the needles, each in a haystack of its own.
-        tasks: After RULER, a context each.
-        source_contexts: Contexts of source files.
-        questions: Most questions about each of those.
-        tokens: Given tokens that follow a context, of code and of prose.
+        lengths: Lengths of the contexts, tokens.
+        rounds: Number of rounds. Each has other contexts.
+        depths: Depths of the needles. Each has its own haystack.
+        tasks: Tasks like those of RULER, with one context each.
+        source_contexts: Number of contexts of source files.
+        questions: Most questions about each of these.
+        tokens: Number of given tokens after a context, for code and for prose.
     """
 
     lengths: tuple[int, ...]
@@ -73,7 +73,7 @@ class Plan:
 
 PLANS = {
     "small": Plan((4096,), 1, (0.1, 0.5, 0.9), ("single_key", "multi_key"), 1, 4, 32),
-    # A single key is what needles are.
+    # Without single_key, which is the same as needles.
     "gpu": Plan(
         lengths=(4096, 8192, 16384, 32768),
         rounds=3,
@@ -88,14 +88,14 @@ PLANS = {
 
 @dataclass(frozen=True)
 class Contender:
-    """A method, and which of its points are comparable.
+    """A method, and its points that may be compared.
 
     Attributes:
-        name: For JSON.
-        label: For people.
-        kind: Of method, as pictures colour it.
-        knob: What the points' values are of; empty where there is one point.
-        points: Name and policy of each that may be taken.
+        name: Name in JSON.
+        label: Name for people.
+        kind: Kind of method, which determines its colour.
+        knob: What the values of the points mean. Empty if there is only one point.
+        points: Name and policy of each point.
     """
 
     name: str
@@ -107,15 +107,15 @@ class Contender:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A question, and what every method answered.
+    """A question, and the answers of all methods.
 
     Attributes:
         length: Tokens of the context.
         kind: One of KINDS.
         cell: Task, or depth of the needle.
-        question: As it was asked.
-        wanted: What the answer must hold.
-        answers: A method each.
+        question: Text of the question.
+        wanted: Texts that the answer must contain.
+        answers: One answer for each method.
     """
 
     length: int
@@ -127,13 +127,12 @@ class Outcome:
 
 
 def run(bench: Workbench, plan: Plan, minutes: float = 0) -> None:
-    """Asks and decodes by every method and writes `longctx.json`, anew after every round.
+    """Asks and decodes with every method. Writes `longctx.json` after every round.
 
     Args:
-        bench: What to measure with; its texts are files of `eval sources` and
-            prose.
-        plan: How much.
-        minutes: No part is begun later than this after the start; 0: all are.
+        bench: The workbench. Its texts are files of `eval sources` and prose.
+        plan: Size of the measurement.
+        minutes: No part begins later than this after the start. 0 means no limit.
 
     Raises:
         ValueError: A text is missing or too short.
@@ -142,7 +141,7 @@ def run(bench: Workbench, plan: Plan, minutes: float = 0) -> None:
 
 
 def contenders(bench: Workbench, length: int) -> list[Contender]:
-    """Dense attention first, then the others."""
+    """Returns all methods, dense attention first."""
     setting = dataclasses.replace(bench.setting, token_count=length)
     known = {method.name: method for method in registry(setting, bench.shapes)}
 
@@ -168,14 +167,14 @@ def contenders(bench: Workbench, length: int) -> list[Contender]:
 def comparable(
     contender: Contender, shares: Callable[[Policy], float], length: int
 ) -> tuple[str, Policy]:
-    """The point of a contender that reads about as many rows as the default.
+    """Returns the point of a contender that reads about as many rows as the default.
 
-    Of top-k it is made: the default's share less sink and window. Of the
-    others it is the one with the nearest share.
+    For top-k a point is made: the default's share of rows without sink and window. For other
+    methods, it is the point with the nearest share.
 
     Args:
-        contender: Which.
-        shares: Share of the rows that a policy reads.
+        contender: The contender.
+        shares: Returns the share of the rows that a policy reads.
         length: Tokens of the context.
     """
     if len(contender.points) == 1:
@@ -191,14 +190,14 @@ def comparable(
 
 
 class _Run:
-    """One evaluation."""
+    """One run of the evaluation."""
 
     def __init__(self, bench: Workbench, plan: Plan, minutes: float) -> None:
         self.bench = bench
         self.plan = plan
         self._end = time.monotonic() + 60 * minutes if minutes else math.inf
         self._outcomes: list[Outcome] = []
-        # By length and text, a list of parts for each method.
+        # Keys: length and text. Values: for each method, a list of parts.
         self._given: dict[tuple[int, str], list[list[Arrays]]] = {}
         self._chosen: dict[int, list[tuple[str, Asked]]] = {}
         self._askers: dict[int, Asker] = {}
@@ -227,7 +226,7 @@ class _Run:
         }
 
     def run(self) -> None:
-        """Measures round by round."""
+        """Measures all rounds."""
         total = sum(1 for number in range(self.plan.rounds) for _ in self._parts(number))
         with self.bench.progress("longctx") as progress:
             bar = progress.add_task("", total=total)
@@ -246,13 +245,13 @@ class _Run:
                 self._write()
 
     def _parts(self, number: int) -> Iterator[tuple[str, Callable[[], str]]]:
-        """Names and work of a round's parts, long contexts first."""
+        """Yields the names and functions of a round's parts, long contexts first."""
         plan = self.plan
         for length in sorted(plan.lengths, reverse=True):
             asker = self._asker(length)
             for text in TEXTS:
                 yield f"{length:,} tokens, {text}", self._given_part(asker, text, number)
-            # A haystack each: of several in one a model mixes up the keys.
+            # One haystack for each needle: with several in one, a model mixes up the keys.
             makers: list[tuple[str, str, Maker]] = [
                 ("needles", f"depth {depth:g}", needle_at(depth)) for depth in plan.depths
             ]
@@ -308,7 +307,7 @@ class _Run:
         return work
 
     def _stretch(self, length: int, text: str, number: int) -> torch.Tensor:
-        """So many tokens from anywhere in a text."""
+        """Returns `length` tokens from a random position of a text."""
         tokens = self._tokens[text]
         if len(tokens) < length:
             raise ValueError(f"the {text} has {len(tokens):,} tokens, {length:,} are needed")
@@ -317,12 +316,12 @@ class _Run:
         return tokens[start : start + length]
 
     def _methods(self, asker: Asker) -> list[tuple[str, Asked]]:
-        """Value of the knob, and what is asked, for each contender at a length."""
+        """Returns, for each contender at a length, the value of the knob and what is asked."""
         length = asker.token_count
         if length not in self._chosen:
             rivals = contenders(self.bench, length)
             policies = [policy for one in rivals if one.kind != "top-k" for _, policy in one.points]
-            # Dense attention is the first.
+            # Dense attention is the first case.
             cases = [Case(INDEX, policy) for policy in dict.fromkeys(policies)]
             arrays = given(asker, self._stretch(length, "code", 0), PILOT, cases)
             found = zip(cases, arrays, strict=True)
@@ -359,7 +358,7 @@ class _Run:
         results.write(self.bench, "longctx", parameters, {"methods": told, "told_apart": apart})
 
     def _point(self, number: int, length: int, seed: int) -> dict[str, Any]:
-        """What is told of one method at one length."""
+        """Summarises one method at one length."""
         outcomes = [outcome for outcome in self._outcomes if outcome.length == length]
         given = {text: self._given.get((length, text)) for text in TEXTS}
         return {
@@ -384,23 +383,24 @@ class _Run:
 
 
 def given(asker: Asker, tokens: torch.Tensor, count: int, cases: Sequence[Case]) -> list[Arrays]:
-    """Lets every case decode a stretch's last tokens, each given, after its dense context.
+    """Decodes the last tokens of a segment, which are given, with every case.
 
     Args:
-        asker: Of the stretch's length.
-        tokens: The stretch [n]; its last token is only a successor.
-        count: Tokens that are decoded.
-        cases: Dense attention, which the others are compared with, first.
+        asker: Asker for the length of the segment.
+        tokens: Token ids of the segment, [n]. The last one is only a successor.
+        count: Number of tokens to decode.
+        cases: The cases. The first is dense attention, with which the others are compared.
 
     Returns:
-        What `perplexity.arrays_of` keeps, for each case.
+        The result of `perplexity.arrays_of` for each case.
     """
     store, start = asker.bench.store, len(tokens) - 1 - count
-    # Companions of a batch may change the last bits of the numbers, no more.
+    # The other cases of a batch change only the last bits of the numbers, so they are not in the
+    # key.
     keys = [{"given": digest_of(tokens), "count": count, **asker.told(case)} for case in cases]
     missing = [i for i, key in enumerate(keys) if not store.has(key)]
     if missing:
-        # Dense attention is decoded again for what was not compared with it.
+        # Dense attention is decoded again, for cases that were not compared with it yet.
         decoded = sorted({0, *missing})
         wanted = [cases[i] for i in decoded]
         with asker.reading(tokens[:start], wanted) as sequences, forks(sequences, wanted) as rows:
@@ -419,7 +419,7 @@ def _scores(number: int, outcomes: Sequence[Outcome]) -> npt.NDArray[np.float64]
 
 
 def _accuracy(number: int, outcomes: Sequence[Outcome], seed: int) -> dict[str, Any]:
-    """A method's mean score, and what it is less than dense attention's."""
+    """A method's mean score, and the difference from dense attention's."""
     own, dense = _scores(number, outcomes), _scores(0, outcomes)
     count, more = len(own), own - dense
     return {
@@ -438,7 +438,7 @@ def _tells_apart(outcome: Outcome) -> bool:
 
 
 def _apart(outcome: Outcome) -> dict[str, Any]:
-    """A question that methods answer differently, for JSON; answers as the methods are ordered."""
+    """A question that methods answer differently, for JSON; answers in the methods' order."""
     return {
         "length": outcome.length,
         "cell": outcome.cell,

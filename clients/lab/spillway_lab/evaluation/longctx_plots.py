@@ -1,4 +1,4 @@
-"""The picture of `longctx.json`: what methods lose against dense attention, by length."""
+"""The plot of `longctx.json`: scores relative to dense attention, by length."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 from spillway_lab.evaluation import style
 
 Told = dict[str, Any]
-# Other presets and the window alone are in the tables.
+# Other presets, and the window alone, are only in the tables.
 DRAWN = ("default", "vattention-codes", "codes", "twilight-quest", "quest")
-# Two methods of a kind have two colours.
+# By name and not by kind, because two methods have the same kind.
 COLOURS = {
     "default": style.RED,
     "vattention-codes": style.GREEN,
@@ -18,12 +18,12 @@ COLOURS = {
     "twilight-quest": style.ORANGE,
     "quest": style.PURPLE,
 }
-# Of neighbouring methods' bars, in columns.
+# Distance between the bars of neighbouring methods, in columns.
 APART = 0.05
 
 
 def draw(told: Told, folder: Path) -> list[Path]:
-    """Points relative to dense attention, a line for each method."""
+    """Draws scores relative to dense attention, with a line for each method."""
     lengths = told["parameters"]["lengths"]
     methods = [method for method in told["found"]["methods"] if method["name"] in DRAWN]
     figure = style.make_figure(8.6, 4.6, _title(methods, lengths))
@@ -75,7 +75,7 @@ def draw(told: Told, folder: Path) -> list[Path]:
 
 
 def _title(methods: list[Told], lengths: list[int]) -> str:
-    """What the default loses at the longest context, and the method that loses most."""
+    """States what the default loses at the longest context, and which method loses most."""
     at_end = {method["name"]: method["points"][-1]["all"]["more_than_dense"] for method in methods}
     if "default" not in at_end or len(at_end) < 2:
         return "Answers from long contexts, relative to dense attention"

@@ -1,16 +1,16 @@
-"""Tables and numbers of the pages that `report.py` writes, as Markdown."""
+"""Tables and numbers in Markdown, for the pages that `report.py` writes."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from decimal import Decimal
 
-# Of a table that is not folded.
+# Most rows of a table that is not folded.
 ROWS_SHOWN = 6
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """A Markdown table; columns of numbers, but not the first, are aligned on the right."""
+    """A Markdown table. Columns of numbers, except the first, are right-aligned."""
     rows = list(rows)
     numbers = [all(row[i][:1] in "0123456789+-" for row in rows) for i in range(len(header))]
     return [
@@ -21,22 +21,22 @@ def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def folded(title: str, lines: Sequence[str]) -> list[str]:
-    """Lines that are shown on demand."""
+    """Lines that a reader can unfold."""
     return [f"<details><summary>{title}</summary>", "", *lines, "", "</details>"]
 
 
 def number(value: float, digits: int) -> str:
-    """A number in so many significant digits, never with an exponent."""
+    """Formats a number with `digits` significant digits, without an exponent."""
     return format(Decimal(f"{value:.{digits}g}"), "f")
 
 
 def percent(share: float) -> str:
-    """A share in two digits or so."""
+    """Formats a share in percent, with about two digits."""
     return f"{_hundredths(share)} %"
 
 
 def span(interval: Sequence[float]) -> str:
-    """An interval of shares."""
+    """Formats an interval of shares."""
     return f"{_hundredths(interval[0])}-{_hundredths(interval[1])} %"
 
 
@@ -47,6 +47,6 @@ def _hundredths(share: float) -> str:
 
 
 def between(interval: Sequence[float]) -> str:
-    """An interval of numbers."""
+    """Formats an interval of numbers."""
     dash = "-" if interval[0] >= 0 else " to "
     return f"{number(interval[0], 3)}{dash}{number(interval[1], 3)}"

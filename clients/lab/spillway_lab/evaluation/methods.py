@@ -25,8 +25,8 @@ OTHER_BASES = "all tokens"
 EPSILONS = (0.025, 0.05, 0.1, 0.2, 0.4)
 SHARES = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16)
 MASSES = (0.5, 0.7, 0.85, 0.95, 0.98, 0.99, 0.999)
-# Heavy set and pilot (their base rate) of vAttention where epsilon is its knob, as shares of the
-# tokens.
+# Heavy set and pilot of vAttention if epsilon is its knob, as shares of the tokens. The paper calls
+# the pilot the base rate.
 HEAVY_SHARE = 0.02
 PILOT_SHARE = 0.01
 # vAttention as its authors tuned it, from their search grids. For each target density: heavy
@@ -60,13 +60,13 @@ class Method:
     """A method of choosing rows.
 
     Attributes:
-        name: As `--methods` has it.
-        label: For pictures and tables.
-        base: The ranking that it uses; methods of one base share a panel.
+        name: Name for `--methods`.
+        label: Name in plots and tables.
+        base: Ranking that it uses. Methods with the same base share a panel.
         kind: `top-k`, `top-p`, `Twilight`, `vAttention`, `MagicPIG` or `ours`.
-        knob: What sets its budget.
-        practical: Whether it could serve requests: it uses no oracle.
-        points: From few rows to many.
+        knob: Name of the parameter that determines its budget.
+        practical: Whether it could serve requests, that is, uses no oracle.
+        points: Points from few rows to many.
     """
 
     name: str
@@ -78,7 +78,7 @@ class Method:
     points: tuple[Point, ...]
 
     def described(self) -> dict[str, Any]:
-        """All but its points, for JSON."""
+        """Returns everything except the points, for JSON."""
         return {name: value for name, value in vars(self).items() if name != "points"}
 
 
@@ -87,10 +87,10 @@ class Base:
     """A way to rank keys.
 
     Attributes:
-        name: As methods' names begin.
-        label: For people.
-        selector: The daemon's.
-        index: What it needs to be kept.
+        name: First part of the methods' names.
+        label: Name for people.
+        selector: Selector of the daemon.
+        index: Index that the selector needs.
     """
 
     name: str
@@ -100,23 +100,23 @@ class Base:
 
 
 def lsh_index(head_dim: int) -> Index:
-    """Spotlight's baseline: 128 random hyperplanes, keys as they are."""
+    """The baseline of Spotlight: 128 random hyperplanes, keys without centring."""
     return stacked_rotations(128, head_dim, raw_keys=True)
 
 
 def label_channel_count(head_dim: int) -> int:
-    """Double Sparsity's channels of a key: a quarter, a multiple of 8."""
+    """Number of channels per key of Double Sparsity: a quarter, rounded down to a multiple of 8."""
     return max(8, head_dim // 4 // 8 * 8)
 
 
 def bases(setting: Setting, shapes: Shapes) -> list[Base]:
-    """The rankings that methods use; trained ones where weights were given."""
+    """Returns the rankings that methods use. Trained ones only if weights were given."""
     channels = KeyIndices(label_channel_count=label_channel_count(shapes.head_dim))
     made = [
         Base("oracle", "oracle ranks", "oracle", DEFAULT_INDEX),
         Base("quest", "Quest", "quest", Index(key_indices=KeyIndices(quest_page_token_count=16))),
         Base("double-sparsity", "Double Sparsity", "double_sparsity", Index(key_indices=channels)),
-        # Keys as they are, as published: they rank better so than centred.
+        # Keys without centring, as published: here they rank better than centred keys.
         Base("lsh", "Spotlight LSH", "hamming", lsh_index(shapes.head_dim)),
     ]
     if setting.mlp is not None:
@@ -130,13 +130,13 @@ def bases(setting: Setting, shapes: Shapes) -> list[Base]:
 
 
 def with_int4_keys(index: Index) -> Index:
-    """The index with Twilight's 4-bit keys beside it."""
+    """Adds the 4-bit keys of Twilight to an index."""
     kept = vars(index.key_indices or KeyIndices()) | {"int4_keys": True}
     return Index(index.hash_weights, KeyIndices(**kept), index.weights, index.rotation_seed)
 
 
 def top_p(mass: float) -> TopP:
-    """Top-p as in Twilight: the mass alone decides."""
+    """Top-p as in Twilight: only the mass counts."""
     return TopP(mass=mass, floor_token_count=1, ceiling_token_count=1 << 30)
 
 
@@ -149,7 +149,7 @@ def vattention(
     heavy_share: float = HEAVY_SHARE,
     pilot_share: float = PILOT_SHARE,
 ) -> Policy:
-    """vAttention: a heavy set, and a uniform sample whose size a bound sets."""
+    """vAttention: a heavy set, and a uniform sample whose size is determined by a bound."""
     return Policy(
         selector=selector,
         heavy=TopK(fraction=heavy_share),
@@ -162,13 +162,13 @@ def vattention(
 
 
 def magicpig(tables: int, bits: int) -> Case:
-    """MagicPIG: a sample by LSH alone."""
+    """MagicPIG: only a sample by LSH."""
     index = Index(RotationHash(), KeyIndices(lsh_table_count=tables, lsh_bits=bits))
     return Case(index, Policy(heavy=TopK(count=0), tail="lsh_sampling"))
 
 
 def registry(setting: Setting, shapes: Shapes) -> list[Method]:
-    """All methods that can be measured in a setting."""
+    """Returns all methods that can be measured in a setting."""
     made = []
     for base in bases(setting, shapes):
         made += _on_base(base, setting.token_count)
@@ -177,7 +177,7 @@ def registry(setting: Setting, shapes: Shapes) -> list[Method]:
 
 
 def _on_base(base: Base, token_count: int) -> list[Method]:
-    """Top-k, top-p of an oracle, Twilight and vAttention by one ranking."""
+    """Methods with one ranking: top-k, Twilight, vAttention; with the oracle's also top-p."""
     selector, practical = base.selector, base.name != "oracle"
     label = base.label if practical else "oracle"
 
@@ -237,12 +237,12 @@ def _on_base(base: Base, token_count: int) -> list[Method]:
 
 
 def _dropped(selector: Selector, heavy: TopK | TopP) -> Policy:
-    """The heavy set alone."""
+    """Only the heavy set, without a tail."""
     return Policy(selector=selector, heavy=heavy, tail="none")
 
 
 def _pruned(selector: Selector, mass: float) -> Policy:
-    """Twilight: a quarter of the tokens by a first selector, pruned by 4-bit keys."""
+    """Twilight: a quarter of the tokens by a first selector, then pruned by 4-bit keys."""
     first = Candidates(selector, fraction=0.25)
     return dataclasses.replace(_dropped("int4_keys", top_p(mass)), candidates=first)
 
@@ -286,10 +286,10 @@ def chosen(methods: Sequence[Method], names: str) -> list[Method]:
     """The methods named in a comma-separated list; all but `quality` if it is empty.
 
     Raises:
-        ValueError: An unknown name.
+        ValueError: A name is unknown.
     """
     if not names:
-        # Its points are of ours.
+        # Its points are the same as those of `ours`.
         return [method for method in methods if method.name != QUALITY]
     known = {method.name: method for method in methods}
     wanted = [name.strip() for name in names.split(",")]

@@ -1,4 +1,4 @@
-"""`spillway-lab eval needle` and `spillway-lab eval ruler`: answers out of long contexts."""
+"""`spillway-lab eval needle` and `spillway-lab eval ruler`: answers from long contexts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from spillway_lab.evaluation.intervals import bounds, resamples
 from spillway_lab.evaluation.tasks import TASKS, Maker, needle_at
 from spillway_lab.evaluation.workbench import Workbench
 
-# Tasks of a length and kind, by the axis value of each.
+# Makers of tasks of a length and kind, by cell.
 Cells = Mapping[str, Maker]
 EXPLANATION = (
     "The bootstrap resamples tasks. Every method gets the same tasks, and its difference from "
@@ -40,10 +40,10 @@ def run_ruler(
     tasks: str = "",
     sample_count: int = 5,
 ) -> None:
-    """Asks tasks after RULER and writes `ruler.json`.
+    """Asks tasks like those of RULER and writes `ruler.json`.
 
     Raises:
-        ValueError: An unknown task.
+        ValueError: A task is unknown.
     """
     wanted = tasks.split(",") if tasks else list(TASKS)
     unknown = [name for name in wanted if name not in TASKS]
@@ -91,7 +91,7 @@ def _told(
     answers: Mapping[tuple[int, str], Sequence[Sequence[Answer]]],
     seed: int,
 ) -> dict[str, Any]:
-    """One method's scores: over all tasks, and by length and cell."""
+    """Summarises one method: over all tasks, and by length and cell."""
     all_scores = np.array(
         [[answer.score for answer in found] for several in answers.values() for found in several]
     )

@@ -1,4 +1,4 @@
-"""Pictures of `needle.json` and `ruler.json`."""
+"""Plots of `needle.json` and `ruler.json`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Told = dict[str, Any]
 
 
 def draw_needle(told: Told, folder: Path) -> list[Path]:
-    """A heat map: methods by lengths and depths, dense first."""
+    """Draws a heat map: methods by lengths and depths, dense attention first."""
     parameters = told["parameters"]
     count = parameters["sample_count"] * len(parameters["lengths"]) * len(parameters["cells"])
     dense, ours = _scores(told)
@@ -34,7 +34,7 @@ def draw_needle(told: Told, folder: Path) -> list[Path]:
 
 
 def draw_ruler(told: Told, folder: Path) -> list[Path]:
-    """A heat map: methods by tasks and lengths, dense first."""
+    """Draws a heat map: methods by tasks and lengths, dense attention first."""
     parameters = told["parameters"]
     dense, ours = _scores(told)
     title = "RULER tasks: answers given, in percent"
@@ -56,13 +56,13 @@ def draw_ruler(told: Told, folder: Path) -> list[Path]:
 def _heat_map(
     told: Told, groups: list[tuple[str, list[tuple[str, int, str]]]], title: str, path: Path
 ) -> Path:
-    """Methods by groups of columns.
+    """Draws methods by groups of columns.
 
     Args:
-        told: The section.
-        groups: A name, and of each column its label, length and cell.
-        title: Of the figure.
-        path: Of the picture.
+        told: The section of the results.
+        groups: For each group, its name, and label, length and cell of each column.
+        title: Title of the figure.
+        path: File of the plot.
     """
     methods = told["found"]["methods"]
     columns = [column for _, members in groups for column in members]
@@ -102,7 +102,7 @@ def _heat_map(
 
 
 def _scores(told: Told) -> tuple[float | None, float | None]:
-    """The scores of dense attention and of Spillway's default, where they were measured."""
+    """Returns the scores of dense attention and of Spillway's default, if they were measured."""
     scores = {method["label"].split(",")[0]: method["score"] for method in told["found"]["methods"]}
     return scores.get("dense"), scores.get("Spillway (default)")
 

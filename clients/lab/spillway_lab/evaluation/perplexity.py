@@ -1,4 +1,4 @@
-"""`spillway-lab eval perplexity`: next tokens against dense attention's, teacher-forced."""
+"""`spillway-lab eval perplexity`: next tokens compared with dense attention's, teacher-forced."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from spillway_lab.evaluation.methods import Method, Point, chosen, registry
 from spillway_lab.evaluation.recording import Recording
 from spillway_lab.evaluation.workbench import Workbench
 
-# Consecutive tokens that are drawn together.
+# Consecutive tokens that are resampled together.
 BLOCK = 16
 EXPLANATION = (
     f"For tokens, the bootstrap resamples blocks of {BLOCK} consecutive tokens, the same blocks "
@@ -31,12 +31,12 @@ Arrays = dict[str, npt.NDArray[Any]]
 
 
 def run(bench: Workbench, names: str = "", token_count: int = 256, budget_count: int = 3) -> None:
-    """Decodes every stretch's last tokens by every method and writes `perplexity.json`.
+    """Decodes the last tokens of every segment with every method. Writes `perplexity.json`.
 
     Args:
-        bench: What to measure with.
-        names: Of methods, commas between; empty is all.
-        token_count: Tokens of a stretch that are decoded.
+        bench: The workbench.
+        names: Comma-separated names of methods. Empty means all.
+        token_count: Number of tokens of a segment that are decoded.
         budget_count: Most points of a method's curve.
     """
     methods = chosen(registry(bench.setting, bench.shapes), names)
@@ -84,7 +84,7 @@ def run(bench: Workbench, names: str = "", token_count: int = 256, budget_count:
 
 
 def thinned(method: Method, count: int) -> list[Point]:
-    """At most so many of a method's points, spread over its curve."""
+    """Returns at most `count` of a method's points, spread over its curve."""
     if len(method.points) <= count:
         return list(method.points)
     if count == 1:
@@ -94,13 +94,13 @@ def thinned(method: Method, count: int) -> list[Point]:
 
 
 class _Forced:
-    """The last tokens of a stretch, each given, after dense attention over what precedes."""
+    """The last tokens of a segment, which are given, after dense attention to the others."""
 
     def __init__(self, bench: Workbench, recording: Recording, token_count: int) -> None:
         self.bench = bench
         self.recording = recording
         self.token_count = token_count
-        # The last token has no successor to be judged by.
+        # The last token has no successor with which to compare it.
         self.start = len(recording.tokens) - 1 - token_count
         self._dense: torch.Tensor | None = None
 
@@ -116,7 +116,7 @@ class _Forced:
     def measured(
         self, index: Index, policies: Sequence[Policy], on_done: Callable[[], None] = lambda: None
     ) -> list[Arrays]:
-        """Per policy, of every token: agreement, divergence, nll, rows and their shares."""
+        """Returns per policy and token: agreement, divergence, nll, rows and their shares."""
         store = self.bench.store
         keys = [self._key(index, policy) for policy in policies]
         missing = [not store.has(key) for key in keys]
@@ -136,7 +136,7 @@ class _Forced:
         return [store.get(key) for key in keys]
 
     def _prefix(self, index: Index) -> AbstractContextManager[DaemonSequence]:
-        """A sequence with the rows that precede, in all layers."""
+        """Returns a sequence with the rows of the preceding tokens, in all layers."""
         layers = range(self.recording.layer_count)
         return rows_in_daemon(self.bench, self.recording, index, layers, self.start)
 
@@ -146,7 +146,7 @@ class _Forced:
         return step(self.bench.load(), self.bench.client, rows, tokens[None], self.start)[0]
 
     def _dense_logits(self) -> torch.Tensor:
-        """Log-probabilities by exact attention over the same bfloat16 rows."""
+        """Returns log-probabilities with exact attention to the same bfloat16 rows."""
         if self._dense is None:
             with self._prefix(DEFAULT_INDEX) as sequence:
                 logits = self._steps(sequence, EXACT).logits
@@ -159,16 +159,16 @@ class _Forced:
 
 
 def arrays_of(steps: Steps, dense: torch.Tensor, following: torch.Tensor) -> Arrays:
-    """What is kept of given tokens.
+    """Returns the stored values for given tokens.
 
     Args:
-        steps: That the tokens gave, T of them.
-        dense: Log-probabilities by exact attention [T, vocabulary].
-        following: The token after each [T].
+        steps: Results of T tokens.
+        dense: Log-probabilities with exact attention, [T, vocabulary].
+        following: The token after each token, [T].
 
     Returns:
-        Of every token: whether the most likely next one is dense attention's,
-        divergence, negative log-likelihood, rows and their shares, [T] each.
+        For every token: whether the most likely next token is that of dense attention, divergence,
+        negative log-likelihood, rows and their shares, [T] each.
     """
     log = torch.log_softmax(steps.logits, dim=-1)
     return {
@@ -181,7 +181,7 @@ def arrays_of(steps: Steps, dense: torch.Tensor, following: torch.Tensor) -> Arr
 
 
 def told_of(parts: Sequence[Arrays], dense: Sequence[Arrays], seed: int) -> dict[str, Any]:
-    """What is told of one way of attending over all stretches."""
+    """Summarises one way of attending over all segments."""
     blocks = {name: np.concatenate([_blocks(part[name]) for part in parts]) for name in parts[0]}
     dense_nll = np.concatenate([_blocks(part["nll"]) for part in dense])
     draws = intervals.resamples(len(dense_nll), seed)
@@ -205,6 +205,6 @@ def told_of(parts: Sequence[Arrays], dense: Sequence[Arrays], seed: int) -> dict
 
 
 def _blocks(values: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-    """Means of consecutive tokens; a rest that fills no block is left out."""
+    """Means of blocks of consecutive tokens. An incomplete block is left out."""
     whole = len(values) // BLOCK * BLOCK
     return values[:whole].reshape(-1, BLOCK).mean(1, dtype=np.float64)

@@ -1,4 +1,4 @@
-"""Pictures of `perplexity.json`."""
+"""Plots of `perplexity.json`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from spillway_lab.evaluation import curves, markdown, style
 
 
 def draw(told: dict[str, Any], folder: Path) -> list[Path]:
-    """KL divergence and different next tokens by rows read: of the nearest methods, and of all."""
+    """Draws KL divergence and different next tokens by rows read."""
     methods = told["found"]["methods"]
     figures = (
         *curves.pictures(
@@ -72,7 +72,7 @@ def _agreement_title(methods: list[dict[str, Any]]) -> str:
 
 
 def _default(methods: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """The point of the default policy."""
+    """Returns the point of the default policy."""
     for method in methods:
         for point in method["points"]:
             if (method["name"], point["value"]) in (

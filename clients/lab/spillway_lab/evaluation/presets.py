@@ -1,4 +1,4 @@
-"""What `spillway-lab eval all` measures."""
+"""The presets of `spillway-lab eval all`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model's attention saw of a stretch of text, kept on disk."""
+"""Queries, keys and values of a model for a segment of text, stored on disk."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from safetensors.torch import load_file, save_file
 
 from spillway_lab.training.traces import attention_seen
 
-# Consecutive queries at the end, for what two steps have in common.
+# Number of consecutive queries at the end, to compare neighbouring steps.
 RUN_LENGTH = 32
-# Queries that are kept of a stretch's last eighth.
+# Number of queries from a segment's last eighth that are stored.
 GRID_SIZE = 256
 _META = "recording.json"
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer, after the positional encoding.
+    """The data of one layer, after the positional encoding.
 
     Attributes:
         keys: bfloat16 [H_kv, n, d].
-        values: The same shape.
-        queries: float32 [P, H_q, d], of the recording's positions.
+        values: bfloat16, same shape.
+        queries: float32 [P, H_q, d], at the recording's positions.
     """
 
     keys: torch.Tensor
@@ -39,15 +39,15 @@ class Layer:
 
 @dataclass(frozen=True)
 class Recording:
-    """A stretch as the model's dense attention saw it.
+    """A segment, with the inputs of the model's dense attention.
 
     Attributes:
-        folder: Where it lies.
-        name: What it was made of, a short hash.
+        folder: Folder of the files.
+        name: Short hash of what it was made from.
         layer_count: Transformer layers.
         tokens: Token ids [n].
-        positions: Of the queries that were kept, ascending.
-        grid: Those of these that are spread evenly, ascending.
+        positions: Positions of the stored queries, ascending.
+        grid: Those of these positions that are evenly spaced, ascending.
         scaling: Factor on q.k.
     """
 
@@ -60,13 +60,13 @@ class Recording:
     scaling: float
 
     def spread(self, count: int) -> tuple[int, ...]:
-        """So many of the grid's positions, the last among them."""
+        """Returns `count` of the grid's positions, including the last."""
         chosen = np.linspace(len(self.grid) - 1, 0, min(count, len(self.grid))).round()
         return tuple(self.grid[int(i)] for i in reversed(chosen))
 
     @property
     def run(self) -> tuple[int, ...]:
-        """The consecutive positions at the end."""
+        """The consecutive positions at the end of the segment."""
         return self.positions[-RUN_LENGTH:]
 
     def layer(self, index: int) -> Layer:
@@ -74,7 +74,7 @@ class Recording:
         return Layer(**load_file(_path(self.folder, index)))
 
     def queries(self, index: int) -> torch.Tensor:
-        """Reads a layer's queries alone."""
+        """Reads only the queries of a layer."""
         with safe_open(_path(self.folder, index), framework="pt") as file:
             queries = file.get_tensor("queries")
             assert isinstance(queries, torch.Tensor)
@@ -82,7 +82,7 @@ class Recording:
 
 
 def grid_of(token_count: int) -> tuple[int, ...]:
-    """Positions evenly over the last eighth, the last token's among them."""
+    """Returns evenly spaced positions in the last eighth, including that of the last token."""
     last = token_count // 8
     step = max(1, last // GRID_SIZE)
     return tuple(range(token_count - 1, token_count - 1 - last, -step))[:GRID_SIZE][::-1]
@@ -95,14 +95,14 @@ def record(
     folder: Path,
     name: str,
 ) -> Recording:
-    """Takes the recording of a folder, or lets the model read the tokens.
+    """Returns the recording in a folder. If there is none, lets the model read the tokens.
 
     Args:
-        load: Loads the model, when it is needed.
+        load: Loads the model. Called only if needed.
         tokens: Token ids [n].
-        grid: Positions whose queries are kept beside those of the last tokens.
-        folder: Of all recordings.
-        name: Names this one: equal for equal models, tokens and positions.
+        grid: Positions whose queries are stored, besides those of the last tokens.
+        folder: Folder of all recordings.
+        name: Name of this one. Equal for equal models, tokens and positions.
     """
     folder = folder / name
     meta = folder / _META
@@ -129,7 +129,7 @@ def record(
 def read_densely(
     model: Any, tokens: torch.Tensor, see: Callable[[int, Any, Any, Any, float], None]
 ) -> None:
-    """Lets the model read tokens [n]; `see` is told what each layer's attention sees."""
+    """Lets the model read tokens [n]. Calls `see` with the inputs of each layer's attention."""
     with torch.inference_mode(), attention_seen(model, see):
         model.base_model(input_ids=tokens[None].to(model.device), use_cache=False)
 

@@ -1,4 +1,4 @@
-"""Markdown and pictures of a folder of results, from the JSON alone."""
+"""Writes the Markdown and the plots of a folder of results, from its JSON files alone."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ ERROR = (
 
 
 def make(folder: Path, console: Console) -> None:
-    """Writes README.md and the pictures, and says where they are."""
+    """Writes README.md and the plots, and prints where they are."""
     found = results.read(folder)
     lines = _opening(found)
     written: list[Path] = []
@@ -74,7 +74,7 @@ def make(folder: Path, console: Console) -> None:
 
 
 def show(folder: Path, console: Console) -> None:
-    """Prints claims and what was measured, as a short table."""
+    """Prints the claims with the measurements, as a short table."""
     shown = Table(title=CLAIMS_TITLE, show_lines=True)
     for column in ("claim", "measured here"):
         shown.add_column(column)
@@ -84,7 +84,7 @@ def show(folder: Path, console: Console) -> None:
 
 
 def _opening(found: dict[str, Told]) -> list[str]:
-    """The title, where the page comes from, and the words that all sections use."""
+    """Returns the title, the origin of the page, and the terms that all sections use."""
     first = next(iter(found.values()))
     if "model" in first:
         what = f"{first['model']['name'].removesuffix('.gguf')}, {style.text_of(first)}"
@@ -99,13 +99,13 @@ def _opening(found: dict[str, Told]) -> list[str]:
         "`spillway-lab eval` wrote this page and its pictures from the JSON files in this folder.",
         "",
         *(f"- {text}" for text in words),
-        # The same for all sections of a folder.
+        # Only once for all sections with the same text.
         *dict.fromkeys(f"- {told['intervals']}" for told in found.values()),
     ]
 
 
 def _measured(told: Told) -> str:
-    """Where and how a section was measured."""
+    """States where and how a section was measured."""
     hardware = told["hardware"]
     parts = []
     if "model" in told:

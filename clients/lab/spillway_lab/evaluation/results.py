@@ -1,4 +1,4 @@
-"""Result files: what was measured, with what, where and when."""
+"""Result files: measurements, with their software, hardware and date."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ SECTIONS = (
 
 
 def machine(info: ServerInfo) -> dict[str, Any]:
-    """The head of every result file: the command, versions and hardware."""
+    """Returns the head of every result file: the command, versions and hardware."""
     return {
-        # However it was started: as an executable, or its module by python.
+        # The same for every way to start it: as an executable, or as a module with python.
         "command": shlex.join(["spillway-lab", *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         "versions": {
@@ -59,7 +59,7 @@ def machine(info: ServerInfo) -> dict[str, Any]:
 
 
 def environment(bench: Workbench) -> dict[str, Any]:
-    """The head of a file that was measured with a model and a text."""
+    """Returns the head of a file that was measured with a model and a text."""
     setting = bench.setting
     head = machine(bench.client.server_info)
     head["hardware"]["model_device"] = _device(setting.device)
@@ -96,10 +96,10 @@ def write(bench: Workbench, section: str, parameters: Mapping[str, Any], found: 
     """Writes a section's file.
 
     Args:
-        bench: What it was measured with.
+        bench: The workbench that was used.
         section: One of SECTIONS.
-        parameters: The section's own.
-        found: What it found, for JSON.
+        parameters: Parameters of this section.
+        found: Results of this section, for JSON.
     """
     head = environment(bench)
     explanation = intervals.EXPLANATION
@@ -117,12 +117,12 @@ def write_file(
     """Writes a section's file.
 
     Args:
-        output: Folder.
+        output: Folder of the results.
         section: One of SECTIONS.
         head: Where and with what it was measured.
-        parameters: The section's own.
-        found: What it found, for JSON.
-        explanation: Of its intervals.
+        parameters: Parameters of this section.
+        found: Results of this section, for JSON.
+        explanation: Explanation of its intervals.
     """
     told = {
         "format": FORMAT,
@@ -140,7 +140,7 @@ def write_file(
 
 
 def read(folder: Path) -> dict[str, dict[str, Any]]:
-    """The sections that a folder has, by name."""
+    """Reads the sections of a folder. Keys are their names."""
     found = {}
     for section in SECTIONS:
         path = folder / f"{section}.json"
@@ -153,7 +153,7 @@ def read(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def _rounded(value: Any) -> Any:
-    """Floats with four digits, so that files stay small; what is not finite is null."""
+    """Rounds floats to four digits to keep files small; values that are not finite become None."""
     if isinstance(value, Mapping):
         return {str(key): _rounded(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -166,7 +166,7 @@ def _rounded(value: Any) -> Any:
 
 
 def _dump(value: Any, indent: str = "") -> str:
-    """JSON with a line an entry, but what holds no dictionary on one line."""
+    """JSON with one line per entry. An entry without dictionaries is on one line."""
     deeper = indent + " "
     if isinstance(value, dict) and value:
         entries = [f"{json.dumps(key)}: {_dump(item, deeper)}" for key, item in value.items()]

@@ -1,7 +1,7 @@
-"""`spillway-lab eval retrieval`: how well rankings find the keys that matter, by bytes a key.
+"""`spillway-lab eval retrieval`: how well rankings find the important keys, by bytes per key.
 
-Spotlight Attention's table 1 in form: the intersection over union of what is
-found with the true top of as many keys, and the softmax mass that it captures.
+The measures are those of table 1 of Spotlight Attention: the intersection over union of the keys
+found and the true top of the same size, and the softmax mass of the keys found.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class Ranking:
     """A way to rank keys.
 
     Attributes:
-        name: As `--rankings` has it.
-        label: For people.
-        family: Rankings of one family are one line of the picture.
-        selector: The daemon's.
-        index: What is kept of keys.
+        name: Name for `--rankings`.
+        label: Name for people.
+        family: Rankings of the same family are one line of the plot.
+        selector: Selector of the daemon.
+        index: Index that the selector needs.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Ranking:
 
 
 def rankings(setting: Setting, shapes: Shapes) -> list[Ranking]:
-    """Every ranking of a setting; trained ones where weights were given."""
+    """Returns every ranking of a setting. Trained ones only if weights were given."""
     made = [Ranking("oracle", "oracle", "oracle", "oracle", DEFAULT_INDEX)]
     for bits in LSH_BITS:
         for raw, family in ((True, "LSH, raw keys"), (False, "LSH, centred")):
@@ -127,7 +127,7 @@ def _chosen(known: list[Ranking], names: str) -> list[Ranking]:
 
 
 def index_bytes(bench: Workbench, ranking: Ranking) -> float:
-    """Bytes kept of a key to rank it by, without the resident sample."""
+    """Bytes that are stored per key for a ranking, without the resident sample."""
     if ranking.selector == "oracle":
         return float("nan")
     index = dataclasses.replace(ranking.index, resident_sample_fraction=0.0)
@@ -138,8 +138,8 @@ def index_bytes(bench: Workbench, ranking: Ranking) -> float:
 def _told(
     bench: Workbench, ranking: Ranking, parts: list[dict[str, Doubles]], block_count: int
 ) -> dict[str, Any]:
-    """What is told of a ranking, from its parts: blocks of layers of each stretch."""
-    # [L, Q, H_q], queries of the stretches one after the other.
+    """Summarises a ranking. parts: for each segment, blocks of layers."""
+    # [L, Q, H_q], with the queries of the segments in order.
     whole = {
         name: np.concatenate(
             [
@@ -172,21 +172,21 @@ def _told(
 def true_tops(
     queries: torch.Tensor, keys: torch.Tensor, scaling: float, share: float
 ) -> dict[str, npt.NDArray[Any]]:
-    """What a query should find at a layer.
+    """Returns the keys that a query should find at a layer.
 
     Args:
-        queries: Of one token, [H_q, d].
-        keys: Those that are ranked, [H_kv, n, d].
+        queries: Queries of one token, [H_q, d].
+        keys: Keys that are ranked, [H_kv, n, d].
         scaling: Factor on q.k.
-        share: Of the keys that are the top, rounded up.
+        share: Size of the top as a share of the keys, rounded up.
 
     Returns:
-        `own`: each query head's top by its logits, ascending, [H_q, k];
-        `shared`: each group's, by the sum of its heads' softmax weights,
-        [H_kv, k]; `lse`: of each query head's logits, [H_q].
+        `own`: the top of each query head by its logits, ascending, [H_q, k]. `shared`: the top of
+        each group by the sum of its heads' softmax weights, [H_kv, k]. `lse`: log-sum-exp of each
+        query head's logits, [H_q].
     """
     kv_heads, n, _ = keys.shape
-    # As the daemon rounds: of all visible tokens, the newest among them.
+    # Rounded as in the daemon: a share of all visible tokens, including the newest.
     count = min(n, math.ceil(share * (n + 1)))
     logits = scaling * torch.einsum("hgd,hnd->hgn", queries.unflatten(0, (kv_heads, -1)), keys)
     lse = torch.logsumexp(logits, dim=-1)
@@ -210,7 +210,7 @@ class _Block:
         self.positions = recording.spread(bench.setting.query_count)
 
     def scores(self, ranking: Ranking) -> dict[str, Doubles]:
-        """IoU with the group's top and with each head's, and captured mass, [L, Q, H_q]."""
+        """IoU with the group's top and with each head's top, and captured mass, [L, Q, H_q]."""
         store = self.bench.store
         key = {
             "select": self.recording.name,
@@ -227,7 +227,7 @@ class _Block:
         return store.get(key)
 
     def _truth(self, layer: int, share: float = SHARE) -> dict[str, npt.NDArray[Any]]:
-        """`true_tops` of all queries, [Q, ...]."""
+        """`true_tops` for all queries, [Q, ...]."""
         store, recording = self.bench.store, self.recording
         key = {
             "tops": recording.name,
@@ -242,7 +242,7 @@ class _Block:
             for position in self.positions:
                 query = seen.queries[recording.positions.index(position)]
                 tops.append(true_tops(query, keys[:, :position], recording.scaling, share))
-            # Later tops are larger: -1 fills the others up.
+            # Tops of later positions are larger, so the others are padded with -1.
             width = max(top["own"].shape[-1] for top in tops)
             for top in tops:
                 for name in ("own", "shared"):
@@ -252,7 +252,7 @@ class _Block:
         return store.get(key)
 
     def _measure(self, sequence: Sequence, ranking: Ranking) -> dict[str, Doubles]:
-        # The sink is ranked too; of the window the least that is allowed is left out.
+        # The sink is ranked too. The smallest window that is allowed is excluded.
         policy = Policy(
             selector=ranking.selector,
             heavy=TopK(fraction=SHARE),
@@ -292,14 +292,14 @@ def score(
     scaling: float,
     top: dict[str, npt.NDArray[Any]],
 ) -> dict[str, Doubles]:
-    """Of what a query found at a layer: a value per query head.
+    """Scores what a query found at a layer, with one value per query head.
 
     Args:
         found: Tokens that each KV head found.
         query: [H_q, d].
         keys: [H_kv, n, d].
         scaling: Factor on q.k.
-        top: What it should have found, as `true_tops` has it.
+        top: The keys that it should have found, from `true_tops`.
 
     Returns:
         `iou_group`, `iou_head` and `mass`, [H_q].

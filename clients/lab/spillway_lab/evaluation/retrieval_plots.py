@@ -1,4 +1,4 @@
-"""Picture of `retrieval.json`."""
+"""Plot of `retrieval.json`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COLOURS = {
 
 
 def draw(told: dict[str, Any], folder: Path) -> list[Path]:
-    """IoU and captured mass over bytes per key, a line for each family."""
+    """Draws IoU and captured mass over bytes per key, with a line for each family."""
     rankings = told["found"]["rankings"]
     share = f"{100 * told['parameters']['share']:g} %"
     figure = style.make_figure(11, 4.6, _title(rankings, share))
@@ -76,14 +76,14 @@ def draw(told: dict[str, Any], folder: Path) -> list[Path]:
         axes.grid(alpha=0.25)
         ends.append(labels)
     figure.draw_without_rendering()
-    # On the right, curves lie too close for labels.
+    # On the right, the curves are too close together for labels.
     style.label_ends(panels[0], ends[0])
     panels[1].set_title("colours as on the left", fontsize=9)
     return [style.save(figure, told, folder / "retrieval.png")]
 
 
 def _title(rankings: list[dict[str, Any]], share: str) -> str:
-    """What the default's codes find, and the best other ranking of at most as many bytes."""
+    """Compares the default's codes with the best other ranking of at most as many bytes."""
     codes = next((ranking for ranking in rankings if ranking["name"] == "codes-3"), None)
     if codes is None:
         return f"How well rankings find the true top {share}: upper left is better"

@@ -1,12 +1,12 @@
 """`spillway-lab eval reuse`: what neighbouring steps, and neighbouring layers, have in common.
 
-Rows that an attend needs and GPU memory does not hold cross the link. Three ways to
-move fewer of them, or earlier, measured on a model's own consecutive queries:
+Rows that an attend needs and that are not in GPU memory cross the link. This measures three ways to
+move fewer of them, or to move them earlier, with consecutive queries of a model:
 
-- a cache of the heavy rows of earlier steps, the least recently used first to go;
-- a tail's sample that stays where it is for some steps, where it is drawn anew;
-- rows of the next layer that a guess of its query chooses: the layer's norm, its
-  query projection and its rotary embedding applied to what enters the layer before.
+- a cache of the heavy rows of earlier steps, which drops the least recently used rows;
+- a sample of the tail that stays the same for some steps, instead of a new one each time;
+- rows of the next layer, chosen with a prediction of its query: the layer's norm, query
+  projection and rotary embedding, applied to the input of the layer before it.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from spillway_lab.evaluation.workbench import Workbench
 
 CAPACITIES = (1, 2, 4, 8)
 GUESS_BUDGETS = (1, 2)
-# Steps that fill a cache before its hits count.
+# Steps that fill a cache before hits are counted.
 WARM_UP = 8
 _HEAVY = 2  # and above: the tail's strata
-# Hashes below it are the resident sample's: 1 % of 2^32, a model's default.
+# Tokens with hashes below this are in the resident sample: 1 % of 2^32, a model's default.
 _RESIDENT_LIMIT = int(0.01 * 2**32)
 _RESIDENT_SINK = 64
 
@@ -42,12 +42,12 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Step:
-    """What one KV head of one layer needs over the link in one step.
+    """The rows that one KV head of one layer needs in one step.
 
     Attributes:
-        heavy: Tokens that are heavy, neither sink nor window.
-        sampled: Tokens of the tail's sample, the GPU's resident ones among them.
-        moved: Of these those that are not in the resident sample.
+        heavy: Heavy tokens, without sink and window.
+        sampled: Sampled tokens of the tail, including those that are resident on the GPU.
+        moved: Heavy and sampled tokens that are not in the resident sample.
     """
 
     heavy: frozenset[int]
@@ -75,13 +75,13 @@ def run(bench: Workbench) -> None:
 
 
 def summed(layers: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Means over layers; shares are of rows, so layers with more rows weigh more."""
+    """Means over layers. Shares are weighted by the number of rows of each layer."""
 
     def mean(name: str) -> float:
         return float(np.mean([layer[name] for layer in layers]))
 
     def share(of: str, name: str, number: int | None = None) -> float | None:
-        """Of the rows `of` a layer; None where there are none."""
+        """Share of the rows `of` each layer, over all layers. None if there are no such rows."""
         told = [layer for layer in layers if layer[name] is not None]
         needed = sum(layer[of] for layer in told)
         if not needed:
@@ -105,12 +105,13 @@ def summed(layers: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def hit_share(steps: Sequence[Collection[int]], capacity: int, warm_up: int) -> float:
-    """Of the rows of steps from `warm_up` on, the share that a cache of earlier steps had.
+    """Share of the rows of the steps from `warm_up` on that are in a cache of earlier steps.
 
     Args:
-        steps: Rows that each step needs.
-        capacity: Rows that the cache holds; the least recently used goes first.
-        warm_up: Steps that only fill it.
+        steps: The rows that each step needs.
+        capacity: Number of rows that the cache can hold. The least recently used row is dropped
+            first.
+        warm_up: Number of steps that only fill the cache.
     """
     cache: OrderedDict[int, None] = OrderedDict()
     hits = needed = 0
@@ -127,21 +128,21 @@ def hit_share(steps: Sequence[Collection[int]], capacity: int, warm_up: int) -> 
 
 
 def kept_share(steps: Sequence[Collection[int]]) -> float:
-    """Of the rows of all steps but the first, the share that the step before had."""
+    """Share of the rows of all steps except the first that the previous step also had."""
     kept = sum(len(set(now) & set(before)) for before, now in zip(steps, steps[1:], strict=False))
     needed = sum(len(now) for now in steps[1:])
     return kept / needed if needed else 0.0
 
 
 def correlation(errors: Floats) -> float:
-    """Mean cosine of the errors [T, H, d] of neighbouring steps."""
+    """Mean cosine between the errors [T, H, d] of neighbouring steps."""
     a, b = errors[:-1], errors[1:]
     norms = np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1)
     return float(np.mean((a * b).sum(-1) / np.maximum(norms, 1e-30)))
 
 
 def resident_sample(layer: int, kv_head: int, token_count: int) -> npt.NDArray[np.bool_]:
-    """Which of the first tokens a GPU holds by default: host/core/keyed_hash.h in numpy."""
+    """Which of the first tokens a GPU keeps by default: host/core/keyed_hash.h in numpy."""
     a = _split_mix(_split_mix(layer << 32 | kv_head))
     multiplier, offset, mask = a & 0xFFFFFFFF | 1, a >> 32, _split_mix(a) & 0xFFFFFFFF
     with np.errstate(over="ignore"):
@@ -175,7 +176,7 @@ def _layer(
     held = [resident_sample(layer, h, visible[-1]) for h in heads]
     with rows_in_daemon(bench, recording, DEFAULT_INDEX, [layer]) as sequence:
         own = _steps(sequence, layer, queries, visible, held)
-        # The sample's phase is a function of the visible length.
+        # The phase of the sample depends only on the visible length, which is constant here.
         still = _steps(sequence, layer, queries, [visible[0]] * len(visible), held)
         budget = max(1, round(np.mean([len(own[h][t].heavy) for h in heads for t in range(8)])))
         errors = _errors(sequence, layer, queries, visible)
@@ -220,7 +221,7 @@ def _steps(
     visible: Sequence[int],
     held: Sequence[npt.NDArray[np.bool_]],
 ) -> list[list[Step]]:
-    """[H_kv][T]."""
+    """Returns the rows of each KV head and step, [H_kv][T]."""
     steps: list[list[Step]] = [[] for _ in held]
     for q, count in zip(queries, visible, strict=True):
         chosen = sequence.select(layer, q[None], Policy(), count)
@@ -244,7 +245,7 @@ def _errors(
     queries: npt.NDArray[np.float32],
     visible: Sequence[int],
 ) -> Floats:
-    """Outputs less those of exact attention, [T, H_q, d]."""
+    """Differences between outputs and those of exact attention, [T, H_q, d]."""
     made = []
     for policy in (Policy(), EXACT):
         outs = [
@@ -263,7 +264,7 @@ def _guessed_share(
     own: Sequence[Sequence[Step]],
     count: int,
 ) -> float:
-    """Of the heavy rows, the share that the guess's top `count` of a KV head have."""
+    """Share of the heavy rows that are among the top `count` rows for the predicted query."""
     policy = Policy(heavy=TopK(count=count), tail="none")
     found = needed = 0
     for t, (q, n) in enumerate(zip(guesses, visible, strict=True)):
@@ -276,7 +277,7 @@ def _guessed_share(
 
 
 def _guessed_queries(bench: Workbench, recording: Recording) -> dict[int, torch.Tensor]:
-    """Of each layer but the first a guess of the run's queries [T, H_q, d], float32."""
+    """Returns predicted queries [T, H_q, d], float32, for each layer except the first."""
     key = {"guessed queries": recording.name, "layers": list(bench.layers)}
     wanted = [layer for layer in bench.layers if layer > 0]
     if not bench.store.has(key):
@@ -311,7 +312,7 @@ def _guessed_queries(bench: Workbench, recording: Recording) -> dict[int, torch.
 def _rotated_query(
     model: Any, layer: Any, normed: torch.Tensor, positions: torch.Tensor
 ) -> npt.NDArray[np.float32]:
-    """The layer's queries [T, H_q, d] of normed hidden states [1, T, hidden]."""
+    """Returns the layer's queries [T, H_q, d] for normed hidden states [1, T, hidden]."""
     q = layer.self_attn.q_proj(normed)
     q = q.view(1, len(positions), -1, layer.self_attn.head_dim).transpose(1, 2)
     cos, sin = model.base_model.rotary_emb(normed, positions[None].to(normed.device))

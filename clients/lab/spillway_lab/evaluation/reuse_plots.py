@@ -1,4 +1,4 @@
-"""Picture of `reuse.json`."""
+"""Plot of `reuse.json`."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 from spillway_lab.evaluation import style
 
-# Of a cache, as a multiple of the heavy rows.
+# Capacity of a cache, as a multiple of the heavy rows.
 DRAWN_CAPACITIES = (1, 4)
 DRAWN_BUDGET = 2
 
 
 def draw(told: dict[str, Any], folder: Path) -> list[Path]:
-    """By layer: heavy rows that a cache or a prediction finds, and how few the heavy rows are."""
+    """Draws row counts by layer, and the shares of heavy rows that caches and predictions find."""
     found, parameters = told["found"], told["parameters"]
     layers = found["layers"]
     numbers = [layer["layer"] for layer in layers]

@@ -1,4 +1,4 @@
-"""The sections of an evaluation's page: what each experiment found, as Markdown."""
+"""The sections of an evaluation's page: the results of each experiment, as Markdown."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _equal_rows(equal: list[Told], reference: str) -> list[str]:
         (
             entry["label"],
             f"{entry['error']:.4f} ({between(entry['interval'])})",
-            # Where the reference has no error there is no ratio.
+            # If the reference has no error, there is no ratio.
             "-"
             if entry["ratio"] is None
             else f"{entry['ratio']:.2f} ({between(entry['ratio_interval'])})",
@@ -92,7 +92,7 @@ def guarantee(told: Told) -> list[str]:
                     f"{percent(cell['share'])} ({span(cell['interval'])})",
                     guarantee_plots.VERDICTS[cell["verdict"]],
                     _worst(cell["worst"]),
-                    # Older files do not have it.
+                    # Older files do not have this key.
                     percent(cell["none_share"]) if "none_share" in cell else "-",
                     f"{cell['rows']['mean']:,.0f}",
                 )
@@ -359,7 +359,7 @@ def longctx(told: Told) -> list[str]:
     def of_all_lengths(number: int) -> str:
         if number == 0:
             return "-"
-        # All methods score the other questions alike.
+        # All methods have the same score on the other questions.
         apart = [one["scores"][number] - one["scores"][0] for one in told["found"]["told_apart"]]
         more = np.pad(apart, (0, asked - len(apart)))
         seed = told["setting"]["seed"]
@@ -379,7 +379,7 @@ def longctx(told: Told) -> list[str]:
         counts = [f"{of(point):,}" for point in methods[0]["points"]]
         return counts[0] if len(set(counts)) == 1 else ", ".join(counts)
 
-    # Dense attention is the first.
+    # Dense attention is the first method.
     scored = [
         (
             method["label"],

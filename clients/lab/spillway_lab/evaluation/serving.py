@@ -1,4 +1,4 @@
-"""A daemon for as long as an evaluation runs."""
+"""Runs a daemon during an evaluation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from spillway_lab import serving
 
 
 def find_binary() -> Path:
-    """The daemon to run: $SPILLWAYD, else the one on the path."""
+    """Returns the daemon's program: $SPILLWAYD, or that on the PATH."""
     named = os.environ.get("SPILLWAYD") or shutil.which("spillwayd")
     if not named or not Path(named).exists():
         raise FileNotFoundError(
@@ -22,9 +22,9 @@ def find_binary() -> Path:
 
 
 def running_daemon(log: Path, device: str) -> AbstractContextManager[str]:
-    """Starts spillwayd, yields the target, ends it.
+    """Starts spillwayd, yields its target, and ends it.
 
-    Its audit is off, so that nothing changes what a policy does.
+    Its audit is off, so that nothing changes the effect of a policy.
     """
     flags = ("--device", device, "--audit-share", "0")
     return serving.running_daemon(find_binary(), log, *flags, timeout=60)

@@ -1,4 +1,4 @@
-"""What all sections of an evaluation share."""
+"""The settings that all sections of an evaluation share."""
 
 from __future__ import annotations
 
@@ -8,24 +8,23 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Setting:
-    """A model, a text, and where things run.
+    """A model, a text, and the devices.
 
     Attributes:
         model: Folder, name on the hub, or `.gguf` file.
-        texts: Text files, `.gz` or not, read one after the other.
-        output: Folder of the results.
-        token_count: Tokens of a stretch of text.
-        stretch_count: Stretches, the last of the text.
-        query_count: Queries of a stretch, spread over its last eighth.
-        layers: Layers that are measured; None is all.
-        seed: Of everything drawn at random.
-        device: Of the model, `cpu` or `cuda:0`.
-        daemon: Target of a running daemon; None starts one.
-        daemon_device: What a daemon started here runs on, as its `--device`.
-        calibration: Text that offline choices learn from; empty is the
-            evaluated text's beginning, before the stretches.
-        mlp: Hash weights of `spillway-lab train-hash`.
-        hashattention: Hash weights in HashAttention's form.
+        texts: Text files, `.gz` or not, which are concatenated.
+        output: Folder for the results.
+        token_count: Tokens of a segment (stretch) of the text.
+        stretch_count: Number of segments, from the end of the text.
+        query_count: Queries of a segment, spread over its last eighth.
+        layers: Layers that are measured. None means all.
+        seed: Seed of all random choices.
+        device: Device of the model, `cpu` or `cuda:0`.
+        daemon: Target of a running daemon. None means that one is started.
+        daemon_device: `--device` of a daemon that is started.
+        calibration: Text files for offline choices. Empty means the text before the segments.
+        mlp: File with hash weights of `spillway-lab train-hash`.
+        hashattention: File with hash weights in HashAttention's form.
     """
 
     model: str
@@ -45,5 +44,5 @@ class Setting:
 
     @property
     def work(self) -> Path:
-        """Where what is large, or can be made again, is kept."""
+        """Folder for large files, and files that can be made again."""
         return self.output / "work"

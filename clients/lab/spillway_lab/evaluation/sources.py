@@ -1,9 +1,8 @@
-"""Questions about Python sources, whose answers their syntax trees give.
+"""Questions about Python sources, whose answers are taken from their syntax trees.
 
-The text is files of Python's standard library, one after the other, each below
-a line with its name: `spillway-lab eval sources` writes it. A question is asked
-where the context holds its answer once, and the function or constant that it
-names once.
+The text consists of files of Python's standard library, each after a line with its name.
+`spillway-lab eval sources` writes it. A question is asked only if the context has its answer once,
+and the function or constant in the question once.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from pathlib import Path
 
 from spillway_lab.evaluation.tasks import Maker, Question, Task
 
-# Of sizes that a context of some thousand tokens holds a good part of.
+# Files of such sizes that a context of a few thousand tokens has a good part of one.
 FILES = (
     "argparse asynchat asyncore base64 bdb bz2 calendar cgi cgitb chunk cmd code codecs codeop "
     "colorsys compileall configparser contextlib copy csv difflib dis filecmp fileinput fnmatch "
@@ -37,22 +36,22 @@ _NAMED = re.compile(r"^#### File: (\S+) ####\n", re.MULTILINE)
 _BEFORE = (
     "Here are files of Python's standard library. Read them; a question about them follows.\n\n"
 )
-# Of messages and docstrings that are asked for: short, and without quotes.
+# Messages and docstrings that may be asked for: short, and without quotes.
 _TEXT = re.compile(r"[\w ,.:;()=<>/-]{8,60}")
-# Tokens of an answer, far more than any wanted one has.
+# Most tokens of an answer, far more than any correct answer needs.
 _NEW_TOKEN_COUNT = 32
 
 
 @dataclass(frozen=True)
 class Fact:
-    """What a file says, and how it is asked for.
+    """A fact in a file, and the question about it.
 
     Attributes:
-        kind: Of fact.
-        subject: What the question is about; asked only where it is one thing.
+        kind: Kind of fact.
+        subject: Subject of the question. It is asked only if there is one fact with this subject.
         text: The question.
-        start: How the answer begins, up to its first quote.
-        answer: The answer as the file has it.
+        start: Start of the answer, up to its first quote.
+        answer: The answer as it is written in the file.
     """
 
     kind: str
@@ -64,12 +63,12 @@ class Fact:
 
 @dataclass(frozen=True)
 class Piece:
-    """A statement of a file, of its top level or of a class's body.
+    """A statement of a file, at its top level or in the body of a class.
 
     Attributes:
         file: Name of the file.
-        text: With what precedes it.
-        facts: That it holds.
+        text: Text of the statement, with everything between it and the previous one.
+        facts: Facts in the statement.
     """
 
     file: str
@@ -78,19 +77,19 @@ class Piece:
 
 
 def write(output: Path, folder: Path | None = None) -> list[str]:
-    """Writes the text of a folder's files, by default this Python's own.
+    """Writes the text of the files in a folder, by default those of this Python.
 
     Returns:
-        Names of the files that it holds.
+        Names of the files in the text.
 
     Raises:
-        FileNotFoundError: The folder has none of them.
+        FileNotFoundError: The folder has none of the files.
     """
     folder = folder or Path(sysconfig.get_path("stdlib"))
     texts = {}
     for name in FILES:
         path = folder / f"{name}.py"
-        # Another version of Python may lack some.
+        # Other versions of Python may not have all of them.
         if path.exists():
             texts[f"{name}.py"] = _bounded(path.read_text())
     if not texts:
@@ -100,17 +99,17 @@ def write(output: Path, folder: Path | None = None) -> list[str]:
 
 
 def named(file: str) -> str:
-    """The line that precedes a file."""
+    """Returns the line before a file."""
     return f"#### File: {file} ####\n"
 
 
 def is_sources(text: str) -> bool:
-    """Whether a text is of files below their names."""
+    """Whether a text consists of files with lines that name them."""
     return _NAMED.match(text) is not None
 
 
 def read(text: str) -> list[Piece]:
-    """The pieces of a text of files, in order."""
+    """Returns the pieces of a text of files, in order."""
     parts = _NAMED.split(text)[1:]
     pieces: list[Piece] = []
     for file, source in zip(parts[::2], parts[1::2], strict=True):
@@ -119,7 +118,7 @@ def read(text: str) -> list[Piece]:
 
 
 def questions_about(count: int) -> Maker:
-    """Makes tasks of at most so many questions."""
+    """Returns a maker of tasks with at most `count` questions."""
 
     def make(rng: random.Random, pieces: Sequence[Piece], size: int) -> Task:
         held = pieces[:size]
@@ -131,7 +130,7 @@ def questions_about(count: int) -> Maker:
 
 
 def _bounded(source: str) -> str:
-    """The first statements of a source, and a line's end."""
+    """Returns the first statements of a source, up to the size limit, with a newline at the end."""
     lines = source.splitlines(keepends=True)
     for end in reversed(_ends(ast.parse(source))):
         text = "".join(lines[:end])
@@ -141,7 +140,7 @@ def _bounded(source: str) -> str:
 
 
 def _ends(tree: ast.Module) -> list[int]:
-    """The lines after which a source may be cut: where statements end."""
+    """Returns the lines after which a source may be cut: the ends of statements."""
     ends = set()
     for statement in tree.body:
         inner = statement.body if isinstance(statement, ast.ClassDef) else [statement]
@@ -160,7 +159,7 @@ def _pieces(file: str, source: str) -> Iterator[Piece]:
 
 
 def _told(pieces: Sequence[Piece]) -> Iterator[str]:
-    """The pieces' text, a name before those of each file."""
+    """Yields the text of the pieces, with the name of each file before its first piece."""
     file = ""
     for piece in pieces:
         if piece.file != file:
@@ -170,7 +169,7 @@ def _told(pieces: Sequence[Piece]) -> Iterator[str]:
 
 
 def _facts(file: str, tree: ast.Module, source: str) -> Iterator[tuple[int, Fact]]:
-    """Facts, and the line where what they are about begins."""
+    """Yields facts, each with the line where its statement begins."""
     for statement in tree.body:
         if isinstance(statement, ast.ClassDef):
             for inside in statement.body:
@@ -262,14 +261,14 @@ def _of_raises(file: str, name: str, function: ast.FunctionDef) -> Iterator[Fact
             )
     only = raised[0] if len(raised) == 1 else None
     kind = ast.unparse(only.func if isinstance(only, ast.Call) else only) if only else ""
-    # A class, not a variable.
+    # Only if it is a class and not a variable.
     if re.fullmatch(r"([a-z]\w*\.)?[A-Z]\w*", kind):
         text = f"In {file}, which exception does `{name}` raise?"
         yield Fact("exception", f"{name}!", text, f"The exception of `{name}` is `", kind)
 
 
 def _text(arguments: Sequence[ast.expr]) -> str | None:
-    """The text of what is called with nothing else."""
+    """Returns the text if it is the only argument of a call."""
     if len(arguments) == 1 and isinstance(arguments[0], ast.Constant):
         value = arguments[0].value
         return value if isinstance(value, str) and _TEXT.fullmatch(value) else None
@@ -277,7 +276,7 @@ def _text(arguments: Sequence[ast.expr]) -> str | None:
 
 
 def _literal(value: ast.expr, source: str) -> str | None:
-    """A number or a short string as the source has it; None for what can be guessed."""
+    """Returns a number or a short string as in the source. None if it could be guessed."""
     if isinstance(value, ast.UnaryOp) and isinstance(value.operand, ast.Constant):
         inner = value.operand.value
     elif isinstance(value, ast.Constant):
@@ -294,7 +293,7 @@ def _literal(value: ast.expr, source: str) -> str | None:
 
 
 def _askable(pieces: Sequence[Piece], context: str) -> list[Fact]:
-    """Facts whose subject the pieces have once and whose answer the context has once."""
+    """Returns facts whose subject occurs once in the pieces and whose answer once in context."""
     facts = [(piece.file, fact) for piece in pieces for fact in piece.facts]
     subjects = Counter((file, fact.subject) for file, fact in facts)
     return [
@@ -305,7 +304,7 @@ def _askable(pieces: Sequence[Piece], context: str) -> list[Fact]:
 
 
 def _has_once(context: str, answer: str) -> bool:
-    """Whether a text has an answer once, not counted where it is part of a word or number."""
+    """Whether an answer occurs once in a text, not counting parts of words or numbers."""
     found, at = 0, context.find(answer)
     while at >= 0 and found < 2:
         before, after = context[at - 1], context[at + len(answer) : at + len(answer) + 1]
@@ -315,11 +314,11 @@ def _has_once(context: str, answer: str) -> bool:
 
 
 def _drawn(rng: random.Random, facts: Sequence[Fact], count: int) -> list[Fact]:
-    """At most so many facts of different answers, kinds in turn; in the facts' order."""
+    """Draws up to `count` facts with different answers, evenly by kind, in the given order."""
     by_kind: dict[str, list[Fact]] = {}
     for fact in rng.sample(facts, len(facts)):
         by_kind.setdefault(fact.kind, []).append(fact)
-    # The first of each kind, then the second of each.
+    # The first fact of each kind, then the second of each kind, and so on.
     ranked = [
         (place, number, fact)
         for number, several in enumerate(by_kind.values())

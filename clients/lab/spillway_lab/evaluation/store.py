@@ -1,4 +1,4 @@
-"""What is finished, kept on disk, so that an interrupted evaluation goes on."""
+"""Stores finished parts on disk, so that an interrupted evaluation can continue."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Arrays = dict[str, npt.NDArray[Any]]
 
 
 def digest(parameters: Any) -> str:
-    """A short name of parameters, the same for equal ones."""
+    """Returns a short hash of parameters. Equal parameters have the same hash."""
     text = json.dumps(parameters, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 class Store:
-    """Arrays by the parameters that they were made with."""
+    """Arrays, with the parameters from which they were computed as keys."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -31,16 +31,16 @@ class Store:
         return self._folder / f"{digest(parameters)}.npz"
 
     def has(self, parameters: Mapping[str, Any]) -> bool:
-        """Whether they were made."""
+        """Whether arrays with these parameters are stored."""
         return self._path(parameters).exists()
 
     def get(self, parameters: Mapping[str, Any]) -> Arrays:
-        """What was made with these parameters."""
+        """Returns the arrays with these parameters."""
         with np.load(self._path(parameters)) as file:
             return {name: file[name] for name in file.files}
 
     def put(self, parameters: Mapping[str, Any], arrays: Arrays) -> None:
-        """Keeps arrays; all of them or, when interrupted, none."""
+        """Stores arrays. If interrupted, none of them is stored."""
         path = self._path(parameters)
         part = path.with_suffix(".part.npz")
         np.savez_compressed(part, **arrays)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""How pictures look: colours that the colour-blind tell apart, lines labelled at their ends."""
+"""Style of the plots: colours for the colour-blind, and lines with labels at their ends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 from PIL import Image
 
-# Okabe and Ito's.
+# The palette of Okabe and Ito.
 BLACK, ORANGE, SKY, GREEN, YELLOW, BLUE, RED, PURPLE = (
     "#000000",
     "#e69f00",
@@ -39,21 +39,21 @@ KIND_COLOURS = {
     "dense": BLACK,
     "window": GREY,
 }
-# What a kind is called at its curve; others as they are.
+# Labels of kinds at their curves. Other kinds have their own name.
 KIND_LABELS = {"ours": "Spillway", "its lemmas": "vAttention's lemmas"}
-# Of the lines of other methods, beside Spillway's.
+# Opacity of the lines of other methods, next to Spillway's.
 MUTED = 0.6
 DPI = 110
-# Behind a label: it stays readable where a line passes below.
+# White outline of a label, so that it is readable on top of a line.
 HALO = [withStroke(linewidth=2.5, foreground="white")]
-# A title's characters per inch.
+# Characters of a title per inch.
 TITLE_DENSITY = 11.5
 
 
 def make_figure(width: float, height: float, title: str) -> Figure:
-    """An empty figure; long titles get two lines of about the same length."""
+    """Makes an empty figure. Long titles get lines of about the same length."""
     figure = Figure(figsize=(width, height), layout="constrained")
-    # No line begins with a percent sign.
+    # A line must not begin with a percent sign.
     title = title.replace(" %", "\u00a0%")
     lines = math.ceil(len(title) / (TITLE_DENSITY * width))
     clauses = title.split("; ")
@@ -66,7 +66,7 @@ def make_figure(width: float, height: float, title: str) -> Figure:
 
 
 def save(figure: Figure, told: dict[str, Any], path: Path) -> Path:
-    """Writes a picture with a caption: the model and its text, where and when."""
+    """Writes a plot with a caption: the model and its text, hardware and date."""
     hardware = told["hardware"]
     if "model" in told:
         where = hardware["model_device"]
@@ -76,17 +76,17 @@ def save(figure: Figure, told: dict[str, Any], path: Path) -> Path:
         where = "; ".join(hardware["daemon_devices"])
         what = "generated data"
     text = f"{what}; {where}, {told['date'].split()[0]}"
-    # Below all that is drawn: a tight box makes room for it.
+    # Below everything else: the tight bounding box makes space for it.
     figure.draw_without_rendering()
     figure.set_layout_engine("none")
     for legend in figure.legends:
-        # Else it moves with the box.
+        # Otherwise it would move with the bounding box.
         legend.set_bbox_to_anchor((0, 0, 1, 1), figure.transFigure)
     bottom = figure.get_tightbbox().y0 / figure.get_size_inches()[1]
     figure.text(0.004, bottom - 0.01, text, fontsize=7, color="gray", va="top")
     drawn = io.BytesIO()
     figure.savefig(drawn, dpi=DPI, bbox_inches="tight", pad_inches=0.06)
-    # A palette makes the file a third as large.
+    # A palette reduces the file to a third of its size.
     Image.open(drawn).convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE).save(
         path, optimize=True
     )
@@ -94,14 +94,14 @@ def save(figure: Figure, told: dict[str, Any], path: Path) -> Path:
 
 
 def tokens(count: int) -> str:
-    """A number of tokens: 8K for 8,192, 119K for 118,784."""
+    """Formats a number of tokens: 8K for 8,192, 119K for 118,784."""
     if count % 1024 == 0 and (count & (count - 1)) == 0:
         return f"{count // 1024}K"
     return f"{count:,}" if count < 10_000 else f"{count / 1000:.0f}K"
 
 
 def text_of(told: dict[str, Any], exact: bool = False) -> str:
-    """What the model read; exact: with its tokens' number, not 8K."""
+    """States which text the model read. exact: with the exact number of tokens instead of 8K."""
     setting = told["setting"]
     files = ", ".join(file["name"] for file in told["text"]["files"])
     if "lengths" in told["parameters"]:
@@ -113,21 +113,21 @@ def text_of(told: dict[str, Any], exact: bool = False) -> str:
 
 
 def minor_label(value: float, _position: float) -> str:
-    """Labels 2 and 5 of each decade of a logarithmic axis."""
+    """Labels the values 2 and 5 of each decade of a logarithmic axis."""
     return f"{value:,g}" if f"{value:e}"[0] in "25" else ""
 
 
 def label_ends(axes: Axes, labels: Sequence[tuple[float, float, str, str]], lines: int = 1) -> None:
-    """Writes labels right of points, moved apart where they would overlap.
+    """Writes labels to the right of points, and moves them apart if they would overlap.
 
     Args:
-        axes: With their limits and scales final.
-        labels: x, y, text and colour of each.
-        lines: Of a label.
+        axes: Axes, with final limits and scales.
+        labels: x, y, text and colour of each label.
+        lines: Number of lines of a label.
     """
     figure = axes.figure
     assert isinstance(figure, Figure)
-    # The smallest distance of two baselines, in points of the axes' height.
+    # The smallest distance between two baselines, as a share of the axes' height.
     height = figure.get_size_inches()[1] * 72 * axes.get_position().height
     apart = 10.5 * lines / height
     to_axes = axes.transData + axes.transAxes.inverted()

@@ -1,4 +1,4 @@
-"""What is told of the outcome of one way of attending."""
+"""Summaries of the outcome of one way of attending."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from spillway_lab.evaluation.attends import Outcome
 
 
 def by_position(values: npt.NDArray[Any], positions: npt.NDArray[np.int64]) -> intervals.Doubles:
-    """Means over layers, heads and draws of each query position.
+    """Means over layers, heads and draws, for each query position.
 
     Args:
         values: [L, Q] or [L, Q, heads].
-        positions: Which position each of the Q draws is of, [Q].
+        positions: Query position of each of the Q draws, [Q].
     """
     axes = (0,) if values.ndim == 2 else (0, 2)
     means = values.mean(axis=axes, dtype=np.float64)
@@ -24,7 +24,7 @@ def by_position(values: npt.NDArray[Any], positions: npt.NDArray[np.int64]) -> i
 
 
 def positions_of(outcome: Outcome) -> npt.NDArray[np.int64]:
-    """Each query a position of its own, [Q]."""
+    """Returns positions that treat each query as its own, [Q]."""
     return np.arange(len(outcome.visible))
 
 
@@ -74,7 +74,7 @@ def violations(
             "layer": layer,
             "head": head,
             "share": worst,
-            # Draws of a position count as one.
+            # Several draws of a position count as one.
             "interval": intervals.wilson(worst, count),
         },
         "by_layer": beyond.mean(axis=(1, 2)).tolist(),

@@ -1,8 +1,7 @@
-"""Tasks over long texts, made from templates after RULER (arXiv 2404.06654).
+"""Tasks over long texts, made from templates like those of RULER (arXiv 2404.06654).
 
-Each makes a context of a wanted length, questions, and the strings that an
-answer must hold. The haystack is the evaluated text, where the template wants
-one.
+Each task has a context of a given length, questions, and the strings that an answer must contain.
+The haystack is the evaluated text, if the template has one.
 """
 
 from __future__ import annotations
@@ -30,15 +29,15 @@ NOUNS = (
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked about a context.
+    """A question about a context.
 
     Attributes:
-        text: What follows the context, and is decoded sparsely as the answer is.
-        start: How the answer begins, in the model's mouth.
-        answers: What it must hold, each worth the same.
-        new_token_count: Tokens it may take.
-        quoted: The answer is one, and what comes before a backtick or the
-            line's end must be it, but for quotes, spaces and case.
+        text: Text after the context. It is decoded sparsely, like the answer.
+        start: Start of the answer, which is given to the model.
+        answers: Strings that the answer must contain. Each has the same weight.
+        new_token_count: Most tokens of the answer.
+        quoted: Whether there is only one answer, which must be equal to the text before the first
+            backtick or line end, apart from quotes, spaces and case.
     """
 
     text: str
@@ -48,48 +47,48 @@ class Question:
     quoted: bool = False
 
     def score(self, answer: str) -> float:
-        """Share of the answers that a text gives, whatever their case."""
+        """Share of the answers that a text contains, ignoring case."""
         if self.quoted:
             return float(_plain(_quoted(answer)) == _plain(self.answers[0]))
         return sum(wanted.lower() in answer.lower() for wanted in self.answers) / len(self.answers)
 
     def ended(self, answer: str) -> bool:
-        """Whether nothing that follows changes the score."""
+        """Whether further text cannot change the score."""
         if self.quoted:
             return _quoted(answer) != answer
         return self.score(answer) == 1
 
 
 def _quoted(answer: str) -> str:
-    """What comes before a backtick or the line's end."""
+    """Returns the text before the first backtick or line end."""
     return re.split("[`\n]", answer, maxsplit=1)[0]
 
 
 def _plain(text: str) -> str:
-    """Without quotes and spaces, in lower case."""
+    """Returns the text without quotes and spaces, in lower case."""
     return re.sub(r"[\s'\"]", "", text).lower()
 
 
 @dataclass(frozen=True)
 class Task:
-    """Questions over a context.
+    """Questions about a context.
 
     Attributes:
-        context: What is read densely.
-        questions: Asked each by itself.
+        context: Text that is read densely.
+        questions: The questions, each asked separately.
     """
 
     context: str
     questions: tuple[Question, ...]
 
 
-# Makes a task out of so many pieces of a text (sentences, where the task does
-# not say otherwise), or as long as if it did.
+# Makes a task from the given number of pieces of a text (usually sentences), or one of about the
+# same length.
 Maker = Callable[[random.Random, Sequence[Any], int], Task]
 
 
 def _keys(rng: random.Random, count: int) -> list[str]:
-    """Different keys."""
+    """Returns different keys."""
     pairs = [f"{adjective}-{noun}" for adjective in ADJECTIVES for noun in NOUNS]
     return rng.sample(pairs, count)
 
@@ -108,7 +107,7 @@ def _ask(key: str, value: str) -> Question:
 
 
 def _value(rng: random.Random) -> str:
-    """A needle's number."""
+    """Returns the number of a needle."""
     return str(rng.randrange(1_000_000, 10_000_000))
 
 
@@ -119,7 +118,7 @@ _BEFORE = (
 
 
 def needle_at(depth: float) -> Maker:
-    """One needle at a depth of the haystack, 0 its beginning and 1 its end."""
+    """Returns a maker of tasks with one needle at a depth, 0 (start) to 1 (end of the haystack)."""
 
     def make(rng: random.Random, sentences: Sequence[str], size: int) -> Task:
         key, value = _keys(rng, 1)[0], _value(rng)
@@ -131,12 +130,12 @@ def needle_at(depth: float) -> Maker:
 
 
 def single_key(rng: random.Random, sentences: Sequence[str], size: int) -> Task:
-    """RULER's niah_single_2: one needle anywhere in an essay."""
+    """RULER's niah_single_2: one needle at a random position of an essay."""
     return needle_at(rng.random())(rng, sentences, size)
 
 
 def multi_key(rng: random.Random, sentences: Sequence[str], size: int) -> Task:
-    """RULER's niah_multikey_1: four needles of different keys, one of them asked for."""
+    """RULER's niah_multikey_1: four needles with different keys, one of which is asked for."""
     keys = _keys(rng, 4)
     values = [_value(rng) for _ in keys]
     hay = list(sentences[:size])
@@ -146,7 +145,7 @@ def multi_key(rng: random.Random, sentences: Sequence[str], size: int) -> Task:
 
 
 def variable_tracking(rng: random.Random, sentences: Sequence[str], size: int) -> Task:
-    """RULER's vt: a chain of five assignments among the text; all names of the value."""
+    """RULER's vt: a chain of five assignments; asks for all variables that have the value."""
     names = ["".join(rng.choices(string.ascii_uppercase, k=5)) for _ in range(5)]
     value = str(rng.randrange(10_000, 100_000))
     chain = [f"VAR {names[0]} = {value}"]
@@ -154,7 +153,7 @@ def variable_tracking(rng: random.Random, sentences: Sequence[str], size: int) -
         f"VAR {after} = VAR {before}" for before, after in zip(names, names[1:], strict=False)
     ]
     hay = list(sentences[:size])
-    # In order: an assignment comes after the one that it takes from.
+    # In order: an assignment comes after the one whose variable it uses.
     at = sorted(rng.randrange(len(hay) + 1) for _ in chain)
     for place, line in reversed(list(zip(at, chain, strict=True))):
         hay.insert(place, f"{line}.")
@@ -171,7 +170,7 @@ def variable_tracking(rng: random.Random, sentences: Sequence[str], size: int) -
 
 
 def common_words(rng: random.Random, sentences: Sequence[str], size: int) -> Task:
-    """RULER's cwe: ten words that occur thirty times among words that occur three times."""
+    """RULER's cwe: ten words that occur thirty times, among words that occur three times."""
     words = _keys(rng, 10 + max(1, size // 3))
     common, rare = words[:10], words[10:]
     listed = common * 30 + rare * 3
@@ -202,17 +201,17 @@ def sized(
     count_tokens: Callable[[Task], int],
     token_count: int,
 ) -> Task:
-    """The longest task of a maker that fits a number of tokens, by bisection.
+    """Finds the longest task of a maker that fits a number of tokens, by bisection.
 
     Args:
-        maker: Of the task.
-        seed: Of all its draws.
-        pieces: Of the haystack.
-        count_tokens: Tokens of a task's longest prompt and answer.
-        token_count: Most of them.
+        maker: Maker of the task.
+        seed: Seed of all its random choices.
+        pieces: Pieces of the haystack.
+        count_tokens: Returns the tokens of a task's longest prompt with its answer.
+        token_count: Largest such number.
 
     Raises:
-        ValueError: The haystack is too short, or nothing fits.
+        ValueError: The haystack is too short, or no task fits.
     """
 
     def made(size: int) -> Task:

@@ -1,4 +1,4 @@
-"""The model, its recordings and the daemon, each made when it is first needed."""
+"""The model, its recordings and the daemon, each created on first use."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CALIBRATION_TOKEN_COUNT = 8192
 
 
 class Workbench:
-    """Everything that sections measure with; use it as a context manager."""
+    """Everything that sections need to measure. Use it as a context manager."""
 
     def __init__(self, setting: Setting, console: Console) -> None:
         self.setting = setting
@@ -56,10 +56,10 @@ class Workbench:
     # The language model.
 
     def load(self, factor: float | None = None) -> Any:
-        """The language model; one at a time is kept.
+        """Returns the language model. Only one is kept at a time.
 
         Args:
-            factor: YaRN's; None is what the stretches' length needs.
+            factor: Factor of YaRN. None means that for the length of the segments.
         """
         factor = self.factor if factor is None else factor
         if self._loaded is None or self._loaded[0] != factor:
@@ -70,17 +70,17 @@ class Workbench:
 
     @cached_property
     def factor(self) -> float:
-        """YaRN's factor for the stretches' length."""
+        """YaRN's factor for the length of the segments."""
         return language.yarn_factor(self.setting.model, self.setting.token_count)
 
     @cached_property
     def shapes(self) -> Shapes:
-        """Of the model's attention."""
+        """Shapes of the model's attention."""
         return shapes_of(language.load_config(self.setting.model))
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The model's."""
+        """Tokenizer of the model."""
         return language.load_tokenizer(self.setting.model)
 
     @cached_property
@@ -90,7 +90,7 @@ class Workbench:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Layers that are measured."""
+        """The layers that are measured."""
         if self.setting.layers is None:
             return tuple(range(self.shapes.layer_count))
         return self.setting.layers
@@ -99,7 +99,7 @@ class Workbench:
 
     @cached_property
     def first_token(self) -> int:
-        """Where the evaluated part of the text begins."""
+        """Position at which the evaluated part of the text begins."""
         setting = self.setting
         first = len(self.tokens) - setting.stretch_count * setting.token_count
         if first < 0:
@@ -111,7 +111,7 @@ class Workbench:
 
     @cached_property
     def recordings(self) -> list[Recording]:
-        """The evaluated stretches, the last of the text."""
+        """Recordings of the evaluated segments, which are at the end of the text."""
         count = self.setting.token_count
         made = []
         for stretch in range(self.setting.stretch_count):
@@ -136,7 +136,7 @@ class Workbench:
 
     @cached_property
     def calibration(self) -> Recording:
-        """A stretch to make offline choices on, none of it evaluated."""
+        """Recording of a segment for offline choices. No part of it is evaluated."""
         if self.setting.calibration:
             tokens = language.tokenize(self.tokenizer, self.setting.calibration)
         else:
@@ -155,7 +155,7 @@ class Workbench:
 
     @cached_property
     def client(self) -> Client:
-        """A connection to the daemon."""
+        """The client of the daemon."""
         target = self.setting.daemon
         if target is None:
             log = self.setting.work / "spillwayd.log"
@@ -164,12 +164,12 @@ class Workbench:
 
     @property
     def daemon_told(self) -> dict[str, Any]:
-        """What tells this daemon's results from another's."""
+        """What distinguishes the results of this daemon from those of another."""
         info = self.client.server_info
         return {"version": info.version, "device": info.devices[0].name.split(":")[0]}
 
     def daemon_model(self, index: Index, scaling: float) -> Model:
-        """The daemon's model of an index."""
+        """Returns the daemon's model for an index. Creates it if necessary."""
         if index not in self._models:
             made = create_model(self.client, index, self.shapes, scaling, self._upload)
             self._exits.callback(self._delete, made)
@@ -182,7 +182,7 @@ class Workbench:
         self.client.delete_model(model)
 
     def _upload(self, index: Index) -> Path | None:
-        """The file that an index needs, made if it is not there."""
+        """Returns the file that an index needs, or None. Writes it if it does not exist."""
         if index.weights is not None:
             return index.weights
         folder = self.setting.work / "uploads"
@@ -205,5 +205,5 @@ class Workbench:
     # Progress.
 
     def progress(self, what: str) -> Progress:
-        """A progress bar."""
+        """Returns a progress bar."""
         return _console.progress(what, self.console)

@@ -1,4 +1,4 @@
-"""Trains the hash functions that `Selector hamming` ranks keys by."""
+"""Trains the hash functions for the selector `hamming`."""
 
 from spillway_lab.training.hash_mlp import HashMlp, Hyperplanes, describe_hash, save_hash
 from spillway_lab.training.published import import_hata, import_spotlight

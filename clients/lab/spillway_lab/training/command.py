@@ -36,7 +36,7 @@ console = Console()
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """What cannot be used is the command line's error."""
+    """Turns ValueErrors into errors of the command line."""
     try:
         yield
     except ValueError as error:
@@ -44,7 +44,7 @@ def _refusals() -> Iterator[None]:
 
 
 def _load(model: str, device: torch.device) -> tuple[Any, Any]:
-    """A model without its head, and its tokenizer; of a folder, a name or a GGUF file."""
+    """Loads a model without its head, and its tokenizer, from a folder, a name or a GGUF file."""
     from transformers import AutoModel, AutoTokenizer
     from transformers.utils import logging
 
@@ -55,7 +55,7 @@ def _load(model: str, device: torch.device) -> tuple[Any, Any]:
 
 
 def _layers(text: str, layer_count: int) -> list[int]:
-    """The layers that "0,4-6" names."""
+    """Parses a list of layers such as "0,4-6". Empty means all."""
     if not text:
         return list(range(layer_count))
     layers: set[int] = set()
@@ -67,7 +67,7 @@ def _layers(text: str, layer_count: int) -> list[int]:
 
 
 def _named(layers: list[int]) -> str:
-    """Layers as `_layers` reads them."""
+    """Formats layers so that `_layers` can read them."""
     runs: list[list[int]] = []
     for layer in layers:
         if runs and runs[-1][-1] == layer - 1:
@@ -84,7 +84,7 @@ def _device(name: str) -> torch.device:
 
 
 class _Parts:
-    """Layers that are trained, so that an interrupted training goes on."""
+    """The layers that are already trained, so that an interrupted training can continue."""
 
     def __init__(self, folder: Path, traces: Traces, training: Training) -> None:
         self.folder = folder
@@ -95,7 +95,7 @@ class _Parts:
         return self.folder / f"layer_{layer:03d}.safetensors"
 
     def read(self, layer: int) -> tuple[dict[str, torch.Tensor], LayerResult] | None:
-        """A layer that was trained alike, or nothing."""
+        """Returns a layer that was trained with the same options, or None."""
         path = self._path(layer).with_suffix(".json")
         if not path.exists():
             return None
@@ -108,14 +108,14 @@ class _Parts:
         self.folder.mkdir(parents=True, exist_ok=True)
         save_file(tensors, self._path(result.layer))
         told = {"key": self.key, **dataclasses.asdict(result)}
-        # Last: a layer counts when this is there.
+        # Written last: a layer counts as trained if this file exists.
         part = self.folder / "part.json"
         part.write_text(json.dumps(told))
         part.replace(self._path(result.layer).with_suffix(".json"))
 
 
 def _means(results: list[LayerResult]) -> tuple[float, float, float]:
-    """Over layers and heads: of the trained codes, of LSH's, and their ratio."""
+    """Means over layers and heads: IoU of the trained codes, that of LSH, and their ratio."""
     iou = [x for r in results for x in r.iou]
     lsh = [x for r in results for x in r.lsh_iou]
     return sum(iou) / len(iou), sum(lsh) / len(lsh), sum(iou) / sum(lsh)
@@ -223,7 +223,7 @@ def train_hash(
         raise typer.BadParameter(f"{hash_bits} is not a multiple of 32", param_hint="--hash-bits")
     where = _device(device)
     if method == "hashattention":
-        # As published: keys as they are, an MLP a query head, 128 wide.
+        # As published: keys without centring, one MLP per query head, 128 wide.
         per_query_head = raw_keys = True
         hidden = hidden or 128
     training = Training(
@@ -299,7 +299,7 @@ def _traces(
     device: torch.device,
     seed: int,
 ) -> Traces:
-    """The traces of the folder, if they are what is asked for, or new ones."""
+    """Returns the traces in the folder if they have these options, or collects new ones."""
     asked = {
         "model": model,
         "texts": [[str(text), text.stat().st_size] for text in texts],

@@ -1,4 +1,4 @@
-"""Hash functions: the MLPs that the daemon serves, their files, and random hyperplanes."""
+"""Hash functions: the MLPs that the daemon supports, their files, and random hyperplanes."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _FORMAT = "spillway hash MLPs"
 
 
 class HashMlp(nn.Module):
-    """One MLP a head: z = SiLU(x W1 + b1) (+ x), y = z W2 (+ b2) (+ z), bit j = y_j > 0.
+    """One MLP per head: z = SiLU(x W1 + b1) (+ x), y = z W2 (+ b2) (+ z), bit j = y_j > 0.
 
-    The terms with x and z are those of the residual form. Parameters: w1
-    [H, d, hidden], b1 [H, hidden], w2 [H, hidden, b] and, if given, b2 [H, b].
+    The residual form has the terms (+ x) and (+ z). Parameters: w1 [H, d, hidden], b1 [H, hidden],
+    w2 [H, hidden, b] and optionally b2 [H, b].
     """
 
     def __init__(
@@ -42,9 +42,9 @@ class HashMlp(nn.Module):
 
     @classmethod
     def linear(cls, weight: torch.Tensor) -> HashMlp:
-        """What computes x W to rounding, W [H, d, b]: SiLU(x) - SiLU(-x) is x.
+        """Returns an MLP that computes x W up to rounding, W [H, d, b]: SiLU(x) - SiLU(-x) is x.
 
-        Its hidden layer is 2 d wide.
+        Its hidden layer has width 2 d.
         """
         head_count, head_dim, _ = weight.shape
         eye = torch.eye(head_dim).expand(head_count, -1, -1)
@@ -64,7 +64,7 @@ class HashMlp(nn.Module):
         input_scale: torch.Tensor,
         generator: torch.Generator,
     ) -> HashMlp:
-        """Gaussian weights, the first divided by the inputs' size, [H]."""
+        """Gaussian weights. The first are divided by input_scale [H], the size of the inputs."""
 
         def normal(*shape: int) -> torch.Tensor:
             made = torch.randn(shape, generator=generator) / math.sqrt(shape[1])
@@ -77,7 +77,7 @@ class HashMlp(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """y [H, n, b] of x [H, n, d]."""
+        """Returns y [H, n, b] for x [H, n, d]."""
         z = functional.silu(torch.baddbmm(self.b1[:, None], x, self.w1))
         if self.residual:
             z = z + x
@@ -87,7 +87,7 @@ class HashMlp(nn.Module):
         return y + z if self.residual else y
 
     def tensors(self, layer: int) -> dict[str, torch.Tensor]:
-        """What a file holds of them, float32 on the CPU."""
+        """Returns the tensors for a file, float32 on the CPU."""
         parts = {"w1": self.w1, "b1": self.b1, "w2": self.w2, "b2": self.b2}
         return {
             f"layers.{layer}.{name}": part.detach().float().cpu().contiguous()
@@ -97,7 +97,7 @@ class HashMlp(nn.Module):
 
 
 class ThreeLayerMlp(nn.Module):
-    """One MLP a head: y = SiLU(SiLU(x W1 + b1) W2 + b2) W3 + b3."""
+    """One MLP per head: y = SiLU(SiLU(x W1 + b1) W2 + b2) W3 + b3."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class ThreeLayerMlp(nn.Module):
         input_scale: torch.Tensor,
         generator: torch.Generator,
     ) -> None:
-        """Gaussian weights, the first divided by the inputs' size, [H]."""
+        """Gaussian weights. The first are divided by input_scale [H], the size of the inputs."""
         super().__init__()
         device = input_scale.device
         widths = (head_dim, hidden_dim, hidden_dim, hash_bits)
@@ -124,7 +124,7 @@ class ThreeLayerMlp(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """y [H, n, b] of x [H, n, d]."""
+        """Returns y [H, n, b] for x [H, n, d]."""
         last = len(self.weights) - 1
         for i, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
             x = torch.baddbmm(bias[:, None], x, weight)
@@ -132,7 +132,7 @@ class ThreeLayerMlp(nn.Module):
         return x
 
     def tensors(self, layer: int, prefix: str = "") -> dict[str, torch.Tensor]:
-        """What a file holds of them, float32 on the CPU."""
+        """Returns the tensors for a file, float32 on the CPU."""
         found = {}
         for i, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True), 1):
             for name, part in ((f"w{i}", weight), (f"b{i}", bias)):
@@ -142,7 +142,7 @@ class ThreeLayerMlp(nn.Module):
 
 
 class HashAttentionMlps(nn.Module):
-    """HashAttention's pair (arXiv 2412.14468): keys and queries have MLPs of their own."""
+    """The pair of HashAttention (arXiv 2412.14468): keys and queries have different MLPs."""
 
     def __init__(self, of_keys: ThreeLayerMlp, of_queries: ThreeLayerMlp) -> None:
         super().__init__()
@@ -150,18 +150,18 @@ class HashAttentionMlps(nn.Module):
         self.of_queries = of_queries
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """y [H, n, b] of keys [H, n, d]."""
+        """Returns y [H, n, b] for keys [H, n, d]."""
         made = self.of_keys(x)
         assert isinstance(made, torch.Tensor)
         return made
 
     def tensors(self, layer: int) -> dict[str, torch.Tensor]:
-        """What a file holds of them, float32 on the CPU."""
+        """Returns the tensors for a file, float32 on the CPU."""
         return self.of_keys.tensors(layer) | self.of_queries.tensors(layer, "query_")
 
 
 class Hyperplanes(nn.Module):
-    """LSH: the signs of x R, the columns of R [d, b] being those of random rotations."""
+    """LSH: the signs of x R. The columns of R [d, b] are those of random rotations."""
 
     def __init__(self, head_dim: int, hash_bits: int, seed: int, device: torch.device) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ class Hyperplanes(nn.Module):
         self.planes = torch.cat(rotations, dim=1)[:, :hash_bits].to(device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """y [H, n, b] of x [H, n, d]."""
+        """Returns y [H, n, b] for x [H, n, d]."""
         return x @ self.planes
 
 
@@ -183,10 +183,10 @@ def save_hash(
     """Writes the file that `Client.upload_hash_weights` sends.
 
     Args:
-        path: Where; replaced at once when complete.
+        path: File to write. An existing file is replaced only when the new one is complete.
         tensors: `HashMlp.tensors` of every layer.
         layer_count: Transformer layers.
-        described: What `Client.create_model` is to be told.
+        described: The hash for `Client.create_model`.
     """
     missing = [layer for layer in range(layer_count) if f"layers.{layer}.w1" not in tensors]
     if missing:
@@ -202,10 +202,10 @@ def save_hash(
 
 
 def describe_hash(path: str | Path) -> MlpHash:
-    """What to create a model with for the weights of a file of `save_hash`.
+    """Returns the hash for `Client.create_model` for a file of `save_hash`.
 
     Raises:
-        ValueError: The file says nothing of it, or is none of safetensors.
+        ValueError: The file does not describe its hash, or is not a safetensors file.
     """
     try:
         with safe_open(path, framework="pt") as file:

@@ -1,4 +1,4 @@
-"""Weights that were published for other systems, as files that the daemon loads."""
+"""Converts weights that were published for other systems to files for the daemon."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from spillway_lab.training.hash_mlp import HashMlp
 def _load(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    # Of what torch has not saved, it raises what its unpickler stumbles over.
+    # For files that torch did not save, torch.load raises various errors of its unpickler.
     except Exception as error:
         raise ValueError(f"{path} is not a file that torch.save wrote: {error}") from error
 
@@ -22,19 +22,19 @@ def _load(path: Path) -> Any:
 def import_spotlight(path: Path, layer_count: int) -> tuple[dict[str, torch.Tensor], MlpHash]:
     """Reads a checkpoint of Spotlight Attention (github.com/wenhaoli-xmu/spotlight).
 
-    It is a list of tensors without names, four a layer: P1 [1, H_q, d, d], c1
-    [1, H_q, 1, d], P2, c2; the code of x is the signs of z P2 + c2 + z with
-    z = SiLU(x P1 + c1) + x, one function a query head, keys as they are.
+    It is a list of tensors without names, four per layer: P1 [1, H_q, d, d], c1 [1, H_q, 1, d], P2,
+    c2. The code of x consists of the signs of z P2 + c2 + z with z = SiLU(x P1 + c1) + x. There is
+    one function per query head, and keys are not centred.
 
     Args:
         path: The `.pth` file.
-        layer_count: Layers of the model it is for.
+        layer_count: Number of layers of the model.
 
     Returns:
-        Tensors for `save_hash` and what they are.
+        Tensors for `save_hash`, and their description.
 
     Raises:
-        ValueError: The file is not such a list for as many layers.
+        ValueError: The file is not such a list for this number of layers.
     """
     loaded = _load(path)
     if not isinstance(loaded, list) or not all(torch.is_tensor(t) for t in loaded):
@@ -65,18 +65,18 @@ def import_spotlight(path: Path, layer_count: int) -> tuple[dict[str, torch.Tens
 def import_hata(folder: Path) -> tuple[dict[str, torch.Tensor], int, MlpHash]:
     """Reads the layers of HATA (github.com/gpzlx1/HATA).
 
-    hash_weight_layer_00.pt and so on hold W [H_kv, d, bits] each; the code of x
-    is the signs of x W, keys as they are. As an MLP: SiLU(x) - SiLU(-x) is x, so
-    a hidden layer of 2 d computes x W to rounding.
+    hash_weight_layer_00.pt and so on have W [H_kv, d, bits] each. The code of x consists of the
+    signs of x W, and keys are not centred. It is converted to an MLP: SiLU(x) - SiLU(-x) is x, so a
+    hidden layer of width 2 d computes x W up to rounding.
 
     Args:
-        folder: Of the files.
+        folder: Folder with the files.
 
     Returns:
-        Tensors for `save_hash`, the number of layers, and what they are.
+        Tensors for `save_hash`, the number of layers, and the description of the tensors.
 
     Raises:
-        ValueError: A file is missing or misshapen.
+        ValueError: A file is missing or has a wrong shape.
     """
     paths = sorted(folder.glob("hash_weight_layer_*.pt"))
     wanted = [folder / f"hash_weight_layer_{layer:02d}.pt" for layer in range(len(paths))]

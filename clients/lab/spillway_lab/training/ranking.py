@@ -1,12 +1,11 @@
-"""Which keys a query should find, whether codes find them, and the loss that teaches it.
+"""The true top keys of queries, how well codes find them, and the losses for training.
 
-The loss is Spotlight Attention's (arXiv 2508.19740, equations 7 and 8): the
-estimated score of every key among a query's true top shall exceed that of every
-other key, by Bradley-Terry's probability with a margin; signs are smoothed by a
-soft sign while training.
+The ranking loss is that of Spotlight Attention (arXiv 2508.19740, equations 7 and 8): the estimated
+score of every key in a query's true top should exceed that of every other key, by the Bradley-Terry
+probability with a margin. In training, signs are smoothed by a soft sign.
 
-Shapes: H heads that hash keys, G query heads that share each (1 with an MLP per
-query head), Q queries, n keys, b bits.
+Shapes: H heads that hash keys, G query heads that share each of them (1 with one MLP per query
+head), Q queries, n keys, b bits.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ def softsign(y: torch.Tensor, gamma: float) -> torch.Tensor:
 
 
 def top_counts(visible: torch.Tensor, share: float) -> torch.Tensor:
-    """How many of the visible keys are a query's true top, rounded up: int64, as `visible`."""
+    """Number of visible keys in a query's true top, rounded up; int64, shaped like `visible`."""
     return (visible * share).ceil().long().clamp(min=1)
 
 
 def true_scores(queries: torch.Tensor, keys: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-    """q.k, and -inf where a query does not see a key.
+    """Returns q.k, or -inf if a query does not see a key.
 
     Args:
         queries: [H, G, Q, d].
@@ -60,15 +59,16 @@ def ranking_loss(
     """Spotlight's ranking loss over sampled pairs (equation 7).
 
     Args:
-        estimates: The codes' scores, [H, G, Q, n].
-        scores: The true ones, -inf where hidden, [H, G, Q, n].
+        estimates: Scores of the codes, [H, G, Q, n].
+        scores: True scores, -inf if hidden, [H, G, Q, n].
         visible: int64 [Q].
-        share: Of the visible keys that are a query's top.
-        top_sample_count: Keys drawn from each query's top, with replacement.
-        other_sample_count: Keys drawn from the others.
+        share: Size of a query's top as a share of the visible keys.
+        top_sample_count: Number of keys drawn from each query's top, with replacement.
+        other_sample_count: Number of keys drawn from all visible keys. Those of the top are
+            ignored.
         alpha: Margin.
         beta: Factor on the difference of estimates.
-        generator: Of the draws, on the tensors' device.
+        generator: Generator for the draws, on the tensors' device.
 
     Returns:
         The mean of -log sigmoid(beta (B_i - C_j) - alpha) over pairs, a scalar.
@@ -92,19 +92,20 @@ def classification_loss(
     other_sample_count: int,
     generator: torch.Generator,
 ) -> torch.Tensor:
-    """HashAttention's loss: is a key of the query's top? (arXiv 2412.14468).
+    """The loss of HashAttention (arXiv 2412.14468): is a key in the query's top?
 
-    Binary cross-entropy of the codes' scores as logits; the top's keys weigh
-    as much together as the others.
+    Binary cross-entropy with the scores of the codes as logits. The keys of the top have the same
+    total weight as the other keys.
 
     Args:
-        estimates: The codes' scores, [H, G, Q, n].
-        scores: The true ones, -inf where hidden, [H, G, Q, n].
+        estimates: Scores of the codes, [H, G, Q, n].
+        scores: True scores, -inf if hidden, [H, G, Q, n].
         visible: int64 [Q].
-        share: Of the visible keys that are a query's top.
-        top_sample_count: Keys drawn from each query's top, with replacement.
-        other_sample_count: Keys drawn from the others.
-        generator: Of the draws, on the tensors' device.
+        share: Size of a query's top as a share of the visible keys.
+        top_sample_count: Number of keys drawn from each query's top, with replacement.
+        other_sample_count: Number of keys drawn from all visible keys. Those of the top are
+            ignored.
+        generator: Generator for the draws, on the tensors' device.
 
     Returns:
         The mean over both classes, a scalar.
@@ -120,9 +121,9 @@ class _Pairs(NamedTuple):
     """Estimates of drawn keys.
 
     Attributes:
-        inside: Of keys of each query's top, [H, G, Q, t].
-        outside: Of keys drawn among all, [H, G, Q, o].
-        is_other: Which of these are not of the top, [H, G, Q, o].
+        inside: Estimates of keys from each query's top, [H, G, Q, t].
+        outside: Estimates of keys drawn from all visible keys, [H, G, Q, o].
+        is_other: Which of the latter are not in the top, [H, G, Q, o].
     """
 
     inside: torch.Tensor
@@ -152,7 +153,7 @@ def _draw_pairs(
     outside = draw(other_sample_count, visible)
     last = counts.sub(1)[:, None].expand(*heads, query_count, 1)
     threshold = top.values.gather(-1, last)
-    # A key drawn among all that is of the top after all pairs with nothing.
+    # Keys drawn from all visible keys that are in the top are not used.
     is_other = scores.gather(-1, outside) < threshold
     return _Pairs(estimates.gather(-1, inside), estimates.gather(-1, outside), is_other)
 
@@ -166,15 +167,15 @@ def intersection_over_union(
 ) -> torch.Tensor:
     """How well codes find the true top: |found & true| / |found | true|.
 
-    As many keys are taken as are in the true top, by matching bits; of those
-    that tie, the most recent.
+    The keys with the most matching bits are taken, as many as are in the true top. Of keys with
+    equally many, the most recent are taken.
 
     Args:
         key_bits: Whether each bit is set, [H, n, b].
-        query_bits: [H, G, Q, b].
+        query_bits: The same for queries, [H, G, Q, b].
         scores: The true scores, -inf where hidden, [H, G, Q, n].
         visible: int64 [Q].
-        share: Of the visible keys that are a query's top.
+        share: Size of a query's top as a share of the visible keys.
 
     Returns:
         [H, G, Q].
@@ -183,7 +184,7 @@ def intersection_over_union(
     matches = torch.einsum(
         "hgqb,hnb->hgqn", query_bits.float().mul(2).sub(1), key_bits.float().mul(2).sub(1)
     )
-    # Scores differ by 2 or not at all.
+    # Scores are integers that differ by at least 2, so this only breaks ties.
     recent = torch.arange(n, device=scores.device) / n
     estimates = (matches + recent).masked_fill(scores == -math.inf, -math.inf)
     counts = top_counts(visible, share)

@@ -1,4 +1,4 @@
-"""Traces: the queries and keys that a model's attention saw while it read a text."""
+"""Traces: queries and keys of a model's attention, recorded while it reads a text."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ _RECORDING = "spillway_recording"
 
 @dataclass(frozen=True)
 class Sample:
-    """One layer's view of one stretch of text, after the positional encoding.
+    """Keys and queries of one layer for one segment of text, after the positional encoding.
 
     Attributes:
         keys: [H_kv, n, d], float32.
-        queries: [H_q, m, d] of some of the tokens, float32.
-        positions: int64 [m], ascending: which. Query t sees positions[t] + 1 keys.
+        queries: Queries of some of the tokens, [H_q, m, d], float32.
+        positions: Positions of these tokens, int64 [m], ascending. Query t sees positions[t] + 1
+            keys.
     """
 
     keys: torch.Tensor
@@ -39,17 +40,17 @@ class Sample:
 
 @dataclass(frozen=True)
 class Traces:
-    """A folder of samples, bfloat16 on disk.
+    """A folder of samples, stored as bfloat16.
 
     Attributes:
-        folder: Where they are.
-        model: What the model calls itself.
+        folder: The folder.
+        model: Name of the model, from its config.
         layer_count: Transformer layers.
         query_head_count: Query heads per layer, H_q.
         kv_head_count: K/V heads per layer, H_kv.
         head_dim: Elements of a key, d.
-        sample_count: Stretches of text.
-        token_count: Tokens of each, n.
+        sample_count: Number of segments of text.
+        token_count: Number of tokens of a segment, n.
     """
 
     folder: Path
@@ -66,7 +67,7 @@ class Traces:
         """Opens a folder that `collect` filled.
 
         Raises:
-            ValueError: It did not, or not to the end.
+            ValueError: `collect` did not fill the folder, or did not finish.
         """
         path = folder / _META
         if not path.exists():
@@ -74,7 +75,7 @@ class Traces:
         return cls(folder=folder, **json.loads(path.read_text()))
 
     def meta(self) -> dict[str, Any]:
-        """What they are, wherever."""
+        """Returns the description of the traces, without the folder."""
         return {name: value for name, value in asdict(self).items() if name != "folder"}
 
     def sample(self, layer: int, index: int, device: torch.device) -> Sample:
@@ -92,10 +93,10 @@ def _path(folder: Path, layer: int, index: int) -> Path:
 
 
 def read_text(files: Sequence[Path]) -> str:
-    """The text of files one after the other; `.gz` is unpacked.
+    """Returns the concatenated text of files. `.gz` files are decompressed.
 
     Raises:
-        ValueError: A `.gz` file is none.
+        ValueError: A `.gz` file is not a gzip file.
     """
     parts = []
     for file in files:
@@ -111,13 +112,12 @@ def read_text(files: Sequence[Path]) -> str:
 
 @contextmanager
 def attention_seen(model: Any, see: Callable[..., None]) -> Iterator[None]:
-    """Lets the model attend as ever, and shows what with.
+    """Lets the model attend as usual, and passes the inputs of its attention to `see`.
 
     Args:
         model: A transformers model.
-        see: Called before each layer attends with the layer's index, queries
-            [1, H_q, T, d], keys and values [1, H_kv, n, d], all after the
-            positional encoding, and the factor on q.k.
+        see: Called before each layer attends, with the layer's index, queries [1, H_q, T, d], keys
+            and values [1, H_kv, n, d], all after the positional encoding, and the factor on q.k.
     """
 
     def attend(
@@ -147,26 +147,25 @@ def collect(
     seed: int = 0,
     on_sample: Callable[[int, int], None] | None = None,
 ) -> Traces:
-    """Lets the model read a text in stretches and keeps what its attention sees.
+    """Lets the model read a text in segments, and stores queries and keys of its attention.
 
     Args:
-        model: A transformers model of plain causal attention (Llama, Qwen,
-            Mistral without a window, SmolLM and their like).
+        model: A transformers model with plain causal attention (Llama, Qwen, Mistral without a
+            window, SmolLM and others).
         tokens: Token ids of the text, int64 [N].
-        folder: Where the samples go; made if need be.
-        token_count: Tokens of a stretch, at least 256.
-        sample_count: Most stretches, spread over the text; None is all.
-        query_count: Queries that are kept of a stretch, drawn at random.
-        seed: Of that draw.
-        on_sample: Called with the stretches read and their number.
+        folder: Folder for the samples; created if necessary.
+        token_count: Number of tokens of a segment, at least 256.
+        sample_count: Most segments, spread over the text. None means all.
+        query_count: Number of queries that are stored for a segment, drawn at random.
+        seed: Seed of these draws.
+        on_sample: Called with the number of segments read so far, and the number of all segments.
 
     Returns:
         The traces.
 
     Raises:
-        ValueError: The text is too short for two stretches: one to train on
-            and one to judge by.
-        UnsupportedModelError: The model's attention is not plain.
+        ValueError: The text is too short for two segments: one for training and one for evaluation.
+        UnsupportedModelError: The model's attention is not plain softmax attention.
     """
     shapes = shapes_of(model.config)
     whole = len(tokens) // token_count
@@ -194,7 +193,7 @@ def collect(
 
     with attention_seen(model, keep):
         for index in range(count):
-            # The first and the last stretch, and evenly between.
+            # The first and the last segment, and others at even distances in between.
             start = index * (whole - 1) // max(1, count - 1) * token_count
             kept = torch.randperm(token_count, generator=generator)[:query_count]
             positions = kept.sort().values

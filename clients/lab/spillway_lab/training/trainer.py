@@ -21,9 +21,9 @@ from spillway_lab.training.ranking import (
 )
 from spillway_lab.training.traces import Sample, Traces
 
-# The daemon's centre is the mean of so many first keys (docs/adr/0002).
+# The daemon's centre is the mean of this many first keys (docs/adr/0002).
 CENTRE_TOKEN_COUNT = 1024
-_JUDGED_QUERY_COUNT = 64  # of a stretch
+_JUDGED_QUERY_COUNT = 64  # per segment
 
 
 Method = Literal["spotlight", "hashattention"]
@@ -32,34 +32,33 @@ Function = HashMlp | HashAttentionMlps
 
 @dataclass(frozen=True)
 class Training:
-    """How hash functions are made and trained.
+    """Parameters of hash functions and their training.
 
-    The defaults of loss and optimiser are those of Spotlight Attention (arXiv
-    2508.19740, section 4 and table 7).
+    The defaults of loss and optimiser are those of Spotlight Attention (arXiv 2508.19740, section 4
+    and table 7).
 
     Attributes:
-        method: `spotlight`, or `hashattention` (arXiv 2412.14468): MLPs of two
-            hidden layers, of their own for queries, that learn to tell a
-            query's top from the other keys; signs are smoothed by tanh. It
-            needs `per_query_head`.
+        method: `spotlight`, or `hashattention` (arXiv 2412.14468): MLPs with two hidden layers,
+            with separate ones for queries, which learn to distinguish a query's top from the other
+            keys. Signs are smoothed by tanh. It needs `per_query_head`.
         hash_bits: Bits of a code, a multiple of 32.
-        hidden_dim: Width of the hidden layer; None is head_dim.
-        per_query_head: One MLP a query head, keys having a code of each, instead
-            of one a KV head.
-        raw_keys: Keys are hashed as they are, not less their head's centre.
-        step_count: Most steps of a layer.
-        query_count: Queries of a step.
-        top_sample_count: Keys of a query's top in a step.
-        other_sample_count: Other keys in a step.
-        share: Of the visible keys that are a query's top.
+        hidden_dim: Width of the hidden layers. None means head_dim.
+        per_query_head: Whether there is one MLP per query head, each with its own code of a key,
+            instead of one per KV head.
+        raw_keys: Whether keys are hashed without subtracting the centre of their head.
+        step_count: Most training steps of a layer.
+        query_count: Number of queries of a step.
+        top_sample_count: Number of keys drawn from each query's top in a step.
+        other_sample_count: Number of keys drawn from all visible keys in a step.
+        share: Size of a query's top as a share of the visible keys.
         alpha: Margin of the loss.
         beta: Factor on the difference of two scores.
         gamma: Steepness of the soft sign.
-        learning_rate: AdamW's, after the warm-up and before the cosine.
-        weight_decay: AdamW's.
-        judge_every: Steps between two looks at the held-out stretches.
-        patience: Looks without a better result that end the training.
-        seed: Of weights and draws.
+        learning_rate: Learning rate of AdamW, after the warm-up and before the cosine decay.
+        weight_decay: Weight decay of AdamW.
+        judge_every: Number of steps between evaluations on the held-out segments.
+        patience: Number of evaluations without a better result after which training ends.
+        seed: Seed of weights and draws.
     """
 
     method: Method = "spotlight"
@@ -84,14 +83,14 @@ class Training:
 
 @dataclass(frozen=True)
 class LayerResult:
-    """A trained layer.
+    """The result of training a layer.
 
     Attributes:
-        layer: Which.
-        iou: Of the trained codes on the held-out stretches, per query head.
-        lsh_iou: Of random hyperplanes of as many bits, per query head.
-        step_count: Steps made.
-        best_step: After which the weights were kept.
+        layer: Index of the layer.
+        iou: IoU of the trained codes on the held-out segments, per query head.
+        lsh_iou: IoU of random hyperplanes with the same number of bits, per query head.
+        step_count: Number of steps.
+        best_step: Step after which the kept weights were best.
         seconds: Time taken.
     """
 
@@ -104,16 +103,16 @@ class LayerResult:
 
     @property
     def gain(self) -> float:
-        """Mean over heads of the trained codes' over LSH's."""
+        """Mean IoU of the trained codes, divided by that of LSH."""
         return sum(self.iou) / sum(self.lsh_iou)
 
 
 class _Stretch:
-    """A sample as the hash functions see it: H heads, G query heads that share each.
+    """A sample in the shapes of the hash functions: H heads, G query heads that share each of them.
 
     Attributes:
-        keys: As they are ranked, [H, n, d].
-        hashed: As they are hashed, [H, n, d].
+        keys: Keys that are ranked, [H, n, d].
+        hashed: Inputs of the hash functions, [H, n, d].
         queries: [H, G, m, d].
         positions: int64 [m].
     """
@@ -131,13 +130,13 @@ class _Stretch:
 
 
 class _Task:
-    """Some queries of a stretch, and what they should find.
+    """Some queries of a segment, and their true scores.
 
     Attributes:
-        hashed: Keys as they are hashed, [H, n, d].
+        hashed: Inputs of the hash functions for keys, [H, n, d].
         queries: [H, G, Q, d].
         visible: int64 [Q].
-        scores: The true ones, [H, G, Q, n].
+        scores: True scores, [H, G, Q, n].
     """
 
     def __init__(self, stretch: _Stretch, which: torch.Tensor) -> None:
@@ -147,14 +146,14 @@ class _Task:
         self.scores = true_scores(self.queries, stretch.keys, self.visible)
 
     def codes(self, function: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the signs are taken of: of keys [H, n, b], of queries [H, G, Q, b]."""
+        """Returns values whose signs are the codes, of keys [H, n, b] and queries [H, G, Q, b]."""
         ask = function.of_queries if isinstance(function, HashAttentionMlps) else function
         of_queries = ask(self.queries.flatten(1, 2)).unflatten(1, self.queries.shape[1:3])
         return function(self.hashed), of_queries
 
 
 class _Layer:
-    """A layer's stretches: those to learn from, and what is asked of those held out."""
+    """The segments of a layer for training, and tasks on the held-out ones."""
 
     def __init__(
         self, traces: Traces, layer: int, held_out: int, training: Training, device: torch.device
@@ -168,13 +167,13 @@ class _Layer:
         self.judged = [self._later_half(stretch) for stretch in stretches[-held_out:]]
 
     def _later_half(self, stretch: _Stretch) -> _Task:
-        """Queries of the later half, where there is something to find."""
+        """Returns a task with queries of the second half, which see enough keys."""
         seen = stretch.positions.numel()
         which = torch.linspace(seen // 2, seen - 1, min(_JUDGED_QUERY_COUNT, seen - seen // 2))
         return _Task(stretch, which.long().to(self.device))
 
     def input_scale(self) -> torch.Tensor:
-        """Root mean square of what is hashed, [H]."""
+        """Root mean square of the inputs of the hash functions, [H]."""
         stretch = self.learned[0]
         keys = stretch.hashed.square().mean((1, 2))
         queries = stretch.queries.square().mean((1, 2, 3))
@@ -182,7 +181,7 @@ class _Layer:
 
     @torch.no_grad()
     def judge(self, function: nn.Module) -> torch.Tensor:
-        """Intersection over union on the held-out stretches, per query head [H_q]."""
+        """Intersection over union on the held-out segments, per query head [H_q]."""
         parts = []
         for task in self.judged:
             y_keys, y_queries = task.codes(function)
@@ -193,7 +192,7 @@ class _Layer:
         return torch.cat(parts, dim=1).mean(1)
 
     def loss(self, function: Function, generator: torch.Generator) -> torch.Tensor:
-        """Of one stretch and some of its queries, both drawn."""
+        """Loss for a random segment and some of its queries, also random."""
         training = self.training
         index = torch.randint(len(self.learned), (), generator=generator, device=self.device)
         stretch = self.learned[int(index)]
@@ -229,12 +228,12 @@ class _Layer:
 
 
 def held_out_count(traces: Traces) -> int:
-    """The last stretches, a tenth and at least one, which are judged by."""
+    """Number of segments for evaluation: the last tenth, at least one."""
     return max(1, traces.sample_count // 10)
 
 
 def _random(traces: Traces, layer: int, training: Training, input_scale: torch.Tensor) -> Function:
-    """The MLPs before they are trained."""
+    """Returns the MLPs before training."""
     generator = torch.Generator().manual_seed(training.seed + layer)
     sizes = (
         traces.query_head_count if training.per_query_head else traces.kv_head_count,
@@ -258,17 +257,17 @@ def train_layer(
     device: torch.device,
     on_step: Callable[[int, float, float], None] | None = None,
 ) -> tuple[Function, LayerResult]:
-    """Trains the MLPs of one layer, all heads beside each other.
+    """Trains the MLPs of all heads of one layer together.
 
     Args:
-        traces: At least two samples; the last are held out.
-        layer: Which layer.
-        training: How.
-        device: Where.
+        traces: Traces with at least two samples. The last ones are held out.
+        layer: Index of the layer.
+        training: Parameters of the training.
+        device: Device for the training.
         on_step: Called with the step, its loss and the best held-out IoU so far.
 
     Returns:
-        The MLPs that did best on the held-out stretches, and how well.
+        The MLPs that were best on the held-out segments, and their results.
     """
     begin = time.perf_counter()
     data = _Layer(traces, layer, held_out_count(traces), training, device)

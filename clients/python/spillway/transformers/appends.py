@@ -1,4 +1,4 @@
-"""Appends of a prompt's K/V, which run while the model computes what comes next."""
+"""Appends of a prompt's K/V, which run while the model computes the next layers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from spillway.sequence import Sequence
 
 # Measured (docs/adr/0021): each of them adds.
 _THREAD_COUNT = 4
-# K/V that may be waiting or on their way, in the model's memory: beyond it the
-# model waits, but for one append.
+# Most bytes of K/V, in the model's memory, whose appends may wait or run. Above this the model
+# waits. A single append may be larger.
 BYTES_MAX = 2 << 30
 
 
@@ -25,10 +25,10 @@ class _Running(NamedTuple):
 
 
 class Appends:
-    """Appends of one cache; for one thread.
+    """The appends of one cache. Used by one thread.
 
-    They go on when a forward is over. Once one has failed, all that is called raises its
-    error, until `abandon`.
+    They continue after a forward pass has ended. After an append has failed, all methods raise its
+    error, until `abandon` is called.
     """
 
     def __init__(self) -> None:
@@ -39,14 +39,13 @@ class Appends:
     def start(
         self, sequence: Sequence, layer: int, start: int, k: torch.Tensor, v: torch.Tensor
     ) -> None:
-        """Begins to append K and V [H_kv, T, d], which must not change until it is done.
+        """Begins to append K and V [H_kv, T, d], which must not change until the append is done.
 
-        Waits where too much waits already. Different layers and sequences are
-        appended in any order; of one layer of a sequence nothing else may be
-        running (`wait_for`).
+        Waits if too many bytes are waiting. Different layers and sequences are appended in any
+        order. No other append to the same layer of the sequence may be running (`wait_for`).
 
         Raises:
-            SpillwayError: An earlier append failed; none runs any more.
+            SpillwayError: An earlier append has failed. None is running any more.
         """
         byte_count = k.nbytes + v.nbytes
         while self._running and (
@@ -65,22 +64,22 @@ class Appends:
         self._running.append(_Running(future, sequence, layer, byte_count))
 
     def wait_for(self, sequence: Sequence, layer: int) -> None:
-        """Waits until what was started for a layer of a sequence is appended.
+        """Waits until everything that was started for a layer of a sequence is appended.
 
         Raises:
-            SpillwayError: An append failed, of whichever layer; none runs any more.
+            SpillwayError: An append of any layer has failed. None is running any more.
         """
-        # The newest is the last: appends before it are older, and are waited for too.
+        # The appends are waited for in order, so all older ones are waited for too.
         while any(r.sequence is sequence and r.layer == layer for r in self._running):
             self._wait()
         if self._error is not None:
             self.finish()
 
     def finish(self) -> None:
-        """Waits until all is appended.
+        """Waits until everything is appended.
 
         Raises:
-            SpillwayError: Something was not; the first such error.
+            SpillwayError: The first error of an append.
         """
         while self._running:
             self._wait()
@@ -88,9 +87,9 @@ class Appends:
             raise self._error
 
     def abandon(self) -> None:
-        """Waits until nothing runs; errors do not matter any more."""
+        """Waits until nothing runs. Errors are dropped."""
         if self._pool is not None:
-            # Also for one that an interruption kept from being noted.
+            # Also waits for an append that is not in `_running` because of an interrupt.
             self._pool.shutdown(wait=True)
             self._pool = None
         while self._running:
@@ -101,11 +100,11 @@ class Appends:
         return sum(running.byte_count for running in self._running)
 
     def _wait(self) -> None:
-        """Waits for the oldest."""
+        """Waits for the oldest append."""
         oldest = self._running[0]
         error = oldest.future.exception()
         self._error = self._error or error
-        # Answers may have come in another order than the daemon gave them.
+        # Answers may have arrived in another order than the daemon sent them.
         oldest.sequence._forget()
         self._running.popleft()
 
@@ -121,7 +120,7 @@ def _append(
     if made is None:
         sequence.append(layer, start, k, v)
         return
-    # Beside what the model has queued since.
+    # On its own stream, so that it does not wait for kernels that the model queued later.
     stream = torch.cuda.Stream(k.device)
     stream.wait_event(made)
     with torch.cuda.stream(stream):

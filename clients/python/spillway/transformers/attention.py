@@ -29,20 +29,19 @@ def spillway_attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attends for one layer; transformers calls it with what the cache's update returned.
+    """Attends for one layer. transformers calls it with what the cache's update returned.
 
     Args:
         module: The attention module.
         query: Queries [B, H_q, T, d] after the positional encoding.
         key: New keys [B, H_kv, T, d], as `SpillwayCache.update` returned them.
-        value: New values, the same shape.
-        attention_mask: Left padding per row, [B], from `left_padding_mask`;
-            None for none.
+        value: New values, with the same shape.
+        attention_mask: Left padding of each row, [B], from `left_padding_mask`. None means no
+            padding.
         dropout: Must be 0.
-        scaling: Factor on q.k; None is 1 / sqrt(d).
+        scaling: Factor on q.k. None means 1 / sqrt(d).
         is_causal: Must not be False.
-        **kwargs: Other models' arguments; those that change the softmax must
-            be None.
+        **kwargs: Arguments of other models. Those that change the softmax must be None.
 
     Returns:
         Output [B, T, H_q, d], and None for the weights.
@@ -83,12 +82,12 @@ def spillway_attention(
     return out, None
 
 
-# transformers makes it anew for each forward.
+# transformers makes a new function for each forward pass, so they are compared by their code.
 _SLIDING = sliding_window_causal_mask_function(1)
 
 
 def _is_causal(mask_function: Callable[..., Any]) -> bool:
-    """Whether it is the causal one, or that of a sliding window, and nothing more."""
+    """Whether a mask function is only causal, or that of a sliding window."""
     if mask_function is causal_mask_function:
         return True
     parts, expected = _parts(mask_function), _parts(_SLIDING)
@@ -104,7 +103,7 @@ def _code(function: Any) -> Any:
 
 
 def _parts(mask_function: Any) -> tuple[Any, ...]:
-    """The masks that a mask function intersects; none where it is of another kind."""
+    """Returns the masks that a mask function intersects; empty if it is of another kind."""
     cells: tuple[Any, ...] = getattr(mask_function, "__closure__", None) or ()
     contents = cells[0].cell_contents if len(cells) == 1 else ()
     return contents if isinstance(contents, tuple) else ()
@@ -122,22 +121,22 @@ def left_padding_mask(
 ) -> torch.Tensor | None:
     """Returns the left padding of each row, [B] int64, instead of a mask.
 
-    Nothing of the size of queries times keys is made.
+    It never allocates a tensor of the size of queries times keys.
 
     Args:
-        batch_size: Rows B.
-        q_length: New positions.
-        kv_length: Positions in all, padding included.
+        batch_size: Number of rows B.
+        q_length: Number of new positions.
+        kv_length: Number of all positions, including padding.
         q_offset: Unused.
         kv_offset: Must be 0.
-        mask_function: Must be the causal one, or that of a sliding window, which the layer
-            knows itself.
+        mask_function: Must be the causal one, or that of a sliding window. The layer itself knows
+            the size of the window.
         attention_mask: 2-D mask [B, kv_length], False at padding.
         **kwargs: Unused.
 
     Raises:
-        UnsupportedModelError: Another mask function.
-        ValueError: Padding that is not on the left, or a mask of other size.
+        UnsupportedModelError: The mask function is another one.
+        ValueError: There is padding that is not on the left, or the mask has another size.
     """
     if not _is_causal(mask_function) or kv_offset != 0:
         raise UnsupportedModelError("only plain causal masks and sliding windows are supported")

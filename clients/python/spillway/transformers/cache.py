@@ -131,7 +131,7 @@ class SpillwayCache(Chats, Cache):
                 layers.append(SlidingLayer(shared, model_index, window))
         shared.layer_count = len(layers)
         Cache.__init__(self, layers=layers)
-        # The store must not lead back to the cache, or it would never go.
+        # The store must not refer to the cache, or the cache would never be garbage-collected.
         self._finalizer = forks.finalizer(self, shared.store.release)
 
     def __enter__(self) -> SpillwayCache:
@@ -212,7 +212,7 @@ class SpillwayCache(Chats, Cache):
 
     @property
     def _is_user_defined(self) -> bool:
-        """Set by generate(), since transformers 5.17, on a cache that it was given."""
+        """True. generate() of transformers 5.17 or later sets it on a cache that it was given."""
         return True
 
     @_is_user_defined.setter
@@ -230,21 +230,21 @@ class SpillwayCache(Chats, Cache):
     def _begin_forward(self) -> None:
         shared = self._shared
         if shared.pending is not None and len(self.layers) == 1:
-            # With more layers the second one notices that nobody attends.
+            # With more layers, the second layer notices that the first one was not attended.
             pending, shared.pending = shared.pending, None
             pending.refuse()
         self._settle()
         self._begin(self.layers[0].length)
 
     def _begin(self, length: int) -> None:
-        """Notes that rows will change: given up, the cache has `length` positions."""
+        """Notes that rows will change, and that an interruption cuts them to `length` positions."""
         shared = self._shared
         rows = shared.store.rows
         paddings = tuple(min(row.padding, length) for row in rows) if rows else None
         shared.unfinished = Unfinished(length, paddings, copy.copy(shared.phase))
 
     def _settle(self) -> None:
-        """Undoes the forward that was interrupted, if one was."""
+        """Undoes a forward pass that was interrupted, if there was one."""
         shared = self._shared
         unfinished = shared.unfinished
         if unfinished is None:
@@ -311,7 +311,7 @@ class SpillwayCache(Chats, Cache):
         self._shared.phase.note_crop()
         if tokens_to_remove == 0 or not self.sequences:
             return
-        # Assisted decoding counts on the model's device.
+        # In assisted decoding the number is a tensor on the model's device.
         length = max(self.layers[0].length + int(tokens_to_remove), 0)
         for layer in self._sliding:
             layer.check_cut(length)

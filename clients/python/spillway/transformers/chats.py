@@ -28,7 +28,7 @@ Self = TypeVar("Self", bound="Chats")
 
 
 class Chats:
-    """Saves, loads, attaches and cuts a `SpillwayCache`, and knows its text."""
+    """Saves, loads, attaches and cuts a `SpillwayCache`, and knows the tokens of its text."""
 
     _shared: Shared
     _texts: Texts
@@ -47,11 +47,11 @@ class Chats:
         raise NotImplementedError
 
     def crop(self, tokens_to_remove: int) -> None:
-        """As of the cache."""
+        """As in `SpillwayCache`."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """As of the cache."""
+        """As in `SpillwayCache`."""
         raise NotImplementedError
 
     # What it holds.
@@ -324,7 +324,7 @@ class Chats:
         return names
 
     def _check_all_in_daemon(self) -> None:
-        """Raises UnsupportedModelError where some layers' K/V are in this process alone."""
+        """Raises UnsupportedModelError if this process alone has the K/V of some layers."""
         here = [layer.model_index for layer in self.layers if layer.window is not None]
         if here:
             raise UnsupportedModelError(
@@ -333,7 +333,7 @@ class Chats:
             )
 
     def _adopt(self, length: int) -> None:
-        """Takes the store's rows, which have so many positions, for this cache's."""
+        """Makes the store's rows, which have `length` positions, those of this cache."""
         store = self._shared.store
         model = store.client.get_model(store.rows[0].sequence.model)
         if any(row.sequence.model != model.name for row in store.rows):
@@ -358,7 +358,7 @@ def _row_folder(folder: str | Path, row: int) -> str:
 
 
 def _check_note(note: RowNote, row: int, first: RowNote, folder: str | Path) -> None:
-    """Whether a row belongs to the others."""
+    """Raises ValueError if a row does not belong to the others."""
     if note.row != row or not 0 < note.row_count or note.padding > note.length:
         raise ValueError(f"{folder}/row-{row} was not saved as row {row}")
     if (note.save, note.row_count, note.length) != (first.save, first.row_count, first.length):

@@ -1,4 +1,4 @@
-"""generate() with a cache that knows its tokens."""
+"""generate() with a cache that knows the tokens of its text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from spillway.transformers.cache import SpillwayCache
 
 
 class _Recorder(StoppingCriteria):
-    """Remembers the tokens so far; stops nothing."""
+    """Remembers the tokens so far. Never stops the generation."""
 
     def __init__(self, ids: torch.Tensor) -> None:
         super().__init__()
@@ -21,7 +21,7 @@ class _Recorder(StoppingCriteria):
     def __call__(
         self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: Any
     ) -> torch.Tensor:
-        """Takes the tokens; transformers makes a new tensor at each step."""
+        """Stores the tokens. transformers makes a new tensor at each step."""
         self.ids = input_ids
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
@@ -46,7 +46,8 @@ def generate(model: Any, cache: SpillwayCache, ids: torch.Tensor, **kwargs: Any)
     cache.check_tokens(ids)
     length = cache.get_seq_length()
     if 0 < length == ids.shape[1]:
-        # What follows is asked of the last token, whose K/V are made once more.
+        # generate() needs the output of the last token, so the K/V of this token are computed
+        # again.
         cache.crop(-1)
     cache.note_tokens(ids)
     recorder = _Recorder(ids)

@@ -1,4 +1,4 @@
-"""What the layers of a cache have in common: how new K/V reach the attention function."""
+"""The common part of a cache's layers: how new K/V reach the attention function."""
 
 from __future__ import annotations
 
@@ -14,82 +14,81 @@ _HANDLE = "_spillway_layer"
 
 
 class Forward(Protocol):
-    """What the layers of one cache share: how far a forward is."""
+    """The state of a forward pass that the layers of one cache share."""
 
-    # The layer whose K/V were handed out and wait for its attention.
+    # The layer that has passed on its K/V and has not attended yet.
     pending: HandedLayer | None
-    # What has begun and not ended; None between forwards.
+    # The forward pass or truncation in progress; None if there is none.
     unfinished: Unfinished | None
-    # Of the model.
+    # Number of the model's layers.
     layer_count: int
 
 
 class HandedLayer(CacheLayerMixin):
-    """One layer of a `SpillwayCache`; transformers drives it.
+    """One layer of a `SpillwayCache`. transformers calls it.
 
-    `update` hands the new K/V through, marked, and the attention function
-    that receives them calls `attend`: only there are the mask, the scale and
-    the queries known.
+    `update` returns the new K/V with a mark. The attention function that receives them calls
+    `attend`, because only there the mask, the scale and the queries are known.
     """
 
     is_compileable = False
     is_croppable = True
     is_sliding = False
     supports_early_init = False
-    # Positions that a query sees, its own the last; None: all.
+    # Number of positions that a query sees, the last of which is its own; None: all.
     window: int | None = None
 
     def __init__(self, forward: Forward, model_index: int) -> None:
         super().__init__()
-        # Of a layer in the daemon they stay None: transformers looks for them.
+        # None for layers in the daemon. transformers expects these attributes.
         self.keys: torch.Tensor | None = None
         self.values: torch.Tensor | None = None
-        # The layer's number in the model.
+        # Index of the layer in the model.
         self.model_index = model_index
-        # Positions seen, left padding included.
+        # Positions seen, including left padding.
         self.length = 0
         self._forward = forward
 
     @staticmethod
     def of(key: torch.Tensor) -> HandedLayer | None:
-        """Returns the layer that handed these keys out, if one did."""
+        """Returns the layer that marked these keys, or None."""
         return getattr(key, _HANDLE, None)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Notes that the layer is in use."""
+        """Marks the layer as used."""
         self.is_initialized = True
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hands the new K/V [B, H_kv, T, d] to the attention function, marked."""
+        """Returns the new K/V [B, H_kv, T, d], with a mark for the attention function."""
         if self._forward.pending is not None:
             self._forward.pending.refuse()
         self.lazy_initialization(key_states, value_states)
-        # A tensor of its own: the mark must not stay on the caller's.
+        # A new tensor object, because the mark must not stay on the caller's.
         key_states = key_states.view_as(key_states)
         setattr(key_states, _HANDLE, self)
         self._forward.pending = self
         return key_states, value_states
 
     def refuse(self) -> NoReturn:
-        """Raises for K/V that were handed out and not attended to."""
+        """Raises an error for K/V that never reached the attention function."""
         raise RuntimeError(
             f"the K/V of layer {self.model_index} never reached the attention implementation "
             "'spillway'; call model.set_attn_implementation('spillway')"
         )
 
     def get_seq_length(self) -> int:
-        """Returns the positions seen by whole forwards, left padding included."""
+        """Returns the number of positions of complete forward passes, including left padding."""
         unfinished = self._forward.unfinished
         return self.length if unfinished is None else unfinished.length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Returns how many positions the mask covers, and where it starts: all of them."""
+        """Returns how many positions the mask covers, and the first of them: it covers all."""
         return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
-        """Returns -1: there is no limit but memory."""
+        """Returns -1: only memory limits the length."""
         return -1
 
     def reset(self) -> None:
@@ -106,17 +105,17 @@ class HandedLayer(CacheLayerMixin):
         padding: list[int] | None,
         scaling: float,
     ) -> torch.Tensor:
-        """Takes the new K/V and attends.
+        """Takes the new K/V and attends. The layer's part of a forward pass ends with this.
 
         Args:
             q: Queries [B, H_q, T, d].
             k: New keys [B, H_kv, T, d].
-            v: New values, the same shape.
-            padding: Left padding of each row; None is what it was.
+            v: New values, with the same shape.
+            padding: Left padding of each row. None means unchanged.
             scaling: Factor on q.k.
 
         Returns:
-            Output [B, T, H_q, d], zeros at padding.
+            Output [B, T, H_q, d], with zeros at padding.
         """
         self._forward.pending = None
         out = self._attend(q, k, v, padding, scaling)

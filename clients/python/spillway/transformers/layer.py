@@ -1,4 +1,4 @@
-"""One layer of a cache: where attention is done, and what it appends."""
+"""One layer of a cache: decides where attention is computed, and appends K/V."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from spillway.transformers.unfinished import Unfinished
 
 
 class Shared:
-    """What the layers of one cache share."""
+    """The state that the layers of one cache share."""
 
     def __init__(self, store: RowStore, on_attend: OnAttend | None) -> None:
         self.store = store
         self.statistics = CacheStatistics(store.shapes.layer_count)
         self.on_attend = on_attend
         self.phase = Phase()
-        # Whether the forward that runs brings tokens of a prompt.
+        # Whether the current forward pass has tokens of a prompt.
         self.prompt = True
-        # The layer whose K/V were handed out and wait for its attention.
+        # The layer that has passed on its K/V and has not attended yet.
         self.pending: HandedLayer | None = None
-        # What has begun and not ended; None between forwards.
+        # The forward pass or truncation in progress; None if there is none.
         self.unfinished: Unfinished | None = None
-        # Of the model, those with a sliding window among them.
+        # Number of the model's layers, including those with a sliding window.
         self.layer_count = store.shapes.layer_count
 
     def count(self) -> None:
-        """Counts what was attended on the model's stream since."""
+        """Adds the attends on the model's stream since the last call to the statistics."""
         for layer, sums in self.store.take_sums():
             self.statistics.add_sums(layer, sums)
 
 
 class SpillwayLayer(HandedLayer):
-    """A layer with full attention, whose K/V live in the daemon."""
+    """A layer with full attention, whose K/V are in the daemon."""
 
     def __init__(self, shared: Shared, index: int, model_index: int) -> None:
         super().__init__(shared, model_index)
-        # The layer's number in the daemon's model.
+        # Index of the layer in the daemon's model.
         self.index = index
         self._shared = shared
 
@@ -62,7 +62,7 @@ class SpillwayLayer(HandedLayer):
         store.open(batch_size, k.dtype, scaling)
         self._note_padding(padding)
         total = self.length + query_count
-        # Each row's tokens before this call, and of this call.
+        # For each row: tokens before this call, and tokens of this call.
         starts = [max(self.length - row.padding, 0) for row in store.rows]
         counts = [
             total - row.padding - start for row, start in zip(store.rows, starts, strict=True)
@@ -70,10 +70,10 @@ class SpillwayLayer(HandedLayer):
         if self.index == 0:
             shared.prompt = shared.phase.is_prompt(self.length, query_count)
             if not shared.prompt:
-                # Its buffers are of use again when a prompt comes in chunks.
+                # Frees the buffers. They are needed again only when a prompt comes in chunks.
                 store.prefill.close()
-        # A few queries read all rows once in the daemon too, or none over the link where it
-        # has them on its GPU.
+        # For a few queries, the daemon too reads all rows only once, or none over the link if they
+        # are on its GPU.
         few = max(counts) <= store.client.server_info.limits.sparse_query_token_count_max
         if self.length == 0 or (shared.prompt and not few):
             out = self._attend_here(q, k, v, starts, counts, scaling)
@@ -92,7 +92,7 @@ class SpillwayLayer(HandedLayer):
             )
 
     def _note_padding(self, padding: list[int] | None) -> None:
-        """Takes the padding of rows that are still empty, checks that of the others."""
+        """Stores the padding of rows that are still empty, and checks that of the others."""
         if padding is None:
             return
         for index, (row, value) in enumerate(zip(self._shared.store.rows, padding, strict=True)):
@@ -114,9 +114,9 @@ class SpillwayLayer(HandedLayer):
         counts: list[int],
         scaling: float,
     ) -> torch.Tensor:
-        """Attends for a prompt's tokens on the model's device, and begins to append them.
+        """Attends for a prompt's tokens on the model's device, and starts to append them.
 
-        Earlier tokens' K/V are fetched; they must be appended by then, at this layer.
+        The K/V of earlier tokens are fetched, so this waits until they are appended at this layer.
         """
         store = self._shared.store
         store.end_decoding()
@@ -179,7 +179,7 @@ class SpillwayLayer(HandedLayer):
             host = torch.zeros(batch_size, query_count, head_count, head_dim, dtype=q.dtype)
             for row, _, result in answers:
                 host[row, query_count - counts[row] :] = result.out
-        # On its way before anything is counted.
+        # The copy starts before the statistics are updated.
         out = to_device(host, q.device)
         for row, query, result in answers:
             shared.statistics.add(self.index, result)

@@ -14,7 +14,7 @@ def causal_attention(
     Args:
         q: Queries [B, H_q, T, d].
         k: Keys of the same tokens [B, H_kv, T, d].
-        v: Values, the same shape.
+        v: Values, with the same shape.
         scaling: Factor on q.k.
 
     Returns:

@@ -12,11 +12,11 @@ from spillway.transformers.appends import BYTES_MAX
 from spillway.transformers.sliding import SPARE_TOKEN_COUNT
 from spillway.transformers.support import shapes_of, windows_of
 
-# Of a key of 128 elements by codes of three bits a dimension (docs/adr/0024): 50 of codes and
-# norms, and a key's part of its page's centre.
+# Bytes of codes per element of a key, measured for 128 elements and 3 bits per dimension
+# (docs/adr/0024): 50 bytes of codes and norms, and the key's share of its page's centre.
 _CODE_BYTES_PER_ELEMENT = 53 / 128
-# Rows that a GPU keeps for a KV head of a layer: the resident sample (1 % of the tokens by default,
-# chosen at random) and the first 64 tokens, in pages of 64 rows, and the last 128 tokens.
+# Rows that a GPU keeps for each KV head of a layer: the resident sample (by default a random 1 % of
+# the tokens) and the first 64 tokens, in pages of 64 rows, and the last 128 tokens.
 _SAMPLE_FRACTION = 0.01
 _SINK_ROWS = 64
 _PAGE_ROWS = 64
@@ -92,19 +92,20 @@ def prompt_memory(
     for window in windows:
         if window is not None:
             kept = window - 1 + 2 * SPARE_TOKEN_COUNT
-            # What the last forward left, and what it found.
+            # The rows after the last forward pass, and those before it, which are kept to undo it.
             sliding += 2 * row_bytes * batch_size * kept
-    # One of them holds its rows and the new ones, beside what it held before and keeps then.
+    # While one layer attends, it also has a copy of its rows with the new ones, and the rows that
+    # it will keep.
     largest = max((window for window in windows if window is not None), default=0)
     if largest:
         sliding += row_bytes * batch_size * 2 * (largest + 2 * SPARE_TOKEN_COUNT) + new_bytes
     heads = shapes.query_head_count + 2 * shapes.kv_head_count
     hidden = config.hidden_size
     activations = tokens * (
-        # The residual stream and what is added to it; norms compute in float32.
+        # The residual stream and what is added to it. Norms compute in float32.
         size * 4 * hidden
         + 4 * 3 * hidden
-        # Projections, turned by their positions, and the attention's output.
+        # Projections, before and after the rotary embedding, and the attention's output.
         + size * shapes.head_dim * (4 * heads + 2 * shapes.query_head_count)
         + size * 4 * config.intermediate_size
         # Cosines, sines, ids and positions.
@@ -118,7 +119,7 @@ def prompt_memory(
             dtype=dtype,
             block_token_count=block_token_count,
         ),
-        # Rows are attended one after the other.
+        # The rows of a batch are attended one after the other.
         attend=attend_bytes(
             query_heads=shapes.query_head_count,
             head_dim=shapes.head_dim,
@@ -141,7 +142,7 @@ def prompt_memory(
 
 
 def _resident_rows(token_count: int) -> int:
-    """Rows of a KV head on a GPU, with four standard deviations of the sample's size."""
+    """Rows of a KV head on a GPU, including four standard deviations of the sample's size."""
     sample = _SAMPLE_FRACTION * token_count
     sample += 4 * math.sqrt(sample)
     pages = math.ceil((_SINK_ROWS + sample) / _PAGE_ROWS)

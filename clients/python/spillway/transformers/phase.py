@@ -1,46 +1,43 @@
-"""Tells the tokens of a prompt, which are attended exactly, from those of decoding."""
+"""Distinguishes the tokens of a prompt, which are attended exactly, from those of decoding."""
 
 from __future__ import annotations
 
-# Forwards of a prompt after which one token alone may be its last chunk.
+# After this many forward passes of a prompt, a single token may be its last chunk.
 _CHUNKS_BEFORE_ONE_TOKEN = 2
 
 
 class Phase:
-    """Follows what transformers does with a cache; for one thread.
+    """Infers the purpose of forward passes from transformers' calls of a cache. For one thread.
 
-    transformers does not say what a forward is for. Decoding brings one token
-    at a time, and several only as candidates of assisted decoding, which says
-    that it begins (`activate_past_recording`) and crops the cache after each
-    of its forwards, be it by nothing. So the tokens of a forward are of a
-    prompt where
+    transformers does not tell a cache what a forward pass is for. Decoding has one token at a time.
+    It has several only as candidates of assisted decoding, which announces itself
+    (`activate_past_recording`) and crops the cache after each of its forward passes, even if by 0
+    tokens. So the tokens of a forward pass belong to a prompt if
 
     - the cache is empty, or
-    - there are several, and assisted decoding has not cropped the cache just
-      before, or
-    - there is one, and two or more forwards of a prompt came directly before:
-      it may be the last chunk of a prompt in chunks. The first step after a
-      prompt of several chunks cannot be told from that, and is attended
-      exactly too.
+    - there are several, and assisted decoding has not cropped the cache just before, or
+    - there is one, directly after two or more forward passes of a prompt: it may be the last
+      chunk. The first decode step after a prompt of several chunks looks the same, and is
+      attended exactly too.
 
-    One token after a single forward of a prompt is taken for the first step
-    of decoding, which it is but where the prompt has one token more than a
-    chunk. A prompt in chunks of one token is decoding.
+    One token after a single forward pass of a prompt counts as the first decode step. This is wrong
+    only if the prompt has one token more than a chunk. A prompt in chunks of one token counts as
+    decoding.
     """
 
     def __init__(self) -> None:
-        # Forwards of a prompt directly before.
+        # Number of forward passes of a prompt directly before.
         self._chunk_count = 0
         self._assisted = False
-        # Whether the cache was cropped since the last forward.
+        # Whether the cache was cropped since the last forward pass.
         self._cropped = False
 
     def is_prompt(self, length: int, token_count: int) -> bool:
-        """Tells what a forward that begins is for.
+        """Returns whether a forward pass that begins has tokens of a prompt.
 
         Args:
-            length: Positions in the cache before it.
-            token_count: Positions that it brings.
+            length: Positions in the cache before the forward pass.
+            token_count: Positions that the forward pass adds.
         """
         candidates = self._assisted and self._cropped
         self._cropped = False
@@ -59,20 +56,20 @@ class Phase:
         self._assisted = False
 
     def begin_assisted_decoding(self) -> None:
-        """Notes that the forwards after the next crops are of candidates."""
+        """Notes that the forward passes after the next crops have candidates."""
         self._assisted = True
 
     def note_crop(self) -> None:
-        """Notes that tokens were removed, or none."""
+        """Notes a crop, which may have removed no tokens."""
         self._cropped = True
         self._chunk_count = 0
 
     def end_prompt(self) -> None:
-        """Notes that the rows were changed: the prompt is over."""
+        """Notes that the rows were changed, which ends a prompt."""
         self._chunk_count = 0
 
     def fork(self) -> Phase:
-        """A copy's."""
+        """Returns the phase of a copy of the cache."""
         made = Phase()
         made._chunk_count = self._chunk_count
         return made

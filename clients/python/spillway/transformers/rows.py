@@ -35,24 +35,24 @@ _EXACT = Policy(selector="all")
 
 @dataclass
 class Row:
-    """A batch row: its sequence and how many padding positions come before it."""
+    """A batch row: its sequence, and the number of padding positions before it."""
 
     sequence: Sequence
     padding: int = 0
 
 
 def _delete(rows: SequenceABC[Row]) -> None:
-    """Deletes the rows' sequences; what the daemon lost already is no error."""
+    """Deletes the rows' sequences. Sequences that the daemon has lost are not an error."""
     for row in rows:
-        # The client may be closed, the daemon gone, the sequence expired; its
-        # ttl is what frees it then.
+        # The client may be closed, the daemon gone, or the sequence expired. If it still exists,
+        # its ttl will delete it.
         with suppress(SpillwayError, ValueError):
             row.sequence.delete()
 
 
 @contextmanager
 def _deleted_on_error(rows: SequenceABC[Row]) -> Iterator[None]:
-    """Deletes the rows made so far if not all of them can be made."""
+    """Deletes the rows in the list if an error prevents others from being made."""
     try:
         yield
     except BaseException:
@@ -63,8 +63,8 @@ def _deleted_on_error(rows: SequenceABC[Row]) -> Iterator[None]:
 class RowStore:
     """Creates, forks, truncates and deletes the sequences of a cache's rows.
 
-    It knows nothing of the cache, so that the cache can be collected while
-    its finalizer holds the store. Not thread-safe.
+    It does not refer to the cache, so that the cache can be garbage-collected while its finalizer
+    holds the store. Not thread-safe.
     """
 
     def __init__(
@@ -82,36 +82,36 @@ class RowStore:
         self.shapes = shapes
         self.model = model
         self.policy = policy
-        # Not found here: only the caller can create it anew.
+        # A given model is not looked up, because only the caller can create it again.
         self._model_is_given = model is not None
         self._checked: tuple[Model, torch.dtype, float] | None = None
         self.rows: list[Row] = []
-        # Whether sequences outlive the cache.
+        # Whether the sequences outlive the cache.
         self.keeps = False
-        # Of the rows' prompts; they may go on between forwards.
+        # Appends of the rows' prompts. They may continue between forward passes.
         self.appends = Appends()
         self.prefill = Prefill(block_token_count=prefill_block_token_count)
-        # Overrides the rows' own policy: a fork keeps its source's.
+        # Overrides the policy of the rows. A fork has the policy of its source.
         self.request_policy: Policy | None = None
         self._hash_weights = hash_weights
         self._ttl = ttl
         self._stream: DecodeStream | None = None
-        # The step whose layers are being attended, with an embedded engine.
+        # The step whose layers are being attended, with an embedded engine or a doorbell.
         self._announced: DecodeStep | None = None
-        # On the model's stream, with an embedded engine on its GPU; policies that are
-        # not served so.
+        # Decoder on the model's stream, if the engine uses the model's GPU. `_refused` has the
+        # policies that decoders do not support.
         self._decoding: KeptDecoder | None = None
-        # A restart has ended a decoder in mid step: the step's other layers are asked for one by
-        # one, with the positions that they have.
+        # A restart ended a decoder in the middle of a step. The other layers of the step are then
+        # attended one by one, each at its own position.
         self._broken_step = False
         self._refused: list[Policy | None] = []
-        # What decoders that are closed have served, not yet taken.
+        # Sums of closed decoders that take_sums() has not returned yet.
         self._served: list[tuple[int, Sums]] = []
 
     def open(self, batch_size: int, dtype: torch.dtype, scaling: float) -> None:
-        """Makes the model known to the daemon and an empty sequence per row."""
+        """Creates the model in the daemon, and an empty sequence for each row."""
         if self.model is None or not (self.rows or self._model_is_given):
-            # For new rows each time: the daemon may have restarted since the last.
+            # Looked up for new rows each time, because the daemon may have restarted in between.
             self.model = self._find_model(dtype, scaling)
         if self._checked != (self.model, dtype, scaling):
             self._check_model(self.model, dtype, scaling)
@@ -128,7 +128,7 @@ class RowStore:
         return self.client.create_sequence(model, policy=self.policy, ttl=self._ttl)
 
     def _find_model(self, dtype: torch.dtype, scaling: float) -> Model:
-        """Creates the model, or takes the one that an equal cache created."""
+        """Creates the model, or returns the one that a cache with the same settings created."""
         name = cast(DTypeName, str(dtype).removeprefix("torch."))
         weights = None if self._hash_weights is None else asdict(self._hash_weights)
         kind = type(self._hash_weights).__name__
@@ -144,7 +144,7 @@ class RowStore:
         )
 
     def check_shapes(self, model: Model) -> None:
-        """Raises ValueError where a model has other shapes than the config."""
+        """Raises ValueError if a model has other shapes than the config."""
         has = Shapes(model.layer_count, model.query_head_count, model.kv_head_count, model.head_dim)
         if has != self.shapes:
             raise ValueError(f"{model.name} has {has}, the config has {self.shapes}")
@@ -166,11 +166,11 @@ class RowStore:
         v: torch.Tensor,
         counts: SequenceABC[int],
     ) -> torch.Tensor | None:
-        """Appends and attends as `step`, but with the model's tensors on the engine's GPU.
+        """Appends and attends like `step`, but with the model's tensors on the engine's GPU.
 
         Returns:
-            Output [B, T, H_q, d]; None where it cannot be: the engine is on no GPU of
-            this process, or the policy is not served so.
+            Output [B, T, H_q, d]. None if the engine is not on a GPU of this process, or decoders
+            do not support the policy.
         """
         count = q.shape[2]
         decoding = self._decoding
@@ -199,14 +199,14 @@ class RowStore:
             return None
 
     def _streams(self, q: torch.Tensor, counts: SequenceABC[int]) -> bool:
-        """Whether a decoder serves the tensors' GPU, and all rows are alike."""
+        """Whether a decoder can serve tensors on this GPU, with equal token counts in all rows."""
         if q.device.type != "cuda":
             return False
         info = self.client.server_info
         if self.client.transport == "embedded":
             there = [device.name for device in info.devices] == [f"cuda:{q.device.index}"]
         else:
-            # A daemon may number GPUs otherwise.
+            # A daemon may number the GPUs differently.
             uuids = [device.uuid for device in info.devices]
             there = self.client.step_transport == "doorbell" and uuids == [gpu_uuid(q.device.index)]
         return (
@@ -218,7 +218,7 @@ class RowStore:
         )
 
     def _open_decoding(self, token_count: int) -> KeptDecoder | None:
-        """What serves the next step; None where the policy is not served on streams."""
+        """Returns the decoder for the next step; None if decoders do not support the policy."""
         policy, decoding = self.request_policy, self._decoding
         if decoding is not None and decoding.serves(policy, token_count):
             return decoding
@@ -234,19 +234,19 @@ class RowStore:
             return None
 
     def suspend(self) -> None:
-        """Ends decoding on the model's stream and waits for appends: all rows are there.
+        """Closes the decoder and waits for appends, after which the rows are complete.
 
         Raises:
-            SpillwayError: What an append, or a step on the GPU, has failed with.
+            SpillwayError: An append, or a step on the GPU, has failed.
         """
         self.end_decoding()
         self.appends.finish()
 
     def end_decoding(self) -> None:
-        """Ends decoding on the model's stream, so that requests are served again.
+        """Closes the decoder, so that other requests for the sequences are served again.
 
         Raises:
-            SpillwayError: What a step has failed with on the GPU.
+            SpillwayError: A step has failed on the GPU.
         """
         decoding, self._decoding = self._decoding, None
         if decoding is None:
@@ -258,9 +258,9 @@ class RowStore:
             decoding.decoder.close()
 
     def take_sums(self) -> list[tuple[int, Sums]]:
-        """Returns what layers have been served on streams since this was asked last."""
+        """Returns the sums of decoders for each layer since the last call."""
         taken, self._served = self._served, []
-        # A step that has layers to come is counted later.
+        # A step that is not complete is counted later.
         if self._decoding is not None and self._decoding.between_steps:
             self._decoding.decoder.finish()
             taken += self._decoding.take()
@@ -277,21 +277,21 @@ class RowStore:
         *,
         exact: bool = False,
     ) -> list[tuple[int, torch.Tensor, AttendResult]]:
-        """Appends each row's newest tokens and attends to them.
+        """Appends the newest tokens of each row, and attends with their queries.
 
         Args:
             layer: The layer.
             q: Queries [B, H_q, T, d].
             k: Keys [B, H_kv, T, d].
-            v: Values, the same shape.
+            v: Values, with the same shape.
             starts: Position of each row's first new token.
-            counts: New tokens of each row, at most T, the last of its T; rows
-                without any are left out.
-            exact: Attends to all rows, whatever the policy.
+            counts: Number of new tokens of each row, at most T: the last ones of its T positions.
+                Rows without new tokens are left out.
+            exact: Attend to all tokens, whatever the policy.
 
         Returns:
-            (row, queries [count, H_q, d], result) of the rows with new tokens,
-            all in host memory.
+            A tuple (row, queries [count, H_q, d], result) for each row with new tokens, all in host
+            memory.
         """
         self.suspend()
         q, k, v = to_host((q, k, v))
@@ -303,7 +303,7 @@ class RowStore:
             for row in active
         }
         policy = _EXACT if exact else self.request_policy
-        # Of more queries the daemon's stream takes no append.
+        # A Decode message with more queries than this cannot append.
         limit = self.client.server_info.limits.sparse_query_token_count_max
         if self._steps_together(counts, limit):
             results = self._step_together(layer, q, k, v, counts[0], policy)
@@ -321,7 +321,7 @@ class RowStore:
         return [(row, queries[row], results[row]) for row in active]
 
     def _steps_together(self, counts: SequenceABC[int], limit: int) -> bool:
-        """Whether a step of the engine serves all rows, without messages."""
+        """Whether one step of the engine can serve all rows, without messages."""
         alike = len(set(counts)) == 1 and 1 <= counts[0] <= limit
         together = self.client.step_transport in ("embedded", "doorbell")
         return alike and together and not self._broken_step
@@ -335,7 +335,7 @@ class RowStore:
         count: int,
         policy: Policy | None,
     ) -> dict[int, AttendResult]:
-        """Attends for all rows at once, where they are in memory; announced at the first layer."""
+        """Attends for all rows at once, without messages. Begins the step at the first layer."""
         if self._announced is None or layer == 0:
             sequences = [row.sequence for row in self.rows]
             self._announced = self.client.begin_step(sequences, token_count=count, policy=policy)
@@ -358,7 +358,7 @@ class RowStore:
         starts: SequenceABC[int],
         policy: Policy | None,
     ) -> dict[int, AttendResult]:
-        """Sends every row's step before it waits, so that rows run in parallel."""
+        """Sends the steps of all rows before it waits, so that they are served in parallel."""
         if self._stream is None or self._stream.closed:
             self._stream = self.client.decode()
         try:
@@ -381,14 +381,14 @@ class RowStore:
                 results[row_of[correlation_id]] = result
             return results
         except BaseException as error:
-            # Answers of abandoned steps must not meet the next ones.
+            # Answers to abandoned steps must not be taken for answers to the next ones.
             self._stream.close()
             if isinstance(error, BROKEN):
                 self._check_restart()
             raise
 
     def _check_restart(self) -> None:
-        """Raises DaemonRestarted where that is why a stream broke, which does not say so."""
+        """Raises DaemonRestarted if that is why a stream broke; its own error does not say so."""
         try:
             self.rows[0].sequence.refresh()
         except NotFound:
@@ -397,7 +397,7 @@ class RowStore:
             return
 
     def select(self, indices: SequenceABC[int]) -> None:
-        """Makes row i what row indices[i] was: forks, moves and deletes sequences."""
+        """Makes row i a copy of what row indices[i] was: forks, moves and deletes sequences."""
         self.suspend()
         rows: list[Row] = []
         forks: list[Row] = []
@@ -417,18 +417,18 @@ class RowStore:
             row.sequence.delete()
 
     def truncate(self, length: int) -> None:
-        """Cuts every row so that it ends at this padded position."""
+        """Cuts every row so that it ends at this position, which includes padding."""
         self.suspend()
         self.cut(length)
 
     def cut(self, length: int) -> None:
-        """The same where nothing is under way."""
+        """The same, if no append and no decoder is running."""
         for row in self.rows:
             row.sequence.truncate(max(length - row.padding, 0))
             row.padding = min(row.padding, length)
 
     def fork(self) -> RowStore:
-        """Copies every row; the copy's sequences share the pages."""
+        """Copies every row. The sequences of the copy share pages with these."""
         self.suspend()
         made = RowStore(
             self.client,
@@ -446,7 +446,7 @@ class RowStore:
         return made
 
     def abandon(self) -> None:
-        """Gives up what is under way; what of it was appended stays for now."""
+        """Gives up work in progress. What it has appended stays until `cut` or `drop`."""
         if self._stream is not None:
             self._stream.close()
             self._stream = None
@@ -458,12 +458,12 @@ class RowStore:
             self.end_decoding()
 
     def drop(self) -> None:
-        """Parts with the rows: deletes their sequences unless these are to be kept."""
+        """Empties the store, and deletes the sequences unless they are to be kept."""
         rows, self.rows = self.rows, []
         if not self.keeps:
             _delete(rows)
 
     def release(self) -> None:
-        """Deletes the sequences; what the daemon lost already is no error."""
+        """Deletes the sequences. Sequences that the daemon has lost are not an error."""
         self.abandon()
         self.drop()

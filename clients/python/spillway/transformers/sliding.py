@@ -10,13 +10,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from spillway.prefill_kernels import window_attention
 from spillway.transformers.handed import Forward, HandedLayer
 
-# Tokens that can be removed again, once more than the window have been seen: assisted
-# decoding removes the candidates that were wrong.
+# Number of tokens that can still be removed after more tokens than the window have been seen.
+# Assisted decoding removes wrong candidates.
 SPARE_TOKEN_COUNT = 128
 
 
 class _Held(NamedTuple):
-    """What a layer holds; tensors are never changed in place."""
+    """The contents of a layer. The tensors are never changed in place."""
 
     keys: torch.Tensor | None
     values: torch.Tensor | None
@@ -25,10 +25,10 @@ class _Held(NamedTuple):
 
 
 class SlidingLayer(HandedLayer):
-    """Keeps the window's K/V, and some more, on the model's device.
+    """Keeps the K/V of the window, and some more, on the model's device.
 
-    A row's left padding is kept with its tokens and never attended to. What was held before the
-    last forward is kept until the next one, for that may be interrupted in another layer.
+    The left padding of a row is kept with its tokens and never attended. The contents before the
+    last forward pass are kept until the next one, because another layer may be interrupted.
     """
 
     is_sliding = True
@@ -37,12 +37,12 @@ class SlidingLayer(HandedLayer):
         super().__init__(forward, model_index)
         self.window = window
         self._window = window
-        # Of each row; what is None is 0.
+        # Left padding of each row. None: 0 for all rows.
         self._padding: list[int] | None = None
         self._before: _Held | None = None
 
     def fork_into(self, copy: SlidingLayer) -> None:
-        """Makes another layer hold what this one does."""
+        """Makes another layer hold the same contents."""
         copy.keys, copy.values = self.keys, self.values
         copy.length = self.length
         copy.is_initialized = self.is_initialized
@@ -55,7 +55,7 @@ class SlidingLayer(HandedLayer):
         self._before = None
 
     def select(self, indices: list[int]) -> None:
-        """Makes row i what row indices[i] was."""
+        """Makes row i a copy of what row indices[i] was."""
         if self.keys is not None and self.values is not None:
             rows = torch.tensor(indices, device=self.keys.device)
             self.keys = self.keys.index_select(0, rows)
@@ -65,10 +65,10 @@ class SlidingLayer(HandedLayer):
         self._before = None
 
     def undo(self, length: int) -> None:
-        """Makes it hold so many positions, after a forward that was interrupted.
+        """Makes the layer hold `length` positions, after a forward pass was interrupted.
 
         Raises:
-            ValueError: As `check_cut`: an earlier forward was lost too.
+            ValueError: As for `check_cut`, because an earlier forward pass was lost too.
         """
         if length == 0:
             self.reset()
@@ -79,14 +79,15 @@ class SlidingLayer(HandedLayer):
         self.cut(length)
 
     def check_cut(self, length: int) -> None:
-        """Checks that the layer can be cut to so many positions.
+        """Checks that the layer can be cut to `length` positions.
 
         Raises:
-            ValueError: Rows that its window needs then are gone.
+            ValueError: Rows that the window would need are gone.
         """
         held = 0 if self.keys is None else self.keys.shape[2]
         gone = self.length - held
-        # Before position `length` the window - 1 newest are needed, or all there are.
+        # A query at position `length` needs the window - 1 rows before it, or all if there are
+        # fewer.
         if gone > 0 and max(length - self._window + 1, 0) < gone:
             most = self.length - gone - self._window + 1
             raise ValueError(
@@ -96,7 +97,7 @@ class SlidingLayer(HandedLayer):
             )
 
     def cut(self, length: int) -> None:
-        """Cuts the layer to so many positions; `check_cut` has passed."""
+        """Cuts the layer to `length` positions. `check_cut` must have passed."""
         self._before = None
         if self.keys is None or self.values is None or length >= self.length:
             return
@@ -125,7 +126,7 @@ class SlidingLayer(HandedLayer):
             k = torch.cat([self.keys, k], dim=2)
             v = torch.cat([self.values, v], dim=2)
         total = self.length + query_count
-        # The position of the first row that is held.
+        # Position of the first row in k and v.
         first = total - k.shape[2]
         seen = max(total - self._window, first)
         if query_count == 1 and max(paddings) <= seen:
@@ -145,7 +146,7 @@ class SlidingLayer(HandedLayer):
         return out.contiguous()
 
     def _noted(self, padding: list[int] | None, batch_size: int) -> list[int]:
-        """Each row's padding: what it was, or of rows that are still empty what is given."""
+        """Returns the padding of each row: the known one, or for empty rows the given one."""
         known = self._padding if self._padding is not None else [0] * batch_size
         if padding is None:
             return known
@@ -184,7 +185,7 @@ class SlidingLayer(HandedLayer):
         return out
 
     def _keep(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Keeps the newest rows, and no memory of more than a few others."""
+        """Keeps the newest rows. Copies them if they would keep much more memory alive."""
         most = self._window - 1 + SPARE_TOKEN_COUNT
         copies = k.shape[2] > most + SPARE_TOKEN_COUNT
         kept = (x[:, :, -most:] for x in (k, v))

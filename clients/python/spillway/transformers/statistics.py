@@ -61,9 +61,9 @@ class CacheStatistics:
         return sum(layer.certified_error_sum for layer in self.layers) / max(count, 1)
 
     def add_sums(self, layer: int, sums: Sums) -> None:
-        """Counts what a decoder has served; its attends are not timed."""
+        """Adds the sums of a decoder, whose attends are not timed."""
         self.layers[layer].add_sums(sums)
 
     def add(self, layer: int, result: AttendResult) -> None:
-        """Counts one result."""
+        """Adds one result."""
         self.layers[layer].add(result)

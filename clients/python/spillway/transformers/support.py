@@ -1,11 +1,11 @@
-"""Which models are supported, and their shapes."""
+"""Checks which models are supported, and reads their shapes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-# Their softmax has learned sink logits, which no field of the config names.
+# Models whose softmax has learned sink logits. No field of their configs says so.
 _SINK_MODELS = frozenset(
     {"deepseek_v4", "flint", "gpt_oss", "granite_swa", "granitemoe_swa", "openai_privacy_filter"}
 )
@@ -36,16 +36,16 @@ class Shapes:
 
 
 def shapes_of(config: Any) -> Shapes:
-    """Reads the shapes from a model's config and refuses what cannot be served.
+    """Reads the shapes from a model's config. Refuses models that are not supported.
 
     Args:
-        config: The model's `PreTrainedConfig`; of a composite model the text
-            decoder's part counts.
+        config: The model's `PreTrainedConfig`. For a composite model, that of the text decoder is
+            used.
 
     Raises:
-        UnsupportedModelError: No layer with full attention, chunked windows,
-            other layer types, a soft cap on the logits, latent attention,
-            learned attention sinks, ALiBi, shared K/V, or an encoder.
+        UnsupportedModelError: The model has no layer with full attention, chunked windows, other
+            layer types, a soft cap on the logits, latent attention, learned attention sinks, ALiBi,
+            shared K/V, or an encoder.
     """
     windows = windows_of(config)
     config = config.get_text_config(decoder=True)
@@ -59,7 +59,7 @@ def shapes_of(config: Any) -> Shapes:
 
 
 def windows_of(config: Any) -> list[int | None]:
-    """Reads each layer's sliding window, tokens, None for full attention; as `shapes_of`."""
+    """Reads the window of each layer, tokens; None: full attention. Raises as `shapes_of`."""
     config = config.get_text_config(decoder=True)
     for refusal in _refusals(config):
         raise UnsupportedModelError(f"a {config.model_type} model cannot be served: {refusal}")
@@ -70,7 +70,7 @@ def windows_of(config: Any) -> list[int | None]:
 
 
 def _refusals(config: Any) -> list[str]:
-    """Says why the config's attention is not plain causal softmax attention."""
+    """Returns why the config's attention is not plain causal softmax attention; empty if it is."""
 
     def value(name: str) -> Any:
         return getattr(config, name, None)

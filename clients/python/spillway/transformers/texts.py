@@ -1,4 +1,4 @@
-"""What a cache knows of its text: tokens, and where turns end."""
+"""The text of a cache, as far as it is known: tokens, and where turns end."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 _MAGIC = b"SPWCACHE1"
-# The daemon keeps so much for a client beside a sequence.
+# Most bytes that the daemon stores for a client with a sequence.
 _BYTES_MAX = 3 << 20
-# What the numbers of a text may unpack to: 2**32 tokens are more than a sequence has.
+# Limit on the numbers in saved data: a sequence never has 2**32 tokens.
 _TOKENS_MAX = 1 << 32
 
 
@@ -33,25 +33,25 @@ class TokenMismatchError(ValueError):
 
 
 class Texts:
-    """The tokens of a cache's rows, as far as they were told, and its turns.
+    """The known tokens of a cache's rows, and its turns.
 
-    Positions count left padding.
+    Positions include left padding.
     """
 
     def __init__(self) -> None:
-        # [n] of each row, on the CPU; empty: nothing is known.
+        # Tokens [n] of each row, on the CPU. Empty if nothing is known.
         self.ids: list[torch.Tensor] = []
         self.turns: dict[str, int] = {}
 
     def note(self, ids: torch.Tensor) -> None:
-        """Takes the tokens of all rows, [B, n], from the first position on."""
+        """Stores the tokens of all rows, [B, n], from the first position on."""
         self.ids = [row.clone() for row in ids.detach().to("cpu", torch.int64)]
 
     def check(self, ids: torch.Tensor, length: int, paddings: SequenceABC[int]) -> None:
         """Compares tokens [B, n] with the known ones of the first `length` positions.
 
         Raises:
-            TokenMismatchError: They differ, or are fewer.
+            TokenMismatchError: The tokens differ, or there are fewer.
         """
         if length == 0:
             return
@@ -79,17 +79,17 @@ class Texts:
                 )
 
     def cut(self, length: int) -> None:
-        """Forgets what lies beyond the first `length` positions."""
+        """Forgets everything after the first `length` positions."""
         self.ids = [row[:length] for row in self.ids]
         self.turns = {name: end for name, end in self.turns.items() if end <= length}
 
     def select(self, indices: SequenceABC[int]) -> None:
-        """Makes row i what row indices[i] was."""
+        """Makes row i a copy of what row indices[i] was."""
         if self.ids:
             self.ids = [self.ids[index] for index in indices]
 
     def fork(self) -> Texts:
-        """A copy."""
+        """Returns a copy."""
         made = Texts()
         made.ids = list(self.ids)
         made.turns = dict(self.turns)
@@ -98,16 +98,16 @@ class Texts:
 
 @dataclass(frozen=True)
 class RowNote:
-    """What is saved beside a row's K/V.
+    """The data that is saved with a row's K/V.
 
     Attributes:
-        save: Of one call of `save`, the same for its rows.
-        row: Which row.
-        row_count: Of how many.
-        length: Positions of the cache, left padding included.
-        padding: The row's left padding.
-        turns: The cache's turns.
-        ids: The row's tokens that are known.
+        save: Id of a call of `save`, the same for all rows.
+        row: Index of the row.
+        row_count: Number of rows.
+        length: Positions of the cache, including left padding.
+        padding: Left padding of the row.
+        turns: Turns of the cache.
+        ids: The known tokens of the row.
     """
 
     save: str
@@ -119,10 +119,10 @@ class RowNote:
     ids: torch.Tensor
 
     def to_bytes(self) -> bytes:
-        """Packs it.
+        """Returns the data as bytes.
 
         Raises:
-            ValueError: It is more than the daemon keeps.
+            ValueError: The data are larger than the daemon stores.
         """
         header = {
             "save": self.save,
@@ -145,10 +145,10 @@ class RowNote:
 
     @classmethod
     def from_bytes(cls, packed: bytes) -> RowNote:
-        """Reads it back.
+        """Reads the data from bytes.
 
         Raises:
-            ValueError: It is something else.
+            ValueError: The bytes are something else.
         """
         try:
             return cls._parsed(packed)
@@ -168,7 +168,7 @@ class RowNote:
         }
         count = numbers.pop("token_count")
         unpack = zlib.decompressobj()
-        # A few bytes could unpack to all memory.
+        # Limited, because a few bytes could unpack to more than the memory.
         ids = unpack.decompress(packed[start + size :], max(8 * count, 1))
         if len(ids) != 8 * count or unpack.unconsumed_tail:
             raise ValueError("another number of tokens")

@@ -1,4 +1,4 @@
-"""Copies between the model's device and the host: few, and none waited for twice."""
+"""Copies between the model's device and the host, with as few waits as possible."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Sequence as SequenceABC
 
 import torch
 
-# Larger copies are not worth the pinned memory that they would leave behind.
+# Larger copies do not pay for the pinned memory that they would leave behind.
 _PINNED_BYTES_MAX = 4 << 20
 
 
 def to_host(tensors: SequenceABC[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns the tensors in host memory, those there already as they are.
+    """Returns the tensors in host memory. Tensors that are already there are returned unchanged.
 
-    The small ones of a GPU travel together, so that the host waits for the
-    GPU once and not once per tensor.
+    Small tensors on a GPU are copied together, so that the host waits for the GPU once, and not
+    once per tensor.
 
     Args:
         tensors: Tensors of any shapes and strides on one device.
@@ -35,8 +35,8 @@ def to_host(tensors: SequenceABC[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Returns a host tensor on the device; the host does not wait for small copies."""
+    """Returns a host tensor on the device. The host does not wait for small copies."""
     if device.type != "cuda" or tensor.nbytes > _PINNED_BYTES_MAX:
         return tensor.to(device)
-    # torch keeps pinned memory from being used again before the copy is done.
+    # torch does not reuse pinned memory before the copy is complete.
     return tensor.pin_memory().to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""What is under way with a cache, so that an interruption can be undone."""
+"""The change of a cache that is in progress, so that an interruption can be undone."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from spillway.transformers.rows import RowStore
 
 @dataclass(frozen=True)
 class Unfinished:
-    """A forward, or a truncation, that began and has not ended yet.
+    """A forward pass, or a truncation, that has begun and not ended.
 
     Attributes:
-        length: Positions that the cache has when it is given up: those before a
-            forward, those after a truncation.
-        paddings: Each row's left padding then; None where there are no rows yet.
-        phase: What the cache's phase is then.
+        length: Positions that the cache has if the change is given up: those before a forward pass,
+            or those after a truncation.
+        paddings: Left padding of each row in that case; None if there are no rows yet.
+        phase: Phase of the cache in that case.
     """
 
     length: int
@@ -24,13 +24,13 @@ class Unfinished:
     phase: Phase
 
     def undo(self, store: RowStore) -> int:
-        """Has the daemon hold what the cache has when this is given up.
+        """Makes the daemon hold what the cache has if the change is given up.
 
-        May be repeated where it fails or is interrupted itself.
+        May be repeated if it fails or is interrupted.
 
         Returns:
-            The positions that there are: fewer than `length` where appends of an earlier
-            forward have failed.
+            The number of positions. These are fewer than `length` if appends of an earlier forward
+            pass have failed.
         """
         store.abandon()
         if self.paddings is None:
@@ -40,6 +40,7 @@ class Unfinished:
             row.padding = padding
         held = [row.padding + row.sequence.refresh().token_count for row in store.rows]
         length = min(self.length, *held)
-        # Also where nothing is longer: a step that is on its way still is refused then.
+        # Also done if nothing is longer, because it makes the daemon refuse a step that is still on
+        # its way.
         store.cut(length)
         return length

@@ -1,4 +1,4 @@
-// What LoadIndexWeights reads beside the MLPs of one hidden layer.
+// What LoadIndexWeights reads in addition to MLPs with one hidden layer.
 #include "host/methods/weights/index_weights.h"
 
 #include <gmock/gmock.h>
@@ -22,7 +22,7 @@ constexpr int kD = 16, kHidden = 8, kBits = 32, kKvHeads = 2, kQueryHeads = 4, k
 const std::vector<int32_t> kChannels = {0, 3, 15, 2, 1, 9, 8, 4, /* the second head's */
                                         7, 6, 5,  4, 3, 2, 1, 0};
 
-// Tensors of a file by name, in order.
+// A tensor of the file; the file has them in order.
 struct Tensor {
   std::string name;
   std::vector<int64_t> shape;
@@ -65,7 +65,7 @@ class IndexWeightsLoad : public ::testing::Test {
     }
   }
 
-  // A file of all tensors; change (may be null) returns false for one to leave
+  // A file with all tensors. change (may be null) may change a tensor, or return false to leave it
   // out.
   std::vector<std::byte> File(const std::function<bool(Tensor&)>& change = nullptr,
                               const std::vector<int32_t>& channels = kChannels) const {
@@ -190,7 +190,7 @@ TEST_F(IndexWeightsLoad, NamesTheTensorThatIsMisshapen) {
     EXPECT_THAT(message, HasSubstr(name));
     EXPECT_THAT(message, HasSubstr(wanted));
   }
-  // Of as many heads as the keys', where there is one per query head.
+  // With an MLP per query head, the keys' weights must have as many MLPs.
   spec_.hash.per_query_head = true;
   EXPECT_THAT(Refused(File()), HasSubstr("\"layers.0.w1\" has shape [2, 16, 8], not [4, 16, 8]"));
 }
@@ -225,11 +225,11 @@ TEST_F(IndexWeightsLoad, ChannelsAreIntegersOfEitherWidth) {
   EXPECT_THAT(Refused(floats.File()),
               HasSubstr("\"layers.0.channels\" has dtype F32, not I32 or I64"));
   std::vector<int64_t> huge(kChannels.begin(), kChannels.end());
-  huge[4] = (int64_t{1} << 32) + 1;  // 1 in 32 bits
+  huge[4] = (int64_t{1} << 32) + 1;  // 1 if cut to 32 bits
   EXPECT_THAT(Refused(file(huge)), HasSubstr("has channel 4294967297"));
 }
 
-// An MLP's weights are no integers.
+// The weights of MLPs must not be integers.
 TEST_F(IndexWeightsLoad, MlpsAreOfFloats) {
   SafeTensorsWriter writer;
   writer.AddIntegers("layers.0.w1", {kKvHeads, kD, kHidden},

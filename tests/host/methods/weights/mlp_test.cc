@@ -36,7 +36,7 @@ MlpLayer RandomLayer(int heads, int d, int hidden, int bits, bool residual, bool
   return layer;
 }
 
-// y in double precision.
+// The output y, in double precision.
 std::vector<double> Reference(const MlpLayer& m, int head, const std::vector<float>& x) {
   std::vector<double> z(m.hidden_dim), y(m.hash_bits);
   for (int j = 0; j < m.hidden_dim; ++j) {
@@ -131,7 +131,7 @@ class MlpLoad : public ::testing::Test {
     spec_.hash.hash_bits = 32;
     spec_.hash.hidden_dim = 8;
   }
-  // A file of all tensors but `skip`, of `heads` MLPs a layer.
+  // A file with all tensors except `skip`, with `heads` MLPs per layer.
   std::vector<std::byte> File(const std::string& skip, bool b2, int64_t heads = 2) {
     std::mt19937 rng(9);
     SafeTensorsWriter writer;

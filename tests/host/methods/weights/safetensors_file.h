@@ -9,7 +9,8 @@
 
 namespace spillway {
 
-// Bytes of a file with this header text and data, whatever they say.
+// The bytes of a file with this header text and data, valid or not. header_bytes: the stated length
+// of the header; -1: the true one.
 inline std::vector<std::byte> RawSafeTensors(const std::string& header, const std::string& data,
                                              int64_t header_bytes = -1) {
   const uint64_t length = header_bytes < 0 ? header.size() : static_cast<uint64_t>(header_bytes);

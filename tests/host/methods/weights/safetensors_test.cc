@@ -33,7 +33,7 @@ TEST(SafeTensors, ReadsTensorsByName) {
 }
 
 TEST(SafeTensors, ConvertsBothHalves) {
-  // 1, -2, the least subnormal, the greatest; as bf16 1, -2 and 2^-133.
+  // As fp16: 1, -2, the smallest subnormal, and the largest number. As bf16: 1, -2 and 2^-133.
   const std::string data("\x00\x3c\x00\xc0\x01\x00\xff\x7b\x80\x3f\x00\xc0\x01\x00", 14);
   const auto bytes = RawSafeTensors(R"({"__metadata__":{"format":"pt"},)"
                                     R"("h":{"dtype":"F16","shape":[4],"data_offsets":[0,8]},)"
@@ -138,7 +138,7 @@ TEST(SafeTensors, ADeeplyNestedHeaderIsRefusedCheaply) {
   EXPECT_FALSE(SafeTensors::Parse(bytes).ok());
 }
 
-// Whatever one byte becomes, the file is refused or every read stays inside.
+// Whatever one byte is changed to, the file is refused, or every read stays inside it.
 TEST(SafeTensors, SurvivesEveryBrokenByte) {
   SafeTensorsWriter writer;
   writer.Add("a", {2, 3}, {1, 2, 3, 4, 5, 6});
