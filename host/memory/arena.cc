@@ -119,7 +119,8 @@ absl::Status Arena::Impl::Grow(int64_t slab_count, int64_t step) {
         const auto [first, count] = *std::prev(next);
         if (first + count == gap) before = count;
       }
-      const int64_t missing = std::min(slab_count - before, end - gap);
+      // At least one slab: Expect() asks for more even if there are free slabs before the gap.
+      const int64_t missing = std::clamp<int64_t>(slab_count - before, 1, end - gap);
       if (before + missing + after >= slab_count) {
         absl::Status status = Commit(gap, missing, std::min(end - gap, std::max(step, missing)));
         // Another gap may need fewer slabs.

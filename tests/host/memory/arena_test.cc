@@ -172,6 +172,20 @@ TEST(Arena, WhatIsExpectedIsCommittedInLargeExtents) {
   EXPECT_EQ(arena->statistics().committed_bytes, 200 * kS);
 }
 
+TEST(Arena, CommitsNothingOfWhatIsExpectedWithoutBudget) {
+  // Less than a slab of budget is left, and a free slab lies before the uncommitted ones.
+  MemoryBudget budget(2 * kS + kS / 2);
+  auto arena = MakeArena(16, 1, &budget);
+  const auto a = arena->AllocateSlabs(1);
+  const auto b = arena->AllocateSlabs(1);
+  ASSERT_TRUE(a.ok() && b.ok());
+  arena->FreeSlabs(*b, 1);
+  arena->Expect(8 * kS);
+  EXPECT_EQ(arena->statistics().committed_bytes, 2 * kS);
+  EXPECT_EQ(arena->statistics().used_bytes, kS);
+  EXPECT_TRUE(arena->AllocateSlabs(1).ok());
+}
+
 TEST(Arena, TellsHowFarAnExtentReaches) {
   MemoryBudget budget(64 * kS);
   auto arena = MakeArena(16, 4, &budget);
