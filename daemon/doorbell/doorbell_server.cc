@@ -7,6 +7,7 @@
 #include <new>
 #include <optional>
 #include <span>
+#include <system_error>
 #include <thread>
 #include <type_traits>
 #include <utility>
@@ -356,13 +357,19 @@ absl::StatusOr<std::shared_ptr<Region>> DoorbellServer::Attach(const Caller& cal
   }
   const int64_t bytes =
       DoorbellMemory::kDataOffset + std::max(data_bytes, DoorbellMemory::kDataBytesMin);
-  return regions_->Attach(caller, session, bytes,
-                          [this, &caller](const std::shared_ptr<Region>& region) {
-                            auto line = std::make_shared<Line>(*this, caller, region);
-                            region->detached = [line, region] { line->Close(*region); };
-                            const MutexLock lock(mutex_);
-                            lines_.push_back(std::move(line));
-                          });
+  const auto attached = [this, &caller](const std::shared_ptr<Region>& region) {
+    auto line = std::make_shared<Line>(*this, caller, region);
+    region->detached = [line, region] { line->Close(*region); };
+    const MutexLock lock(mutex_);
+    lines_.push_back(std::move(line));
+  };
+  try {
+    return regions_->Attach(caller, session, bytes, attached);
+  } catch (const std::system_error& error) {
+    return WithReason(absl::ResourceExhaustedError(absl::StrCat(
+                          "no thread could be started for a doorbell: ", error.what())),
+                      "THREADS_EXHAUSTED");
+  }
 }
 
 }  // namespace spillway

@@ -2,6 +2,7 @@
 
 #include <functional>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <utility>
 
@@ -39,17 +40,28 @@ class CallThreads {
       }
       ++count_;
     }
-    std::thread([this, work = std::move(work)]() mutable {
-      work();
-      work = nullptr;
-      const MutexLock lock(mutex_);
-      --count_;
-      ended_.NotifyAll();
-    }).detach();
-    return absl::OkStatus();
+    try {
+      std::thread([this, work = std::move(work)]() mutable {
+        work();
+        work = nullptr;
+        End();
+      }).detach();
+      return absl::OkStatus();
+    } catch (const std::system_error& error) {
+      End();
+      return WithReason(
+          absl::ResourceExhaustedError(absl::StrCat("no thread could be started: ", error.what())),
+          "THREADS_EXHAUSTED");
+    }
   }
 
  private:
+  void End() ABSL_LOCKS_EXCLUDED(mutex_) {
+    const MutexLock lock(mutex_);
+    --count_;
+    ended_.NotifyAll();
+  }
+
   const int count_max_;
   const std::string what_;
   Mutex mutex_;
