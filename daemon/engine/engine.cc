@@ -30,7 +30,8 @@ Engine::Engine(Device* device, Arena* arena, MemoryBudget* budget, EngineOptions
       options_(std::move(options)),
       slow_attends_(options_.slow_attend_seconds),
       device_watch_(*device, options_.device_lost),
-      registry_(options_.model_count_max, options_.sequence_count_max, options_.clock),
+      registry_(options_.model_count_max, options_.sequence_count_max, options_.clock,
+                [this](const Sequence& sequence) { return queues_.IsIdle(sequence.queue); }),
       rebuilder_(std::make_unique<Rebuilder>()) {}
 
 Engine::~Engine() {
@@ -302,10 +303,9 @@ void Engine::DeleteSealed(std::string_view id, std::function<void(absl::Status)>
 }
 
 std::vector<ExpiredSequence> Engine::SweepExpired() {
-  const auto idle = [this](const Sequence& sequence) { return queues_.IsIdle(sequence.queue); };
   std::vector<ExpiredSequence> expired;
   const absl::Time now = options_.clock();
-  for (std::shared_ptr<Sequence>& sequence : registry_.TakeExpired(now, idle)) {
+  for (std::shared_ptr<Sequence>& sequence : registry_.TakeExpired(now)) {
     using Why = ExpiredSequence::Why;
     const Why why = sequence->idle_end() <= now ? Why::kIdle : Why::kAbandoned;
     auto& count =
@@ -380,7 +380,9 @@ void Engine::CountAppend(Sequence& sequence, int64_t row_count) {
 void Engine::CountAttend(const Job& job, const JobItem& item, Sequence& sequence) {
   AttendSums sums;
   sums.Add(item, sequence.model->spec.kv_head_count);
-  const double time_us = job.device_time_us / static_cast<double>(job.items.size());
+  const auto own_count = static_cast<int64_t>(job.items.size());
+  const double time_us =
+      job.device_time_us / static_cast<double>(std::max(own_count, job.batch_item_count));
   constexpr auto kRelaxed = std::memory_order_relaxed;
   counters_.certified_errors.Add(sums.certified_error_counts, sums.certified_error_sum);
   if (sums.moved_row_count > 0) {

@@ -1,6 +1,7 @@
 #include "daemon/engine/ordered_queues.h"
 
 #include <cassert>
+#include <exception>
 #include <utility>
 
 namespace spillway {
@@ -13,13 +14,23 @@ void RunStep(std::function<void()> step) {
   }
   std::vector<std::function<void()>> steps;
   running = &steps;
-  step();
+  // An exception of one step (out of memory) must not stop the others: operations wait for them.
+  std::exception_ptr first;
+  const auto run = [&first](const std::function<void()>& step) {
+    try {
+      step();
+    } catch (...) {
+      if (first == nullptr) first = std::current_exception();
+    }
+  };
+  run(step);
   for (size_t i = 0; i < steps.size(); ++i) {
     // Moved out first: a step may add steps, and so move the vector's elements.
     const std::function<void()> next = std::move(steps[i]);
-    next();
+    run(next);
   }
   running = nullptr;
+  if (first != nullptr) std::rethrow_exception(first);
 }
 
 void OrderedQueues::Enqueue(std::span<Queue* const> queues, std::shared_ptr<Operation> operation) {

@@ -62,7 +62,8 @@ class OrderedQueues {
 };
 
 // Runs `step` now, or, if this thread is running a step already, after that step. So a device that
-// answers within Submit() cannot make the stack grow.
+// answers within Submit() cannot make the stack grow. Rethrows the first exception after all steps
+// have run.
 void RunStep(std::function<void()> step);
 
 }  // namespace spillway

@@ -112,7 +112,7 @@ absl::Status Registry::RemoveModel(std::string_view id) {
   if (it == models_.end()) return ModelNotFound(ModelName(id));
   const absl::Time now = clock_();
   const int64_t count = std::count_if(sequences_.begin(), sequences_.end(), [&](const auto& entry) {
-    return entry.second->model == it->second && entry.second->expire_time() > now;
+    return entry.second->model == it->second && !HasExpired(*entry.second, now);
   });
   if (count > 0) {
     return WithReason(
@@ -146,7 +146,7 @@ absl::Status Registry::AddSequence(std::shared_ptr<Sequence> sequence) {
   }
   const auto it = sequences_.find(sequence->id);
   if (it != sequences_.end()) {
-    if (it->second->expire_time() > clock_()) {
+    if (!HasExpired(*it->second, clock_())) {
       return WithReason(absl::AlreadyExistsError(absl::StrCat(sequence->name, " exists already")),
                         "SEQUENCE_EXISTS", {{"name", sequence->name}});
     }
@@ -187,7 +187,7 @@ absl::StatusOr<std::shared_ptr<Sequence>> Registry::UseSequence(
 absl::StatusOr<std::shared_ptr<Sequence>> Registry::Find(std::string_view id,
                                                          absl::Time now) const {
   const auto it = sequences_.find(id);
-  if (it == sequences_.end() || it->second->expire_time() <= now) {
+  if (it == sequences_.end() || HasExpired(*it->second, now)) {
     return SequenceNotFound(SequenceName(id));
   }
   return it->second;
@@ -197,7 +197,7 @@ absl::StatusOr<std::shared_ptr<Sequence>> Registry::TakeSequence(std::string_vie
                                                                  const Sequence* only) {
   const MutexLock lock(mutex_);
   const auto it = sequences_.find(id);
-  if (it == sequences_.end() || it->second->expire_time() <= clock_() ||
+  if (it == sequences_.end() || HasExpired(*it->second, clock_()) ||
       (only != nullptr && it->second.get() != only)) {
     return SequenceNotFound(SequenceName(id));
   }
@@ -208,12 +208,11 @@ absl::StatusOr<std::shared_ptr<Sequence>> Registry::TakeSequence(std::string_vie
   return sequence;
 }
 
-std::vector<std::shared_ptr<Sequence>> Registry::TakeExpired(
-    absl::Time now, const std::function<bool(const Sequence&)>& is_idle) {
+std::vector<std::shared_ptr<Sequence>> Registry::TakeExpired(absl::Time now) {
   std::vector<std::shared_ptr<Sequence>> expired;
   const MutexLock lock(mutex_);
   for (auto it = sequences_.begin(); it != sequences_.end();) {
-    if (it->second->expire_time() <= now && is_idle(*it->second)) {
+    if (HasExpired(*it->second, now)) {
       Unlist(*it->second);
       it->second->account->RemoveSequence();
       expired.push_back(std::move(it->second));
@@ -230,7 +229,7 @@ Page<Sequence> Registry::ListSequences(const Model* model, std::string_view afte
   const MutexLock lock(mutex_);
   const absl::Time now = clock_();
   return ListAfter<Sequence>(sequences_, after, count, [&](const Sequence& sequence) {
-    return (model == nullptr || sequence.model.get() == model) && sequence.expire_time() > now;
+    return (model == nullptr || sequence.model.get() == model) && !HasExpired(sequence, now);
   });
 }
 
@@ -241,7 +240,7 @@ Page<Sequence> Registry::ListSequencesOf(std::string_view name_space, const Mode
   return ListAfter<Sequence>(
       sequences_, After(name_space, after), count, [&](const Sequence& sequence) {
         return NamespaceOf(sequence.id) == name_space &&
-               (model == nullptr || sequence.model.get() == model) && sequence.expire_time() > now;
+               (model == nullptr || sequence.model.get() == model) && !HasExpired(sequence, now);
       });
 }
 

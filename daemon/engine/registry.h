@@ -28,8 +28,12 @@ struct Page {
 class Registry {
  public:
   using Clock = std::function<absl::Time()>;
-  Registry(int64_t model_count_max, int64_t sequence_count_max, Clock clock)
+  // is_idle: whether no operation uses a sequence or waits for it. A sequence that is in use does
+  // not expire.
+  Registry(int64_t model_count_max, int64_t sequence_count_max, Clock clock,
+           std::function<bool(const Sequence&)> is_idle)
       : clock_(std::move(clock)),
+        is_idle_(std::move(is_idle)),
         model_count_max_(model_count_max),
         sequence_count_max_(sequence_count_max) {}
 
@@ -66,10 +70,8 @@ class Registry {
   // has the id.
   absl::StatusOr<std::shared_ptr<Sequence>> TakeSequence(std::string_view id,
                                                          const Sequence* only = nullptr);
-  // Removes and returns all sequences that have expired by `now` and for which is_idle returns
-  // true.
-  std::vector<std::shared_ptr<Sequence>> TakeExpired(
-      absl::Time now, const std::function<bool(const Sequence&)>& is_idle);
+  // Removes and returns all sequences that have expired by `now`.
+  std::vector<std::shared_ptr<Sequence>> TakeExpired(absl::Time now);
   // Up to count sequences whose id follows `after`, ordered by id; of one model unless `model` is
   // null. Leaves out expired sequences, and renews none.
   Page<Sequence> ListSequences(const Model* model, std::string_view after, int64_t count) const;
@@ -82,8 +84,12 @@ class Registry {
   absl::StatusOr<std::shared_ptr<Sequence>> Find(std::string_view id, absl::Time now) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status CheckNew(std::string_view id) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  bool HasExpired(const Sequence& sequence, absl::Time now) const {
+    return sequence.expire_time() <= now && is_idle_(sequence);
+  }
 
   const Clock clock_;
+  const std::function<bool(const Sequence&)> is_idle_;
   mutable Mutex mutex_;
   int64_t model_count_max_ ABSL_GUARDED_BY(mutex_);
   int64_t sequence_count_max_ ABSL_GUARDED_BY(mutex_);

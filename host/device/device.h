@@ -168,6 +168,8 @@ struct Job {
   bool waited_for = false;
   double queue_time_us = 0;   // filled: from Submit() until the device began
   double device_time_us = 0;  // filled: from then until the end
+  // Filled: the number of items that ran together, if the device joined several jobs; else 0.
+  int64_t batch_item_count = 0;
   // For benchmarks: makes a GPU report the time of each kernel instead of each stage. This slows
   // the job down.
   bool trace = false;

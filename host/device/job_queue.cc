@@ -67,6 +67,7 @@ void JobBatch::Begin() {
 std::vector<QueuedJob> JobBatch::Split() {
   if (joined_ != nullptr) {
     auto item = joined_->items.begin();
+    const auto item_count = static_cast<int64_t>(joined_->items.size());
     for (QueuedJob& part : parts_) {
       const absl::Status cancelled =
           part.job->cancel == nullptr ? absl::OkStatus() : part.job->cancel->Check();
@@ -76,6 +77,7 @@ std::vector<QueuedJob> JobBatch::Split() {
         if (absl::IsCancelled(own.status) && !cancelled.ok()) own.status = cancelled;
       }
       part.job->device_time_us = joined_->device_time_us;
+      part.job->batch_item_count = item_count;
       part.job->stages = joined_->stages;
     }
     joined_.reset();

@@ -174,6 +174,7 @@ class SplitJob : public std::enable_shared_from_this<SplitJob> {
         part.job = std::make_unique<Job>();
         part.job->model = &model.On(part.device);
         part.job->layer = job_->layer;
+        part.job->owner = job_->owner;
         part.job->cancel = job_->cancel;
         part.job->trace = job_->trace;
       }

@@ -339,6 +339,9 @@ TEST_F(EngineTest, IdleSequencesExpireAndUseRenews) {
   EXPECT_TRUE(engine->registry().UseSequence("used", nullptr).ok());
   now += absl::Seconds(6);
   EXPECT_TRUE(absl::IsNotFound(engine->registry().FindSequence("idle").status()));
+  EXPECT_TRUE(engine->registry().FindSequence("busy").ok());
+  EXPECT_TRUE(absl::IsAlreadyExists(
+      engine->CreateSequence("busy", model, model->policy, absl::Seconds(10)).status()));
   const std::vector<ExpiredSequence> expired = engine->SweepExpired();
   ASSERT_EQ(expired.size(), 1u);
   EXPECT_EQ(expired[0].name, "sequences/idle");
@@ -352,6 +355,17 @@ TEST_F(EngineTest, IdleSequencesExpireAndUseRenews) {
   EXPECT_EQ(engine->SweepExpired().size(), 2u);
   EXPECT_EQ(engine->registry().sequence_count(), 0);
   EXPECT_EQ(model->row_pool.used_page_count(), 0);
+}
+
+TEST(RunStepTest, AnExceptionStopsNoOtherStep) {
+  std::vector<int> ran;
+  EXPECT_THROW(RunStep([&] {
+                 RunStep([&] { ran.push_back(1); });
+                 throw std::bad_alloc();
+               }),
+               std::bad_alloc);
+  RunStep([&] { ran.push_back(2); });
+  EXPECT_THAT(ran, ::testing::ElementsAre(1, 2));
 }
 
 TEST_F(EngineTest, SharedRowsOutliveATruncation) {
