@@ -54,14 +54,12 @@ absl::StatusOr<std::unique_ptr<StreamDecoder>> StreamDecoder::Create(Engine* eng
 }
 
 StreamDecoder::~StreamDecoder() {
-  while (step_ != nullptr && step_->pending_count() > 0) {
-    if (!Finish(last_stream_).ok() && !starts_.empty()) {
-      // The device does not answer: tokens that are not known to be written are dropped.
-      step_.reset();
-      for (size_t i = 0; i < parts_.size(); ++i) Truncate(i, starts_.front()[i]);
-    }
-  }
+  if (step_ != nullptr && step_->pending_count() > 0) Finish(last_stream_).IgnoreError();
   step_.reset();
+  if (!starts_.empty()) {
+    // The device failed: tokens that are not known to be written are dropped.
+    for (size_t i = 0; i < parts_.size(); ++i) Truncate(i, starts_.front()[i]);
+  }
   if (hold_ != nullptr) engine_->Release(*hold_);
 }
 
@@ -91,6 +89,7 @@ absl::Status StreamDecoder::Prepare() {
 }
 
 absl::Status StreamDecoder::Next(void* stream) {
+  RETURN_IF_ERROR(failure_);
   RETURN_IF_ERROR(step_->Conclude(stream));
   last_stream_ = stream;
   if (step_->pending_count() == kPendingMax) RETURN_IF_ERROR(Settle());
@@ -115,10 +114,12 @@ absl::Status StreamDecoder::Attend(int layer, const StepTensors& tensors, void* 
     return InvalidField(
         "layer", absl::StrCat("value ", layer, " is not in [0, ", model().spec.layer_count, ")"));
   }
+  RETURN_IF_ERROR(failure_);
   return step_->Attend(layer, tensors, stream);
 }
 
 absl::Status StreamDecoder::Finish(void* stream) {
+  RETURN_IF_ERROR(failure_);
   RETURN_IF_ERROR(step_->Conclude(stream));
   while (step_->pending_count() > 0) RETURN_IF_ERROR(Settle());
   return absl::OkStatus();
@@ -126,10 +127,7 @@ absl::Status StreamDecoder::Finish(void* stream) {
 
 absl::Status StreamDecoder::Settle() {
   const absl::StatusOr<StreamStep::Outcome> settled = step_->Settle();
-  if (!settled.ok()) {
-    engine_->CheckDevices();
-    return settled.status();
-  }
+  if (!settled.ok()) return Fail(settled.status());
   const StreamStep::Outcome& outcome = *settled;
   const std::vector<int64_t> starts = std::move(starts_.front());
   starts_.pop_front();
@@ -152,9 +150,13 @@ absl::Status StreamDecoder::Settle() {
   // Later steps attended to tokens that are truncated now.
   bool later_ran = false;
   while (step_->pending_count() > 0) {
-    ASSIGN_OR_RETURN(const StreamStep::Outcome later, step_->Settle());
+    const absl::StatusOr<StreamStep::Outcome> later = step_->Settle();
+    if (!later.ok()) {
+      starts_.push_front(starts);
+      return Fail(later.status());
+    }
     starts_.pop_front();
-    later_ran |= later.ran;
+    later_ran |= later->ran;
   }
   for (size_t i = 0; i < parts_.size(); ++i) {
     const bool kept = outcome.ran && outcome.parts[i].ok();
@@ -165,6 +167,12 @@ absl::Status StreamDecoder::Settle() {
         "none of the layers of a step were attended, but layers of the next step were");
   }
   return first;
+}
+
+absl::Status StreamDecoder::Fail(const absl::Status& status) {
+  failure_ = status;
+  engine_->CheckDevices();
+  return status;
 }
 
 void StreamDecoder::Truncate(size_t part, int64_t token_count) {

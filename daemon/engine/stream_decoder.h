@@ -73,6 +73,8 @@ class StreamDecoder {
   absl::Status Prepare();
   // Waits for the oldest step, and after an error for all steps.
   absl::Status Settle();
+  // Records that the device failed. The destructor drops the tokens of the steps in starts_.
+  absl::Status Fail(const absl::Status& status);
   void Truncate(size_t part, int64_t token_count);
   void Count(size_t part);
 
@@ -81,7 +83,10 @@ class StreamDecoder {
   const int64_t token_count_;
   std::shared_ptr<Engine::HoldOperation> hold_;
   std::unique_ptr<StreamStep> step_;
-  // For each pending step: the lengths of the parts before it.
+  // Why the device failed; every later call returns it.
+  absl::Status failure_;
+  // For each pending step, and for steps whose outcome is unknown because the device failed: the
+  // lengths of the parts before it.
   std::deque<std::vector<int64_t>> starts_;
   std::vector<AttendSums> sums_;
   bool has_ended_ = false;

@@ -16,7 +16,8 @@ using ::testing::HasSubstr;
 // What the steps of a device should do, and the calls that were made.
 struct Script {
   std::deque<absl::Status> announces;
-  std::deque<StreamStep::Outcome> outcomes;  // of the steps, in order; if empty: success
+  std::deque<absl::StatusOr<StreamStep::Outcome>>
+      outcomes;  // of the steps, in order; if empty: success
   std::vector<std::string> calls;
 };
 
@@ -65,7 +66,7 @@ class ScriptedStep final : public StreamStep {
     if (script_->outcomes.empty()) {
       return Outcome{true, std::vector<absl::Status>(options_.parts.size())};
     }
-    Outcome outcome = std::move(script_->outcomes.front());
+    absl::StatusOr<Outcome> outcome = std::move(script_->outcomes.front());
     script_->outcomes.pop_front();
     return outcome;
   }
@@ -143,8 +144,9 @@ TEST_F(StreamDecoderTest, StepsFollowEachOtherTwoOnTheirWay) {
 TEST_F(StreamDecoderTest, AnErrorTakesItsStepAndLaterOnesFromItsSequence) {
   const auto good = Filled("good", 5), bad = Filled("bad", 9);
   const auto decoder = Open({PartOf(good), PartOf(bad)});
-  script_.outcomes.push_back({true, {absl::OkStatus(), absl::OkStatus()}});
-  script_.outcomes.push_back({true, {absl::OkStatus(), absl::OutOfRangeError("NaN at layer 1")}});
+  script_.outcomes.push_back(StreamStep::Outcome{true, {absl::OkStatus(), absl::OkStatus()}});
+  script_.outcomes.push_back(
+      StreamStep::Outcome{true, {absl::OkStatus(), absl::OutOfRangeError("NaN at layer 1")}});
   ASSERT_TRUE(decoder->Next(nullptr).ok());
   ASSERT_TRUE(decoder->Next(nullptr).ok());
   ASSERT_TRUE(decoder->Next(nullptr).ok());
@@ -165,19 +167,43 @@ TEST_F(StreamDecoderTest, AStepThatDidNotRunIsTakenBack) {
   const auto sequence = Filled("s", 5);
   const auto decoder = Open({PartOf(sequence)});
   const absl::Status missing = absl::FailedPreconditionError("layer 0 was not attended");
-  script_.outcomes.push_back({false, {missing}});
+  script_.outcomes.push_back(StreamStep::Outcome{false, {missing}});
   ASSERT_TRUE(decoder->Next(nullptr).ok());
   ASSERT_TRUE(decoder->Finish(nullptr).ok());
   EXPECT_THAT(Counts(*sequence), ElementsAre(5, 5));
   // If a later step did run, its positions were wrong.
-  script_.outcomes.push_back({false, {missing}});
-  script_.outcomes.push_back({true, {absl::OkStatus()}});
+  script_.outcomes.push_back(StreamStep::Outcome{false, {missing}});
+  script_.outcomes.push_back(StreamStep::Outcome{true, {absl::OkStatus()}});
   ASSERT_TRUE(decoder->Next(nullptr).ok());
   ASSERT_TRUE(decoder->Next(nullptr).ok());
   const absl::Status status = decoder->Finish(nullptr);
   EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
   EXPECT_THAT(std::string(status.message()),
               HasSubstr("none of the layers of a step were attended"));
+  EXPECT_THAT(Counts(*sequence), ElementsAre(5, 5));
+}
+
+TEST_F(StreamDecoderTest, TokensThatADeviceErrorMayHaveLostAreDropped) {
+  const auto sequence = Filled("s", 5);
+  const absl::Status lost = absl::InternalError("the GPU is lost");
+  {
+    const auto decoder = Open({PartOf(sequence)});
+    script_.outcomes.push_back(lost);
+    ASSERT_TRUE(decoder->Next(nullptr).ok());
+    EXPECT_EQ(decoder->Finish(nullptr), lost);
+    EXPECT_EQ(decoder->Next(nullptr), lost);
+    EXPECT_EQ(decoder->Attend(0, {}, nullptr), lost);
+  }
+  EXPECT_THAT(Counts(*sequence), ElementsAre(5, 5));
+  {
+    const auto decoder = Open({PartOf(sequence)});
+    script_.outcomes.push_back(
+        StreamStep::Outcome{true, {absl::OutOfRangeError("NaN at layer 1")}});
+    script_.outcomes.push_back(lost);
+    ASSERT_TRUE(decoder->Next(nullptr).ok());
+    ASSERT_TRUE(decoder->Next(nullptr).ok());
+    EXPECT_EQ(decoder->Finish(nullptr), lost);
+  }
   EXPECT_THAT(Counts(*sequence), ElementsAre(5, 5));
 }
 
