@@ -79,7 +79,8 @@ class CudaDevice final : public Device {
   absl::Status CheckUsable() const override {
     const CurrentDevice current(ordinal_);
     RETURN_IF_ERROR(current.status());
-    const cudaError_t error = cudaStreamQuery(slots_.front()->stream());
+    // Not a slot's stream, which may be captured: the query would fail, and the capture too.
+    const cudaError_t error = cudaStreamQuery(probe_.get());
     return error == cudaErrorNotReady ? absl::OkStatus() : cuda::ToStatus(error, info_.name);
   }
 
@@ -230,6 +231,7 @@ class CudaDevice final : public Device {
   cuda::BlockPools blocks_;
   tbb::task_arena workers_;
   std::vector<std::unique_ptr<StreamSlot>> slots_;
+  cuda::Stream probe_;  // nothing runs on it: its state is that of the context
   std::unique_ptr<cuda::RowFetcher> fetcher_;
   std::unique_ptr<cuda::SharedHeap> shared_;
   QueueWaits queue_waits_;
@@ -294,6 +296,7 @@ absl::StatusOr<std::unique_ptr<Device>> CudaDevice::Create(const CudaDeviceOptio
     ASSIGN_OR_RETURN(device->resident_arena_, create_arena(resident_limit));
   }
   device->blocks_.SetArena(device->arena_.get());
+  ASSIGN_OR_RETURN(device->probe_, cuda::Stream::Create());
   for (int i = 0; i < kStreamSlotCount; ++i) {
     const JobKind kind = kJobKinds[i / kSlotsOfKind];
     absl::StatusOr<std::unique_ptr<StreamSlot>> slot =

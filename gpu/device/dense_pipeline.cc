@@ -98,11 +98,14 @@ void DensePipeline::LayOut(Part& part, Carver& requests, Carver& results, Carver
   part.errors = workspace.Take<uint32_t>(count);
   for (Block& block : part.blocks) {
     DenseUnit& unit = block.unit;
+    // In a step, the most splits that a length up to the capacity has: fewer tokens may have more
+    // splits, because rows per split are rounded up.
     const int64_t splits =
-        of_step ? SplitsOf(context_->TokenCapacity(unit.n), false).second : unit.split_count;
-    // Fewer tokens may have one more split, because rows per split are rounded up.
-    unit.partials =
-        workspace.Take<float>(std::max(splits + 1, unit.split_count) * unit.query_rows * (2 + d));
+        of_step
+            ? std::min((context_->TokenCapacity(unit.n) + kSplitRowsLeast - 1) / kSplitRowsLeast,
+                       kDenseSplitsWanted)
+            : unit.split_count;
+    unit.partials = workspace.Take<float>(splits * unit.query_rows * (2 + d));
   }
 }
 
@@ -133,6 +136,8 @@ void DensePipeline::Fill(Part& part) const {
       unit.q = part.device_q + i * kDenseQueryRows * d;
       unit.out = part.out + i * kDenseQueryRows * d;
     }
+    // Kernels do not write all of it, and an earlier step may have used its memory for other units.
+    if (of_step) unit.result->report = {};
     part.units[i] = unit;
     for (int64_t t = block.begin; t < block.end && !of_step; ++t) {
       context_->ToFloats(block.item, t, block.kv_head,

@@ -13,6 +13,11 @@ void JobRun::Plan() {
     JobItem& item = context_.item(i);
     if (!item.attend.has_value() || !item.status.ok()) continue;
     item.status = CheckServed(item.attend->policy, context_.gpu().name);
+    if (item.status.ok() && !item.append.has_value()) {
+      // The first attend of a fork has no tables yet. Without memory for them, only this item
+      // fails.
+      item.status = context_.index(i).Reserve(item.attend->rows->token_count());
+    }
     if (!item.status.ok()) continue;
     item.result = AllocateResult(context_.spec(), *item.attend);
     CutQueries(
@@ -60,7 +65,11 @@ absl::Status JobRun::Enqueue() {
   StreamSlot& slot = context_.slot();
   SPILLWAY_CUDA_RETURN_IF_ERROR(cudaEventRecord(slot.start(), slot.stream()));
   if (absl::Status status = EnqueuePipelines(); !status.ok()) {
-    for (size_t i = 0; i < context_.job().items.size(); ++i) context_.index(i).ForgetTables();
+    for (size_t i = 0; i < context_.job().items.size(); ++i) {
+      context_.index(i).ForgetTables();
+      // Copies that are counted may not have run.
+      context_.index(i).whole().SetFilled(0);
+    }
     return status;
   }
   return ToStatus(cudaEventRecord(slot.done(), slot.stream()), "cudaEventRecord");

@@ -269,6 +269,8 @@ void SparsePipeline::Fill(const UnitWave& wave, Carver& workspace) const {
     r.result = wave.results + i;
     r.out = wave.select_only || wave.out == nullptr ? nullptr : wave.out + i * width;
     wave.requests[i] = r;
+    // Kernels do not write all of it, and an earlier step may have used its memory for other units.
+    r.result->report = {};
     std::ranges::fill(r.result->moments, 0);
     if (wave.q != nullptr) {
       context_->ToFloats(unit.item, unit.query, unit.kv_head, wave.q + i * width);
@@ -337,6 +339,8 @@ Wave SparsePipeline::View(const UnitWave& wave, const StepAppend& append) const 
   w.tail_kernels = wave.tail_kernels;
   w.methods = wave.methods;
   w.append = append;
+  // Later waves of a lane use the workspace of the wave before.
+  w.follows_append = &wave == &*std::ranges::find(waves_, wave.lane, &UnitWave::lane);
   if (context_->step() != nullptr) w.step = context_->step()->tensors;
   w.sm_count = context_->gpu().sm_count;
   w.block_shared_bytes = context_->gpu().block_shared_bytes;

@@ -327,6 +327,9 @@ struct Wave {
   int gather_blocks = 0;
   // Whether a kernel may begin before the previous one has ended (compute capability 9.0).
   bool overlap = false;
+  // Whether the kernel before it on the stream may be that of the append, and not that of another
+  // wave, which uses the same workspace.
+  bool follows_append = false;
   // Whether any unit has a tail that is sampled.
   bool has_tail = false;
   // The kernels that replace the second draw, or null.

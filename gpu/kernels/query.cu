@@ -7,7 +7,7 @@ namespace spillway::cuda {
 
 bool PrepareOverlaps(const Wave& wave) {
   const bool appends = wave.append.row_count > 0 || wave.step.check.header != nullptr;
-  return wave.overlap && appends && !wave.first;
+  return wave.overlap && appends && wave.follows_append && !wave.first;
 }
 
 cudaError_t LaunchClearUnits(const Wave& wave, cudaStream_t stream) {

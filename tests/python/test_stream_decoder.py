@@ -19,6 +19,7 @@ import torch
 from daemon_process import binary, connected, on_gpu, running_daemon
 from helpers import refused, wait_for
 from spillway import Client, FailedPrecondition, Model, Policy, Sequence
+from spillway._proto import admin_service_pb2
 from spillway.stream import default_token_count_max
 from spillway_lab.serving import prefer_library
 
@@ -154,6 +155,52 @@ def test_gives_the_bits_of_steps(
 
 
 @needs_gpu
+def test_grows_past_what_is_dense_with_many_heads(engine: Client) -> None:
+    """Dense steps and sparse ones use the same memory, which differs with the heads."""
+    heads = {"query_head_count": 32, "kv_head_count": 8}
+    model = engine.create_model(layer_count=1, head_dim=DIM, dtype="bfloat16", **heads)
+    generator = torch.Generator().manual_seed(3)
+    mine, theirs = (engine.create_sequence(model) for _ in range(2))
+    k, v = normal(generator, 2, 1, 8, 2040, DIM)
+    for sequence in (mine, theirs):
+        sequence.append(0, 0, k, v)
+    with engine.open_decoder([mine]) as decoder:
+        for _ in range(16):
+            q = normal(generator, 1, 1, 32, DIM)
+            k, v = normal(generator, 2, 1, 8, 1, DIM)
+            with engine.begin_step([theirs]) as step:
+                expected, _ = step.attend(0, q, k, v)
+            decoder.next()
+            out, _ = decoder.attend(0, *(x.cuda() for x in (q, k, v)))
+            same(out, expected)
+        decoder.finish()
+    assert mine.refresh().token_count == 2056
+    for sequence in (mine, theirs):
+        sequence.delete()
+    engine.delete_model(model)
+
+
+@needs_gpu
+def test_room_for_a_length_with_fewer_splits_than_a_shorter_one(engine: Client) -> None:
+    model = engine.create_model(
+        layer_count=1, query_head_count=2, kv_head_count=1, head_dim=64, dtype="bfloat16"
+    )
+    generator = torch.Generator().manual_seed(3)
+    sequence = engine.create_sequence(model, policy=Policy(selector="all"))
+    k, v = normal(generator, 2, 1, 1, 125_000, 64)
+    sequence.append(0, 0, k, v)
+    q = normal(generator, 1, 1, 2, 64)
+    new_k, new_v = normal(generator, 2, 1, 1, 1, 64)
+    with engine.open_decoder([sequence], token_count_max=132_000) as decoder:
+        decoder.next()
+        out, _ = decoder.attend(0, q.cuda(), new_k.cuda(), new_v.cuda())
+        decoder.finish()
+    same(out[0], torch.as_tensor(sequence.attend(0, q[0]).out))
+    sequence.delete()
+    engine.delete_model(model)
+
+
+@needs_gpu
 def test_layers_and_sequences_differ_in_what_is_dense(engine: Client, wide: Model) -> None:
     policies = [None, Policy(dense_layers=(1,)), Policy(selector="all"), Policy(selector="oracle")]
     tensors = Tensors(len(policies), 1, 3)
@@ -177,6 +224,34 @@ def test_layers_and_sequences_differ_in_what_is_dense(engine: Client, wide: Mode
                 same(out, their_out)
                 same(lse, their_lse)
         decoder.finish()
+
+
+def stage_counts(engine: Client) -> dict[str, int]:
+    """How many attends reported a time for each stage."""
+    request = admin_service_pb2.GetStatisticsRequest(include_metrics=True)
+    families = {each.name: each for each in engine._stubs.admin.GetStatistics(request).metrics}
+    return {
+        metric.labels["stage"]: metric.histogram.cumulative_counts[-1]
+        for metric in families["spillway_attend_stage_seconds"].metrics
+    }
+
+
+@needs_gpu
+def test_each_layer_of_a_step_reports_the_times_of_its_stages(engine: Client, wide: Model) -> None:
+    steps = 5
+    sequence = filled(engine, wide, 6000)
+    tensors = Tensors(1, 1, steps)
+    before = stage_counts(engine)
+    with engine.open_decoder([sequence]) as decoder:
+        for t in range(steps):
+            decoder.next()
+            for layer in range(LAYERS):
+                decoder.attend(layer, *tensors.of(t, layer, "cuda"))
+        decoder.finish()
+    after = stage_counts(engine)
+    # A decoder reports the stages of the attend, without the append.
+    for stage in ("score", "cut", "sample", "fold"):
+        assert after[stage] - before[stage] == steps * LAYERS, stage
 
 
 class Captured:
