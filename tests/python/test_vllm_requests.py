@@ -264,6 +264,43 @@ def test_kept_ones_that_made_room_are_forgotten() -> None:
     assert requests.plan([], []).dropped == [1]
 
 
+def test_a_running_request_whose_sequence_has_disappeared() -> None:
+    """Another request was to begin with its rows. Both are computed again."""
+    requests = Requests(4)
+    prompt = list(range(128))
+    requests.add("a", prompt, 128, "")
+    requests.plan([Scheduled("a", 0, 128, block=1)], [])
+    requests.add("b", [*prompt, 7], 129, "")
+    assert requests.matched("b", 129, others_running=True) == 128
+    plan = requests.plan([Scheduled("a", 128, 1, block=2), Scheduled("b", 128, 1, block=3)], [])
+    assert plan.requests[1].source == Source(1, 128)
+    lost = Loss(0, "again", "gone")
+    assert requests.take_report(StepReport({1: lost, 2: lost}, {1}), 2) == (["a", "b"], [])
+    assert requests.matched("a", 129, others_running=False) == 0
+    plan = requests.plan([Scheduled("a", 0, 129, block=4)], [])
+    assert plan.dropped == [1, 2]
+    assert plan.requests == [PlannedRequest(1, 1, 0, 129, decodes=False, block=4)]
+    # The report of a step that was in flight comes late. It does not take the new rows away.
+    assert requests.take_report(StepReport({1: lost, 2: lost}, {1}), 1) == ([], [])
+    assert requests.matched("b", 129, others_running=True) == 128
+    assert requests.plan([Scheduled("b", 128, 1, block=5)], []).dropped == []
+
+
+def test_a_waiting_request_whose_sequence_has_disappeared() -> None:
+    """It was preempted, and has no rows any more. No other request begins with them."""
+    requests = Requests(4)
+    prompt = list(range(128))
+    requests.add("a", prompt, 128, "")
+    requests.plan([Scheduled("a", 0, 128, block=1)], [])
+    requests.add("b", [*prompt, 7], 129, "")
+    assert requests.matched("b", 129, others_running=True) == 128
+    requests.plan([Scheduled("b", 128, 1, block=2)], ["a"])
+    report = StepReport({2: Loss(0, "again", "gone")}, {1})
+    assert requests.take_report(report, 1) == (["b"], [])
+    assert requests.matched("a", 129, others_running=False) == 0
+    assert requests.matched("b", 129, others_running=False) == 0
+
+
 def test_ranks_reports_are_one() -> None:
     """If one rank lacks memory, this counts."""
     report = StepReport({1: Loss(0, "again", "gone")}, {5})

@@ -191,9 +191,13 @@ class Requests:
             would fail again, or if it lacks memory although no other request runs.
         """
         for key in report.gone:
-            self._prefixes.forget(key)
-            # Other ranks may still have it.
-            self._dropped.append(key)
+            if key not in self._names:
+                self._prefixes.forget(key)
+                # Other ranks may still have it.
+                self._dropped.append(key)
+            elif key not in report.losses:
+                # Its request was not in the step, and computes its rows again later.
+                self._prefixes.set_rows(key, 0, running=False)
         again, failed = [], []
         for key, loss in report.losses.items():
             name = self._names.get(key)

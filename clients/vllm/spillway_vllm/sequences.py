@@ -74,8 +74,8 @@ class Sequences:
         self._kept: OrderedDict[int, None] = OrderedDict()
         # Sequences with which requests of this step begin.
         self._sources: set[int] = set()
-        # Kept sequences that were dropped to free memory, or have disappeared, since this was
-        # cleared.
+        # Kept sequences that were dropped to free memory, and sequences to begin with that have
+        # disappeared, since this was cleared.
         self.gone: set[int] = set()
 
     def __len__(self) -> int:

@@ -83,7 +83,8 @@ class StepReport:
 
     Attributes:
         losses: Requests whose output of this step is not valid, by key.
-        gone: Kept sequences that were dropped to free memory, or have disappeared.
+        gone: Kept sequences that were dropped to free memory, and sequences to begin with that have
+            disappeared, whose requests may be unfinished.
     """
 
     losses: dict[int, Loss] = field(default_factory=dict)
