@@ -264,6 +264,21 @@ def test_kept_ones_that_made_room_are_forgotten() -> None:
     assert requests.plan([], []).dropped == [1]
 
 
+def test_a_finished_request_whose_rows_were_lost_is_not_kept() -> None:
+    """Its client goes away during the step that loses its rows. The report comes later."""
+    requests = Requests(4)
+    prompt = list(range(128))
+    requests.add("a", prompt, 128, "")
+    requests.plan([Scheduled("a", 0, 128, block=1)], [])
+    requests.finish("a", prompt)
+    report = StepReport(losses={1: Loss(0, "memory", "memory")})
+    assert requests.take_report(report, 0) == ([], [])
+    assert requests.kept == []
+    requests.add("b", prompt, 128, "")
+    assert requests.matched("b", 128, others_running=False) == 0
+    assert requests.plan([], []).dropped == [1]
+
+
 def test_a_running_request_whose_sequence_has_disappeared() -> None:
     """Another request was to begin with its rows. Both are computed again."""
     requests = Requests(4)

@@ -187,6 +187,14 @@ def test_rows_that_are_not_there_are_lost(model: Model) -> None:
     assert model.worker.sequence_count == 1
 
 
+def test_a_missing_sequence_to_begin_with_is_reported(model: Model) -> None:
+    """Then the scheduler does not offer it to other requests."""
+    plan = StepPlan([_request(2, 64, 4, source=Source(1, 64))])
+    report, _ = model.step(plan, {2: 2})
+    assert report.losses[2].kind == "again"
+    assert report.gone == {1}
+
+
 def test_sequences_go_when_told(model: Model) -> None:
     """Sequences are dropped before the step, and kept ones stay."""
     texts = {1: 1, 2: 2}

@@ -201,9 +201,14 @@ class Requests:
         again, failed = [], []
         for key, loss in report.losses.items():
             name = self._names.get(key)
-            if name is None or self._requests[name].epoch != loss.epoch:
+            if name is None:
+                # It has finished since. Without its rows, no request can begin with them.
+                self._prefixes.forget(key)
+                self._dropped.append(key)
                 continue
             request = self._requests[name]
+            if request.epoch != loss.epoch:
+                continue
             request.epoch += 1
             request.source = None
             self._prefixes.set_rows(key, 0, running=False)

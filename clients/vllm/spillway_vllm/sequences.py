@@ -113,6 +113,7 @@ class Sequences:
             self.drop(request.key)
             source = self._sequences.get(request.source.key)
             if source is None:
+                self.gone.add(request.source.key)
                 raise Lost(f"the sequence {request.source.key} to begin with is gone")
             if request.source.key in self._kept:
                 self._kept.move_to_end(request.source.key)
