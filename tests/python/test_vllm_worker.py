@@ -184,6 +184,8 @@ def test_rows_that_are_not_there_are_lost(model: Model) -> None:
     assert report.losses[1].reason == "10 of 20 tokens' rows are there"
     assert report.losses[1].kind == "again"
     _check(model, outs[2], 2, 0)
+    assert (outs[1] == 0).all()
+    assert (outs[3] == 0).all()
     assert model.worker.sequence_count == 1
 
 

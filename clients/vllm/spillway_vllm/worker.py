@@ -59,6 +59,8 @@ class Worker:
         self._groups: list[Group] = []
         self._prompts: list[Row] = []
         self._single: list[tuple[Row, Policy | None]] = []
+        # Positions in the batch of requests that were lost before the first layer.
+        self._lost: list[slice] = []
         self.statistics = LayerStatistics()
         self.prompt_token_count = 0
 
@@ -82,7 +84,7 @@ class Worker:
             begins: Position in the batch of each request's first token, by key.
         """
         self._report = StepReport()
-        self._groups, self._prompts, self._single = [], [], []
+        self._groups, self._prompts, self._single, self._lost = [], [], [], []
         requests = sorted(plan.requests, key=lambda request: begins[request.key])
         held: set[int] = set()
         if self._decoders is not None:
@@ -99,6 +101,8 @@ class Worker:
                     sequence = self._sequences.ready(request)
             except Lost as loss:
                 self._lose(request, loss)
+                first = begins[request.key]
+                self._lost.append(slice(first, first + request.token_count))
                 continue
             rows[request.key] = Row(request, begins[request.key], sequence)
         there = [row.plan for row in rows.values()]
@@ -146,6 +150,8 @@ class Worker:
             self._serve(row, out, partial(self._attend_one, row, policy, layer, q, k, v))
         for row in self._prompts:
             self._serve(row, out, partial(self._attend_prompt, row, layer, q, k, v))
+        for lost in self._lost:
+            out[lost].zero_()
 
     def _part(self, group: Group, layer: int, error: spillway.SpillwayError) -> None:
         """For the rest of the step, serves the rows of a failed group one by one."""
@@ -221,7 +227,7 @@ class Worker:
                     group.end()
                 except spillway.SpillwayError as error:
                     self._part(group, 1, error)
-        self._groups, self._prompts, self._single = [], [], []
+        self._groups, self._prompts, self._single, self._lost = [], [], [], []
         report, self._report = self._report, StepReport()
         report.gone, self._sequences.gone = self._sequences.gone, set()
         return report
