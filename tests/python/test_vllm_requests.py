@@ -316,6 +316,26 @@ def test_a_waiting_request_whose_sequence_has_disappeared() -> None:
     assert requests.matched("b", 129, others_running=False) == 0
 
 
+def test_a_request_does_not_fail_because_all_kept_sequences_have_disappeared() -> None:
+    """It tries eight of them, and is then computed from its first token."""
+    requests = Requests(32)
+    system = list(range(64))
+    for key in range(1, 33):
+        prompt = [*system, *[1000 + key] * 64]
+        requests.add(f"kept {key}", prompt, 128, "")
+        requests.plan([Scheduled(f"kept {key}", 0, 128, block=1)], [])
+        requests.finish(f"kept {key}", prompt)
+    assert len(requests.kept) == 32
+    requests.add("a", [*system, *[7] * 64], 128, "")
+    for epoch in range(8):
+        assert requests.matched("a", 128, others_running=False) == 64
+        (planned,) = requests.plan([Scheduled("a", 64, 64, block=2)], []).requests
+        assert planned.source is not None
+        report = StepReport({33: Loss(epoch, "again", "gone")}, {planned.source.key})
+        assert requests.take_report(report, 1) == (["a"], [])
+    assert requests.matched("a", 128, others_running=False) == 0
+
+
 def test_ranks_reports_are_one() -> None:
     """If one rank lacks memory, this counts."""
     report = StepReport({1: Loss(0, "again", "gone")}, {5})

@@ -10,6 +10,9 @@ from spillway_vllm.step_plan import PlannedRequest, Source, StepPlan, StepReport
 
 # A request waits for rows that another one computes if they are at least this many more tokens.
 _WORTH_WAITING = 128
+# After this many losses, a request begins only with its own rows. If the daemon has restarted, all
+# kept sequences may be gone, and each attempt finds out about one.
+_SHARED_LOSSES_MAX = 8
 # A request fails if its rows were lost more often than this.
 _LOSSES_MAX = 16
 
@@ -109,7 +112,8 @@ class Requests:
             request.starved_at = None
         request.source = None
         own = min(self._prefixes.row_count(request.key), token_count - 1)
-        match = self._prefixes.match(request.key, token_count - 1) if request.comparable else None
+        shares = request.comparable and request.epoch < _SHARED_LOSSES_MAX
+        match = self._prefixes.match(request.key, token_count - 1) if shares else None
         if match is None:
             return own
         if others_running and match.coming >= max(own, match.token_count) + _WORTH_WAITING:
