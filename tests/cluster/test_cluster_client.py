@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import spillway
 from daemon_process import binary, device_flags
+from helpers import wait_for
 from local_cluster import LocalCluster, local_cluster
 from random_llama import generate, llama, prompt
 from spillway.transformers import SpillwayCache
@@ -526,6 +527,39 @@ def test_a_daemon_that_is_killed_is_started_again(
         assert all(same(a, b) for a, b in zip(made, expected, strict=False))
         assert cluster.directory.daemon("daemon-1").restart_count == 1
         assert cluster.directory.daemon("daemon-1").state == "up"
+
+
+def test_a_drain_during_which_the_daemon_is_killed_leaves_no_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = [str(binary()), *device_flags()]
+    with fresh(tmp_path, 2, command=command) as cluster, client_of(cluster) as client:
+        sequence = filled(client, "chat")
+        (source,) = sequence.daemons
+        node = cluster.nodes[source]
+
+        def killed(*arguments: Any) -> None:
+            cluster.directory.ask("begin_move", *arguments)
+            pid = node.pid
+            assert pid is not None
+            os.kill(pid, 9)
+            wait_for(lambda: node.pid not in (None, pid))
+
+        with monkeypatch.context() as patch, pytest.raises(spillway.Unavailable):
+            patch.setattr(cluster.directory, "begin_move", killed, raising=False)
+            node.drain()
+        # The sequence grows at its old place. So a copy there would be outdated.
+        at = slice(TOKENS, TOKENS + 1)
+        sequence.append(0, TOKENS, K[:, :, at], V[:, :, at])
+        assert sequence.daemons == [source]
+        listed = [
+            (daemon, info.name)
+            for daemon in cluster.nodes
+            for info in client.placement.client(daemon).list_sequences()
+        ]
+        assert listed == [(source, "sequences/chat")]
+        assert list(node.drain().moves) == ["sequences/chat"]
+        assert client.get_sequence("sequences/chat").token_count == TOKENS + 1
 
 
 def test_transformers(cluster: LocalCluster) -> None:

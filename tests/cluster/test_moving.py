@@ -200,11 +200,12 @@ def test_a_mover_that_dies_before_the_delete_is_followed_by_another(
     directory = Directory(MemoryStore())
 
     def die(*_: Any, **__: Any) -> None:
-        raise spillway.Unavailable("killed")
+        raise Broken
 
     with monkeypatch.context() as patch:
         patch.setattr(spillway.Sequence, "delete", die)
-        with pytest.raises(spillway.Unavailable):
+        patch.setattr("spillway_cluster.moving._take_back", lambda *_: None)
+        with pytest.raises(Broken):
             moved(clients, old.name, directory)
     # The move is noted and the sequence is sealed, but not deleted. So clients must wait.
     assert old.refresh().sealed
@@ -212,6 +213,39 @@ def test_a_mover_that_dies_before_the_delete_is_followed_by_another(
     assert moved(clients, old.name, directory) is not None
     assert clients[1].get_sequence(old.name).token_count == 500
     assert directory.moved(old.name, "a", gone=False) is not None
+
+
+@pytest.mark.parametrize("deleted", [False, True])
+def test_a_delete_without_an_answer_is_a_move_only_if_the_sequence_is_gone(
+    clients: list[spillway.Client],
+    model: spillway.Model,
+    monkeypatch: pytest.MonkeyPatch,
+    deleted: bool,
+) -> None:
+    old = clients[0].create_sequence(model)
+    old.append(0, 0, K[:, :, :500], V[:, :, :500])
+    directory = Directory(MemoryStore())
+    delete = spillway.Sequence.delete
+
+    def unanswered(sequence: spillway.Sequence, if_sealed: bool = False) -> None:
+        if deleted or not if_sealed:
+            delete(sequence, if_sealed)
+        if if_sealed:
+            raise spillway.Unavailable("the daemon has ended")
+
+    monkeypatch.setattr(spillway.Sequence, "delete", unanswered)
+    if deleted:
+        assert moved(clients, old.name, directory) is not None
+        assert clients[1].get_sequence(old.name).token_count == 500
+    else:
+        with pytest.raises(spillway.Unavailable, match="the daemon has ended"):
+            moved(clients, old.name, directory)
+        # It is not sealed, there is no copy, and nobody takes it for moved if its daemon is lost.
+        old.append(0, 500, K[:, :, 500:501], V[:, :, 500:501])
+        with pytest.raises(spillway.NotFound):
+            clients[1].get_sequence(old.name)
+    there = directory.moved(old.name, "a", gone=True)
+    assert (there is not None) == deleted
 
 
 def test_a_mover_that_dies_after_the_delete_has_moved_it(

@@ -67,9 +67,11 @@ def move(
     Rows are copied in rounds while the sequence is in use. Each round copies the rows that are new
     since the last round. Then the sequence is sealed, the rest is copied, the move is recorded, and
     the part is deleted at the source. From then on it has moved. If something fails before, the
-    part stays and is unsealed, and the copy is deleted if its daemon answers. If it is not known
-    whether the part was deleted, the next move of the part finds out. Each layer is copied with its
-    own length, also in the middle of a step. The copy counts as named, so it stays until its ttl.
+    part stays and is unsealed, and the copy is deleted if its daemon answers. The same holds if the
+    source ends before it deletes the part, and then starts again with its rows. If the source does
+    not answer any more, the next move of the part finds out whether it was deleted. Each layer is
+    copied with its own length, also in the middle of a step. The copy counts as named, so it stays
+    until its ttl.
 
     Args:
         source: Client of the daemon that has the part.
@@ -156,12 +158,19 @@ def _moved(
         try:
             old.delete(if_sealed=True)
         except (Unavailable, Cancelled, DeadlineExceeded):
-            # It may have been deleted. Then the copy is the only one.
-            if not _is_gone(source, old.name):
+            # It may have been deleted. Then the copy is the only one. Otherwise it is unsealed, so
+            # that a delete which is still on its way is refused, and the copy is taken back: it
+            # will soon lack what clients append at the source.
+            try:
+                source._restarts.again(old.unseal)
+            except NotFound:
+                pass
+            else:
+                deleting = False
                 raise
     except BaseException as error:
-        # If the delete was sent and not answered, the state is unknown, and the next move finds
-        # out.
+        # If neither the delete nor the unseal was answered, the state is unknown, and the next move
+        # finds out.
         if not (deleting and isinstance(error, (Unavailable, Cancelled, DeadlineExceeded))):
             _take_back(old, new, ledger, sealed > 0)
         raise
