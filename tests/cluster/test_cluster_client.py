@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -621,6 +622,42 @@ def test_a_model_that_another_client_made_anew_is_the_new_one(cluster: LocalClus
         sequence.append(0, 0, K[:1, :, :10], V[:1, :, :10])
         assert sequence.refresh().layer_token_counts == (10,)
         sequence.delete()
+
+
+def test_a_model_is_not_deleted_while_a_daemon_that_may_have_it_is_being_restarted(
+    cluster: LocalCluster,
+) -> None:
+    with client_of(cluster) as client:
+        cluster.directory.set_state("daemon-1", "down")
+        try:
+            with pytest.raises(spillway.Unavailable, match="daemon-1, which may have models/m, is"):
+                client.delete_model("models/m")
+        finally:
+            cluster.directory.set_state("daemon-1", "up")
+        assert client.create_sequence("models/m").token_count == 0
+
+
+@pytest.mark.parametrize(
+    ("older", "message"),
+    [
+        ({"softmax_scale": 0.5}, "with softmax_scale 0.5 and not 0.125"),
+        ({"layer_count": LAYERS + 1}, f"with layer_count {LAYERS + 1} and not {LAYERS}"),
+        ({"policy": None}, "with policy.dense_token_count 2048 and not 1024"),
+    ],
+)
+def test_an_older_model_with_the_same_name_is_not_taken_for_the_model(
+    cluster: LocalCluster, older: dict[str, Any], message: str
+) -> None:
+    with client_of(cluster) as client:
+        for name in cluster.nodes:
+            daemon = client.placement.client(name)
+            with contextlib.suppress(spillway.NotFound):
+                daemon.delete_model("models/m")
+            daemon.create_model("m", **{**SHAPES, "policy": POLICY, **older})
+        with cluster.connect() as other:
+            expected = f"has an older models/m, {message}: delete it there"
+            with pytest.raises(spillway.FailedPrecondition, match=expected):
+                other.create_sequence("models/m")
 
 
 def test_a_step_of_sequences_that_lie_on_a_daemon_in_no_regular_order(

@@ -255,14 +255,12 @@ class ClusterClient(ClusterModels):
 
         # Asked before daemons(): a daemon that starts to serve in between is then in `daemons`.
         restarting = self.placement.restarting()
-        daemons = self.placement.daemons()
-        if not daemons:
-            raise Unavailable(f"no daemon of {self.target} serves")
+        daemons = self.serving()
         for daemon, found in zip(daemons, self.each(has, daemons), strict=True):
             if found:
                 return [daemon]
         if restarting:
-            raise Unavailable(f"{', '.join(restarting)}, which may have {name}, is being restarted")
+            raise self.may_have(restarting, name)
         raise NotFound(f"there is no {name}")
 
     def load_sequence(
@@ -412,11 +410,10 @@ class ClusterClient(ClusterModels):
         Raises:
             Unavailable: A daemon does not answer, or none serves.
         """
-        serving = self.placement.daemons()
-        if not serving:
-            raise Unavailable(f"no daemon of {self.target} serves")
         return _whole_info(
-            self.each(lambda daemon: self.placement.client(daemon).get_server_info(), serving)
+            self.each(
+                lambda daemon: self.placement.client(daemon).get_server_info(), self.serving()
+            )
         )
 
     def statistics(self, model: Model | str = "") -> list[spillway.Statistics]:

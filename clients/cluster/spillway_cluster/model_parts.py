@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceABC
 from typing import Any
 
@@ -15,6 +15,9 @@ from spillway_cluster.placement import Dealt, part_name
 from spillway_cluster.sequence import local_policy
 from spillway_cluster.shares import Share
 from spillway_cluster.weights import weights_of
+
+# Fields of a model that follow from the others and from the share, or change with an upload.
+_OF_THE_SHARE = ("ready", "row_bytes_per_token", "index_bytes_per_token")
 
 
 def ensure_part(
@@ -32,8 +35,9 @@ def ensure_part(
         Name of the part.
 
     Raises:
-        FailedPrecondition: The options with which the model was created are not known, or the file
-            with its weights is not on this host.
+        FailedPrecondition: The options with which the model was created are not known, or the
+            daemon has another model with the part's name, or the file with its weights is not on
+            this host.
     """
     name = part_name(dealt.model.name, number, dealt.part_count)
     try:
@@ -49,6 +53,7 @@ def ensure_part(
             part = created_part(client, part_id, dealt.shares[number], kv_heads, dealt.options)
         except spillway.AlreadyExists:
             part = client.get_model(name)  # another client has created it meanwhile
+    _check(client, part, dealt, number)
     if dealt.weights is not None and not part.ready:
         dealt.weights.check()
         try:
@@ -58,6 +63,43 @@ def ensure_part(
                 raise
             # Another client has uploaded them meanwhile.
     return name
+
+
+def _check(client: spillway.Client, part: Model, dealt: Dealt, number: int) -> None:
+    """Raises FailedPrecondition if a daemon's model is not this part, but left by an earlier model.
+
+    The policy is compared except for the dense layers, which every part numbers differently.
+    """
+    whole, share = dealt.model, dealt.shares[number]
+    group = whole.query_head_count // whole.kv_head_count
+    expected = dataclasses.replace(
+        whole,
+        name=part.name,
+        layer_count=len(share.layers),
+        query_head_count=len(share.kv_heads) * group,
+        kv_head_count=len(share.kv_heads),
+        first_layer=share.layers.start,
+        first_kv_head=share.kv_heads.start,
+        policy=dataclasses.replace(whole.policy, dense_layers=part.policy.dense_layers),
+    )
+    for name, there, wanted in _differences(part, expected):
+        if name not in _OF_THE_SHARE:
+            raise spillway.FailedPrecondition(
+                f"{client.target} has an older {part.name}, with {name} {there!r} and not "
+                f"{wanted!r}: delete it there, with spillway.connect({client.target!r})"
+                f".delete_model({part.name!r})"
+            )
+
+
+def _differences(there: Any, wanted: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yields the fields in which two dataclasses differ, with both values."""
+    for field in dataclasses.fields(wanted):
+        one, other = getattr(there, field.name), getattr(wanted, field.name)
+        if type(one) is type(other) and dataclasses.is_dataclass(one):
+            for name, *values in _differences(one, other):
+                yield f"{field.name}.{name}", *values
+        elif one != other:
+            yield field.name, one, other
 
 
 def upload_part(

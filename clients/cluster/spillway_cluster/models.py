@@ -319,18 +319,38 @@ class ClusterModels:
                 except (NotFound, ValueError):
                     continue
 
+    def serving(self) -> list[str]:
+        """Returns the names of the daemons that serve.
+
+        Raises:
+            Unavailable: There are none.
+        """
+        daemons = self.placement.daemons()
+        if not daemons:
+            raise Unavailable(f"no daemon of {self.target} serves")
+        return daemons
+
+    def may_have(self, restarting: SequenceABC[str], name: str) -> Unavailable:
+        """Returns the error if something may be on daemons that are being restarted."""
+        return Unavailable(f"{', '.join(restarting)}, which may have {name}, is being restarted")
+
     def delete_model(self, model: Model | str) -> None:
         """Deletes all parts of a model.
 
         Raises:
             NotFound: No daemon has a part.
             FailedPrecondition: It has sequences.
+            Unavailable: A daemon is being restarted, and may have a part that would stay.
         """
         name = model if isinstance(model, str) else model.name
         count = self.described(name, anew=True).part_count
+        restarting = self.placement.restarting()
+        daemons = self.serving()
+        if restarting:
+            raise self.may_have(restarting, name)
         parts = [
             (daemon, part_name(name, number, count))
-            for daemon in self.placement.daemons()
+            for daemon in daemons
             for number in range(count)
         ]
         self.gone(lambda part: self.placement.client(part[0]).delete_model(part[1]), parts)
@@ -350,8 +370,6 @@ class ClusterModels:
             return None
 
         missing = self.each(one, of)
-        if not missing:
-            raise Unavailable(f"no daemon of {self.target} serves")
         if all(error is not None for error in missing):
             assert missing[0] is not None
             raise missing[0]
