@@ -193,3 +193,19 @@ def test_what_other_tokens_have_is_not_lost_by_a_drain() -> None:
         assert directory.daemon(name).state == "up"
     finally:
         made.stop()
+
+
+def test_a_drained_daemon_stays_drained() -> None:
+    def empty(record: DaemonRecord) -> Any:
+        made = client(record)
+        made.list_sequences = list
+        return made
+
+    directory = Directory(MemoryStore())
+    made = Node(EndsOnce(), directory, record(0, "unix:/nowhere"), empty)  # type: ignore[arg-type]
+    name = made.start()
+    made.drain()
+    assert directory.daemon(name).state == "drained"
+    with pytest.raises(spillway.Unavailable, match="daemon-0 was drained or stopped"):
+        made.drain()
+    assert directory.daemon(name).state == "drained"

@@ -229,7 +229,8 @@ class Node:
 
         Raises:
             FailedPrecondition: The daemon requires tokens, and `own_only` is not set.
-            Unavailable: No other daemon takes sequences.
+            Unavailable: No other daemon takes sequences, or the daemon was already drained or
+                stopped, also by a call that was in progress when this one came.
             SpillwayError: A part could not be moved. It and the parts after it stay, and the daemon
                 continues to serve, without new sequences.
         """
@@ -239,6 +240,8 @@ class Node:
                 "those of other tokens would be lost with the daemon (own_only allows it)"
             )
         with self._draining:
+            if self._stopping.is_set():
+                raise Unavailable(f"{self.name} was drained or stopped, and has ended")
             drained = Drained()
             others: dict[str, spillway.Client] = {}
             try:
