@@ -175,6 +175,42 @@ def test_a_call_for_a_daemon_that_is_stopped_is_given_up() -> None:
     assert "daemon-0 is stopped" in str(made_client._restarts.given_up())
 
 
+def test_a_daemon_that_ends_during_a_report_is_started_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Process(EndsOnce):
+        pid: int | None = 1  # type: ignore[assignment]
+
+        def start(self, timeout: float) -> None:
+            self.pid = 1
+
+    given_up: list[bool] = []
+
+    def ending(record: DaemonRecord) -> Any:
+        made = client(record)
+        statistics = made.statistics
+
+        def ends() -> Any:
+            if given_up:
+                return statistics()
+            process.pid = None
+            process.ended.set()
+            # As `Restarts` does while it waits for the daemon's next process.
+            given_up.append(settles(lambda: made._restarts.given_up() is not None, 5))
+            raise spillway.Unavailable("the daemon has ended")
+
+        made.statistics = ends
+        return made
+
+    monkeypatch.setattr(node, "_REPORT_SECONDS", 0.01)
+    directory, process = Directory(MemoryStore()), Process()
+    made = Node(process, directory, record(0, "unix:/nowhere"), ending)  # type: ignore[arg-type]
+    name = made.start()
+    wait_for(lambda: directory.daemon(name).restart_count > 0)
+    made.stop()
+    assert given_up == [True]
+
+
 def test_what_other_tokens_have_is_not_lost_by_a_drain() -> None:
     directory, process = Directory(MemoryStore()), EndsOnce()
     made = Node(

@@ -128,7 +128,6 @@ class Node:
         self._boot_id = info.boot_id
         if self._client is None:
             self._client = fresh
-            # When the node stops, the watcher's calls must not wait for the daemon to come back.
             self._client._restarts.given_up = self._given_up
         else:
             fresh.close()
@@ -182,7 +181,12 @@ class Node:
                 self._stopping.wait(_REPORT_SECONDS)
 
     def _given_up(self) -> SpillwayError | None:
-        return Unavailable(f"{self.name} is stopped") if self._stopping.is_set() else None
+        if self._stopping.is_set():
+            return Unavailable(f"{self.name} is stopped")
+        # The watcher must not wait for a restart, because it is what starts the daemon again.
+        if threading.current_thread() is self._watcher and self._process.pid is None:
+            return Unavailable(f"{self.name} has ended")
+        return None
 
     def _tell_end(self, boot_id: str) -> None:
         try:
