@@ -637,6 +637,22 @@ def test_a_model_is_not_deleted_while_a_daemon_that_may_have_it_is_being_restart
         assert client.create_sequence("models/m").token_count == 0
 
 
+def test_a_delete_of_a_model_that_is_refused_changes_nothing(cluster: LocalCluster) -> None:
+    with client_of(cluster) as client:
+        for name in cluster.nodes:
+            client._ensure(client.described("models/m"), 0, name)
+        sequence = client.create_sequence("models/m")
+        with pytest.raises(spillway.FailedPrecondition, match="models/m has sequences on"):
+            client.delete_model("models/m")
+        assert [each.get_model("models/m").name for each in client.clients] == ["models/m"] * 3
+        # As if the sequence had been created just after a daemon was found to have none.
+        for name in {*cluster.nodes} - {*sequence.daemons}:
+            client.placement.client(name).delete_model("models/m")
+        used: set[str] = set()
+        while used != {*cluster.nodes}:
+            used |= {*client.create_sequence("models/m").daemons}
+
+
 @pytest.mark.parametrize(
     ("older", "message"),
     [

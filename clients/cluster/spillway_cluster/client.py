@@ -113,11 +113,16 @@ class ClusterClient(ClusterModels):
         """
 
         def create(dealt: Dealt, number: int, daemon: str) -> spillway.Sequence:
-            return self.placement.client(daemon).create_sequence(
-                self._ensure(dealt, number, daemon),
-                part_name(sequence_id, number, dealt.part_count),
-                policy=local_policy(policy, dealt.shares[number]),
-                ttl=ttl,
+            return self.with_part(
+                dealt,
+                number,
+                daemon,
+                lambda part: self.placement.client(daemon).create_sequence(
+                    part,
+                    part_name(sequence_id, number, dealt.part_count),
+                    policy=local_policy(policy, dealt.shares[number]),
+                    ttl=ttl,
+                ),
             )
 
         return self._placed(model, sequence_id, create)
@@ -280,14 +285,19 @@ class ClusterClient(ClusterModels):
         data: dict[int, bytes] = {}
 
         def load(dealt: Dealt, number: int, daemon: str) -> spillway.Sequence:
-            part, data[number] = self.placement.client(daemon).load_sequence(
-                part_folder(folder, number, dealt.part_count),
-                part_name(sequence_id, number, dealt.part_count),
-                model=self._ensure(dealt, number, daemon),
-                policy=local_policy(policy, dealt.shares[number]),
-                **options,
+            loaded, data[number] = self.with_part(
+                dealt,
+                number,
+                daemon,
+                lambda part: self.placement.client(daemon).load_sequence(
+                    part_folder(folder, number, dealt.part_count),
+                    part_name(sequence_id, number, dealt.part_count),
+                    model=part,
+                    policy=local_policy(policy, dealt.shares[number]),
+                    **options,
+                ),
             )
-            return part
+            return loaded
 
         return self._placed(model, sequence_id, load), data[0]
 

@@ -226,6 +226,22 @@ class ClusterModels:
         self._note(dealt, [(daemon, name)])
         return name
 
+    def with_part(self, dealt: Dealt, number: int, daemon: str, use: Callable[[str], T]) -> T:
+        """Calls with the name of a model's part, which the daemon then has."""
+        part = self._ensure(dealt, number, daemon)
+        try:
+            return use(part)
+        except NotFound as error:
+            if error.reason != "MODEL_NOT_FOUND" or not self._is_recorded(dealt):
+                raise
+        # The model was to be deleted, which another daemon has refused after this one deleted it.
+        self._there.discard((daemon, part, dealt.made))
+        return use(self._ensure(dealt, number, daemon))
+
+    def _is_recorded(self, dealt: Dealt) -> bool:
+        recorded = self.placement.dealt(dealt.model.name)
+        return recorded is not None and recorded.made == dealt.made
+
     def upload_hash_weights(
         self, model: Model | str, path: str | Path, *, timeout: float | None = None
     ) -> Model:
@@ -353,11 +369,21 @@ class ClusterModels:
             for daemon in daemons
             for number in range(count)
         ]
+        # Asked first, because a daemon without sequences of the model would delete its part.
+        self.each(self._check_unused, parts)
         self.gone(lambda part: self.placement.client(part[0]).delete_model(part[1]), parts)
         self.placement.drop_model(name)
         dealt = self._models.pop(name, None)
         if dealt is not None:
             self._there.difference_update((*part, dealt.made) for part in parts)
+
+    def _check_unused(self, place: tuple[str, str]) -> None:
+        daemon, part = place
+        with contextlib.suppress(NotFound):
+            for info in self.placement.client(daemon).list_sequences(part):
+                raise spillway.FailedPrecondition(
+                    f"{part} has sequences on {daemon}, such as {info.name}", reason="MODEL_IN_USE"
+                )
 
     def gone(self, delete: Callable[[X], None], of: Iterable[X]) -> None:
         """Deletes parts. Parts that do not exist are an error only if none exists."""
