@@ -51,8 +51,10 @@ class LocalCluster:
         self.directory = directory
         self.nodes: dict[str, Node] = {}
 
-    def connect(self, part_count: int = 1, layer_groups: int = 1) -> ClusterClient:
-        placement = DirectoryPlacement(self.directory, part_count, layer_groups, spillway.connect)
+    def connect(self, part_count: int = 1, layer_groups: int = 1, owner: str = "") -> ClusterClient:
+        placement = DirectoryPlacement(
+            self.directory, part_count, layer_groups, spillway.connect, owner
+        )
         return ClusterClient(placement, "local")
 
 

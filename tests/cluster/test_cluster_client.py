@@ -20,6 +20,7 @@ from local_cluster import LocalCluster, local_cluster
 from random_llama import generate, llama, prompt
 from spillway.transformers import SpillwayCache
 from spillway_cluster import ClusterClient, ClusterSequence
+from spillway_cluster.connect import owner_of
 from spillway_cluster.placement import Moved
 
 LAYERS, KV_HEADS, GROUP, DIM, TOKENS = 3, 2, 2, 64, 2500
@@ -213,7 +214,25 @@ def test_a_name_whose_sequence_is_gone_is_free_again(
         with pytest.raises(spillway.AlreadyExists):
             client.create_sequence("models/m", "short")
         monkeypatch.setattr("spillway_cluster.client.CLAIM_SECONDS", 0.0)
+        # A client with another token would not see the sequence even if it were there.
+        with cluster.connect(owner="another token") as other:
+            with pytest.raises(spillway.NotFound):
+                other.get_sequence("sequences/short")
+            with pytest.raises(spillway.AlreadyExists):
+                other.create_sequence("models/m", "short")
         client.create_sequence("models/m", "short")
+
+
+def test_a_directory_knows_tokens_apart_but_not_what_they_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("SPILLWAY_TOKEN", raising=False)
+    assert owner_of({}) == owner_of({"token": ""}) == ""
+    ids = {owner_of({"token": letter * 43}) for letter in "ab"}
+    assert len(ids) == 2
+    assert all(len(each) == 16 for each in ids)
+    monkeypatch.setenv("SPILLWAY_TOKEN", "a" * 43)
+    assert owner_of({}) == owner_of({"token": "a" * 43})
 
 
 def test_one_two_and_four_parts_are_the_same_bits(tmp_path: Path) -> None:

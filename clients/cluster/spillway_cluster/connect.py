@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
 from functools import partial
 from typing import Any
@@ -47,6 +49,14 @@ def _connected(options: dict[str, Any], target: str) -> spillway.Client:
     return spillway.connect(target, **options)
 
 
+def owner_of(options: dict[str, Any]) -> str:
+    """Returns an id of the token, which says nothing about it; empty if there is none."""
+    token = options.get("token")
+    if token is None:
+        token = os.environ.get("SPILLWAY_TOKEN", "")
+    return hashlib.sha256(token.encode()).hexdigest()[:16] if token else ""
+
+
 def connect(target: str, **options: Any) -> ClusterClient:
     """Connects to a cluster on a Ray cluster that this process belongs to or can join.
 
@@ -72,6 +82,7 @@ def connect(target: str, **options: Any) -> ClusterClient:
         counts["parts"],
         counts["layer_groups"],
         partial(_connected, options),
+        owner_of(options),
     )
     try:
         serving = placement.daemons()

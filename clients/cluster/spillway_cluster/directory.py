@@ -203,7 +203,8 @@ class Directory:
         Args:
             count: Number of daemons.
             sequence: Name to take; empty: no name.
-            claim: Random id of this call, so that the call may be repeated.
+            claim: Random id of this call, so that the call may be repeated, after the id of the
+                client's token and a dot.
             model: Name of the sequence's model, and its `Dealt.made`; empty: not checked.
 
         Raises:
@@ -317,10 +318,20 @@ class Directory:
         found = self._sequences.get(sequence)
         return None if found is None else list(found.daemons)
 
-    def drop(self, sequence: str, older_than: float = 0.0) -> None:
-        """See `Placement.drop`."""
+    def drop(self, sequence: str, older_than: float = 0.0, owner: str | None = None) -> None:
+        """See `Placement.drop`.
+
+        Args:
+            sequence: Name of the sequence.
+            older_than: Only if it was named at least this many seconds ago.
+            owner: Only if it was named by a client with this token: for others, the sequences of
+                the token do not seem to exist. None: any.
+        """
         found = self._sequences.get(sequence)
-        if found is not None and time.time() - found.noted < older_than:
+        if found is not None and (
+            time.time() - found.noted < older_than
+            or (owner is not None and found.claim.rpartition(".")[0] != owner)
+        ):
             return
         if self._sequences.pop(sequence, None) is not None:
             self._delete("sequence", sequence)

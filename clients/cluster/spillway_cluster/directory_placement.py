@@ -58,6 +58,7 @@ class DirectoryPlacement:
         part_count: int,
         layer_groups: int,
         connect: Callable[[str], spillway.Client],
+        owner: str = "",
     ) -> None:
         """Sends nothing yet.
 
@@ -66,11 +67,14 @@ class DirectoryPlacement:
             part_count: As in `Placement`.
             layer_groups: As in `Placement`.
             connect: Creates a client for a target.
+            owner: Id of the token of these clients, which distinguishes it from other tokens;
+                empty: they have none.
         """
         self.part_count = part_count
         self.layer_groups = layer_groups
         self._directory = directory
         self._connect = connect
+        self._owner = owner
         self._lock = threading.Lock()
         self._clients: dict[str, spillway.Client] = {}
         self._host = host_id()
@@ -115,7 +119,7 @@ class DirectoryPlacement:
 
     def choose(self, part_count: int, sequence: str, model: Dealt | None = None) -> list[str]:
         known = ("", "") if model is None else (model.model.name, model.made)
-        claim = secrets.token_hex(8)
+        claim = self._claim()
         end = time.monotonic() + _RESTART_SECONDS
         while True:
             try:
@@ -132,14 +136,17 @@ class DirectoryPlacement:
             time.sleep(_PAUSE_SECONDS)
 
     def put(self, sequence: str, daemons: SequenceABC[str]) -> None:
-        self._directory.ask("put", sequence, list(daemons), secrets.token_hex(8))
+        self._directory.ask("put", sequence, list(daemons), self._claim())
+
+    def _claim(self) -> str:
+        return f"{self._owner}.{secrets.token_hex(8)}"
 
     def find(self, sequence: str) -> list[str] | None:
         found: list[str] | None = self._directory.ask("find", sequence)
         return found
 
     def drop(self, sequence: str, older_than: float = 0.0) -> None:
-        self._directory.ask("drop", sequence, older_than)
+        self._directory.ask("drop", sequence, older_than, self._owner)
 
     def deleted(self, sequence: str, parts: SequenceABC[tuple[str, str]]) -> list[tuple[str, str]]:
         copies: list[tuple[str, str]] = self._directory.ask("deleted", sequence, list(parts))

@@ -144,7 +144,7 @@ class Placement(Protocol):
         """Returns the daemons on which a named sequence's parts were placed. None: no such name."""
 
     def drop(self, sequence: str, older_than: float = 0.0) -> None:
-        """Drops a name, if it was taken at least `older_than` seconds ago."""
+        """Drops a name, if it was taken at least `older_than` seconds ago, with the same token."""
 
     def deleted(self, sequence: str, parts: SequenceABC[tuple[str, str]]) -> list[tuple[str, str]]:
         """Records that a sequence was deleted, and drops its name.
