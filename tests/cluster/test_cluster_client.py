@@ -522,6 +522,39 @@ def test_a_node_that_is_gone_takes_its_sequences_and_no_others(tmp_path: Path) -
         assert filled(client).daemons == sequences[1].daemons
 
 
+def test_a_name_that_was_lost_with_a_daemon_is_free_again(tmp_path: Path) -> None:
+    with fresh(tmp_path, 3) as cluster, client_of(cluster, 2) as client:
+        made = []
+        for name, without in (("a", "daemon-2"), ("b", "daemon-1")):
+            cluster.directory.set_state(without, "draining")
+            made.append(client.create_sequence("models/m", name))
+            cluster.directory.set_state(without, "up")
+        deleted, replaced = made
+        lost, left = "daemon-0", "daemon-2"
+        assert {*replaced.daemons} == {lost, left}
+        cluster.directory.dead_nodes["node-0"] = "its machine is off"
+        with cluster.connect(2) as other:
+            with pytest.raises(spillway.Unavailable, match="DAEMON_LOST"):
+                other.get_sequence("sequences/b")
+            again = other.create_sequence("models/m", "b")
+            assert {*again.daemons} == {"daemon-1", "daemon-2"}
+            broken = client.placement.client(lost)
+
+            def unreachable(*_: Any, **__: Any) -> None:
+                raise spillway.Unavailable("no route to host")
+
+            broken._call = unreachable  # type: ignore[method-assign]
+            deleted.delete()
+            assert client.placement.find("sequences/a") is None
+            # The old part of "b" was replaced, and its handle does not take the new one's name.
+            assert other.get_sequence("sequences/b").daemons == again.daemons
+            names = [info.name for info in client.placement.client(left).list_sequences()]
+            assert names == [part.sequence.name for part in again.parts if part.daemon == left]
+            again.delete()
+            with pytest.raises(spillway.NotFound):
+                client.get_sequence("sequences/b")
+
+
 def test_a_directory_that_restarts_is_not_missed(cluster: LocalCluster) -> None:
     with client_of(cluster) as client:
         sequence = filled(client, "kept")

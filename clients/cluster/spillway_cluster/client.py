@@ -184,7 +184,7 @@ class ClusterClient(ClusterModels):
                 part.call(lambda s: s.delete())
 
     def claimed(self, name: str, claim: Callable[[], T]) -> T:
-        """Takes a name, also that of a sequence that has expired.
+        """Takes a name, also that of a sequence that has expired or was lost with a daemon.
 
         Raises:
             AlreadyExists: There is a sequence with this name.
@@ -196,7 +196,35 @@ class ClusterClient(ClusterModels):
                 self.get_sequence(name)
             except NotFound:
                 return claim()
+            except Unavailable as error:
+                if error.reason != "DAEMON_LOST":
+                    raise
+                self._delete_rest(name)
+                return claim()
             raise
+
+    def _delete_rest(self, name: str) -> None:
+        """Deletes the name of a sequence that was lost with a daemon, and its other parts."""
+        daemons = self.placement.find(name) or []
+        places = []
+        for number, daemon in enumerate(daemons):
+            part = part_name(name, number, len(daemons))
+            moved = self.placement.moved(part, daemon, gone=False)
+            places.append((part, daemon if moved is None else moved.daemon))
+        # Another client may have used the name again meanwhile.
+        if any(self.placement.loss(daemon) is not None for _, daemon in places):
+            self.gone(self._delete_part, places)
+            self.forget(name, places)
+
+    def forget(self, name: str, places: SequenceABC[tuple[str, str]]) -> None:
+        """Removes the name of a deleted sequence. Arguments as for `Placement.deleted`."""
+        # A drain that was interrupted before it deleted a part has left a copy of the part.
+        self.gone(self._delete_part, self.placement.deleted(name, places))
+
+    def _delete_part(self, place: tuple[str, str]) -> None:
+        part, daemon = place
+        with contextlib.suppress(NotFound):
+            self.placement.client(daemon).get_sequence(part).delete()
 
     def all_or_none(self, make: Callable[[int], Part], numbers: Iterable[int]) -> list[Part]:
         """Makes the parts. If one of them fails, deletes the others."""

@@ -345,8 +345,12 @@ class Directory:
             if under_way is not None and under_way.source == daemon:
                 copies.append((part, under_way.moved.daemon))
                 self.end_move(part, done=False)
-        if sequence:
-            self.drop(sequence)
+        found = self._sequences.get(sequence)
+        if found is not None:
+            names = [part for part, _ in parts]
+            # Not if the name was given to another sequence since.
+            if [*map(self._place, names, found.daemons)] == [daemon for _, daemon in parts]:
+                self.drop(sequence)
         return copies
 
     def first_parts(self, daemon: str, older_than: float) -> dict[str, str]:

@@ -386,16 +386,22 @@ class ClusterModels:
                 )
 
     def gone(self, delete: Callable[[X], None], of: Iterable[X]) -> None:
-        """Deletes parts. Parts that do not exist are an error only if none exists."""
+        """Deletes parts. Parts that do not exist are an error only if none exists.
+
+        Parts on a daemon that is lost count as deleted.
+        """
 
         def one(part: X) -> NotFound | None:
             try:
                 delete(part)
             except NotFound as error:
                 return error
+            except Unavailable as error:
+                if error.reason != "DAEMON_LOST":
+                    raise
             return None
 
         missing = self.each(one, of)
-        if all(error is not None for error in missing):
+        if missing and all(error is not None for error in missing):
             assert missing[0] is not None
             raise missing[0]

@@ -147,7 +147,7 @@ class Placement(Protocol):
         """Drops a name, if it was taken at least `older_than` seconds ago, with the same token."""
 
     def deleted(self, sequence: str, parts: SequenceABC[tuple[str, str]]) -> list[tuple[str, str]]:
-        """Records that a sequence was deleted, and drops its name.
+        """Records that a sequence was deleted, and drops its name, unless another has it now.
 
         Args:
             sequence: Name of the sequence; empty: it had none.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceABC
@@ -11,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import spillway
-from spillway.errors import NotFound
 from spillway.policy import Policy
 from spillway.results import (
     AppendResult,
@@ -329,18 +327,13 @@ class ClusterSequence:
         )
 
     def delete(self) -> None:
-        """Deletes the sequence on all daemons.
+        """Deletes the sequence on all daemons. What was lost with a daemon counts as deleted.
 
         Raises:
             NotFound: It was deleted or has expired on all of them.
         """
         self._client.gone(lambda part: part.call(lambda s: s.delete()), self.parts)
-        placement = self._client.placement
-        places = [(part.sequence.name, part.daemon) for part in self.parts]
-        # A drain that was interrupted before it deleted a part has left a copy of the part.
-        for name, daemon in placement.deleted(self.name, places):
-            with contextlib.suppress(NotFound):
-                placement.client(daemon).get_sequence(name).delete()
+        self._client.forget(self.name, [(part.sequence.name, part.daemon) for part in self.parts])
 
     def save(
         self, folder: str | Path, *, client_data: bytes = b"", timeout: float | None = None
