@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
+from helpers import wait_for
 from spillway_cluster.process import DaemonProcess
 
 
@@ -48,3 +50,23 @@ def test_a_folder_that_another_user_has_made_is_refused(tmp_path: Path) -> None:
     os.lchown(link, 12345, 12345)
     with pytest.raises(PermissionError, match="has owner 12345"):
         process(link / "spillway" / "0")
+
+
+def test_a_daemon_that_ends_while_its_pid_is_read_does_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = process(tmp_path / "0")
+    command = ["sh", "-c", "read line", made.target]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as daemon:
+        (made.folder / "pid").write_text(str(daemon.pid))
+        wait_for(lambda: made.pid == daemon.pid)
+        read_bytes = Path.read_bytes
+
+        def then_end(path: Path) -> bytes:
+            content = read_bytes(path)
+            daemon.kill()
+            daemon.wait()
+            return content
+
+        monkeypatch.setattr(Path, "read_bytes", then_end)
+        assert made.pid is None

@@ -115,9 +115,10 @@ class DaemonProcess:
             pid = int((self.folder / "pid").read_text())
             # Another process may have this id now.
             command = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+            status = Path(f"/proc/{pid}/stat").read_text(errors="replace")
         except (OSError, ValueError):
             return None
-        state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+        state = status.rpartition(")")[2].split()[0]
         return pid if self.target.encode() in command and state != "Z" else None
 
     def start(self, timeout: float) -> None:
