@@ -689,6 +689,28 @@ def test_a_model_is_not_deleted_while_a_daemon_that_may_have_it_is_being_restart
         assert client.create_sequence("models/m").token_count == 0
 
 
+def test_a_model_that_cannot_be_created_leaves_no_part_where_a_daemon_answers(
+    cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with client_of(cluster) as client:
+        first, second = [client.placement.client(name) for name in ("daemon-0", "daemon-1")]
+        monkeypatch.setattr(client.placement, "choose", lambda *_: ["daemon-0", "daemon-1"])
+
+        def unreachable(*_: Any) -> None:
+            raise spillway.Unavailable("no route to host")
+
+        def refuse(_: Any) -> None:
+            raise spillway.AlreadyExists("models/x exists")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(client.placement, "add_model", refuse)
+            patch.setattr(first, "delete_model", unreachable)
+            with pytest.raises(spillway.AlreadyExists, match="models/x exists"):
+                client.create_model("x", part_count=2, **SHAPES)
+        assert not [model.name for model in second.list_models() if "x" in model.name]
+        first.delete_model("models/x.0of2")
+
+
 def test_a_delete_of_a_model_that_is_refused_changes_nothing(cluster: LocalCluster) -> None:
     with client_of(cluster) as client:
         for name in cluster.nodes:

@@ -97,8 +97,8 @@ class ClusterModels:
 
         Raises:
             ValueError: The model has fewer KV heads, or layers, than there are parts.
-            SpillwayError: As for `Client.create_model`. No daemon then keeps a part that this call
-                has created.
+            SpillwayError: As for `Client.create_model`. No daemon that answers then keeps a part
+                that this call has created.
         """
         if part_count is None:
             part_count = self.placement.part_count
@@ -134,7 +134,8 @@ class ClusterModels:
             self.placement.add_model(dealt)
         except BaseException:
             for client, part in created:
-                client.delete_model(part)
+                with contextlib.suppress(SpillwayError):
+                    client.delete_model(part)
             raise
         self._models[name] = dealt
         self._note(dealt, zip(daemons, (part.name for _, part in created), strict=True))
