@@ -231,12 +231,79 @@ def test_what_other_tokens_have_is_not_lost_by_a_drain() -> None:
         made.stop()
 
 
-def test_a_drained_daemon_stays_drained() -> None:
-    def empty(record: DaemonRecord) -> Any:
-        made = client(record)
-        made.list_sequences = list
-        return made
+class Started(EndsOnce):
+    """A daemon that does not start at first."""
 
+    def __init__(self, failures: int = 0) -> None:
+        super().__init__()
+        self.failures = failures
+        self.pid: int | None = None  # type: ignore[assignment]
+
+    def start(self, timeout: float) -> None:
+        if self.failures:
+            self.failures -= 1
+            raise RuntimeError("the port is taken")
+        self.pid = 1
+
+    def stop(self, grace: float) -> None:
+        self.pid = None
+
+    def wait(self, seconds: float) -> bool:
+        return self.pid is None or super().wait(seconds)
+
+
+def empty(record: DaemonRecord) -> Any:
+    made = client(record)
+    made.list_sequences = list
+    return made
+
+
+def test_a_daemon_that_does_not_start_at_first_is_started_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(node, "_REPORT_SECONDS", 0.01)
+    directory, process = Directory(MemoryStore()), Started(failures=3)
+    made = Node(process, directory, record(0, "unix:/nowhere"), client)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="the port is taken"):
+        made.start()
+    made.keep_starting()
+    wait_for(lambda: bool(made.name))
+    assert made.start() == "daemon-0"
+    assert directory.daemon("daemon-0").state == "up"
+    made.stop()
+
+
+@pytest.mark.parametrize("background", [True, False])
+@pytest.mark.parametrize("ended", [True, False])
+def test_the_next_node_of_a_drained_daemon_starts_no_new_one(
+    ended: bool, background: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if Ray restarted the node's actor: idle, or just before it ended the daemon."""
+    monkeypatch.setattr(node, "_REPORT_SECONDS", 0.01)
+    directory, process = Directory(MemoryStore()), Started()
+    made = Node(process, directory, record(0, "unix:/nowhere"), empty)  # type: ignore[arg-type]
+    made.start()
+    made.drain()
+    if not ended:
+        process.pid = 1
+    again = Node(process, directory, record(0, "unix:/nowhere"), empty)  # type: ignore[arg-type]
+    if background:
+        again.keep_starting()
+        wait_for(lambda: bool(again.name))
+        wait_for(lambda: ended or again._client is not None)
+    assert again.start() == "daemon-0"
+    assert [each.name for each in directory.daemons()] == ["daemon-0"]
+    if ended:
+        assert process.pid is None
+        assert directory.daemon("daemon-0").state == "drained"
+    else:
+        assert directory.daemon("daemon-0").state == "draining"
+        again.drain()
+        assert directory.daemon("daemon-0").state == "drained"
+    again.stop()
+
+
+def test_a_drained_daemon_stays_drained() -> None:
     directory = Directory(MemoryStore())
     made = Node(EndsOnce(), directory, record(0, "unix:/nowhere"), empty)  # type: ignore[arg-type]
     name = made.start()

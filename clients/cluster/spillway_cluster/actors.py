@@ -137,6 +137,8 @@ class NodeActor:
             self._node.start()
         except Exception as error:  # noqa: BLE001  (for `start` to tell)
             self._failure = error
+            # If Ray has restarted this actor, nobody calls `start`.
+            self._node.keep_starting()
 
     def start(self) -> str:
         """Returns the daemon's name once it serves."""

@@ -48,6 +48,8 @@ class NodeDirectory(Ledger, Protocol):
 
     def ended(self, name: str, boot_id: str) -> None: ...
 
+    def daemons(self) -> list[DaemonRecord]: ...
+
     def first_parts(self, daemon: str, older_than: float) -> dict[str, str]: ...
 
     def expire(self, names: SequenceABC[str], daemon: str, older_than: float) -> None: ...
@@ -111,43 +113,78 @@ class Node:
     def start(self) -> str:
         """Returns the daemon's name when it serves. A second call changes nothing.
 
+        A daemon that was drained and has ended is not started again.
+
         Raises:
             RuntimeError: The daemon does not serve. The message has the end of the log.
+            Unavailable: The daemon does not serve yet, after `keep_starting`.
         """
-        if self._watcher is None:
+        if self._watcher is None and not self._was_drained():
             self._process.start(_START_SECONDS)
             self._register()
-            self._watcher = threading.Thread(target=self._watch, name="spillway-node", daemon=True)
-            self._watcher.start()
+            self._start_watcher(registered=True)
+        if not self.name:
+            raise Unavailable("the daemon does not serve yet")
         return self.name
+
+    def keep_starting(self) -> None:
+        """After a failed `start`: starts the daemon in the background, until it serves."""
+        if self._watcher is None:
+            self._start_watcher(registered=False)
+
+    def _start_watcher(self, *, registered: bool) -> None:
+        self._watcher = threading.Thread(
+            target=self._watch, args=(registered,), name="spillway-node", daemon=True
+        )
+        self._watcher.start()
+
+    def _was_drained(self) -> bool:
+        """Whether an earlier node has drained and ended the daemon. If it still runs, it drains."""
+        mine = [each for each in self._directory.daemons() if each.slot == self._record.slot]
+        drained = [each.name for each in mine if each.state == "drained"]
+        if not drained or any(each.state not in ("lost", "drained") for each in mine):
+            return False
+        self.name = drained[-1]
+        if self._process.pid is not None:
+            self._directory.set_state(self.name, "draining")
+            return False
+        self._stopping.set()
+        self._process.clear()
+        return True
 
     def _register(self) -> None:
         # Over a new connection, because the old one may take a second to reconnect.
         fresh = self._connect(self._record)
         info = fresh.server_info
         self._boot_id = info.boot_id
+        try:
+            self.name = self._directory.register(
+                dataclasses.replace(
+                    self._record,
+                    version=info.version,
+                    boot_id=info.boot_id,
+                    store_id=info.store_id,
+                    memory_limit_bytes=info.limits.memory_bytes_max,
+                    restart_count=self._restart_count,
+                )
+            )
+        except BaseException:
+            fresh.close()
+            raise
         if self._client is None:
+            fresh._restarts.given_up = self._given_up
+            # Set last, because from now on the daemon can be drained.
             self._client = fresh
-            self._client._restarts.given_up = self._given_up
         else:
             fresh.close()
-        self.name = self._directory.register(
-            dataclasses.replace(
-                self._record,
-                version=info.version,
-                boot_id=info.boot_id,
-                store_id=info.store_id,
-                memory_limit_bytes=info.limits.memory_bytes_max,
-                restart_count=self._restart_count,
-            )
-        )
 
-    def _watch(self) -> None:
+    def _watch(self, registered: bool) -> None:
         pause = _PAUSE_SECONDS_MIN
         started = time.monotonic()
-        registered = True
         while not self._stopping.is_set():
             try:
+                if not self.name and self._was_drained():
+                    return
                 if not self._process.wait(_REPORT_SECONDS):
                     if not registered:
                         self._register()
@@ -158,7 +195,10 @@ class Node:
                     return
                 # In a thread, because the directory may be down too, and the restart must not wait
                 # for it.
-                threading.Thread(target=self._tell_end, args=(self._boot_id,), daemon=True).start()
+                if self._boot_id:
+                    threading.Thread(
+                        target=self._tell_end, args=(self._boot_id,), daemon=True
+                    ).start()
                 if time.monotonic() - started > _STEADY_SECONDS:
                     pause = _PAUSE_SECONDS_MIN
                 _log.warning("%s has ended; it is started again in %.2f s", self.name, pause)
@@ -244,6 +284,8 @@ class Node:
                 "those of other tokens would be lost with the daemon (own_only allows it)"
             )
         with self._draining:
+            if self._client is None and not self._stopping.is_set():
+                raise Unavailable("the daemon does not serve yet")
             if self._stopping.is_set():
                 raise Unavailable(f"{self.name} was drained or stopped, and has ended")
             drained = Drained()
