@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from local_cluster import Served, record
 from spillway_cluster import node
 from spillway_cluster.directory import Directory
 from spillway_cluster.node import Node
+from spillway_cluster.placement import Moved
 from spillway_cluster.records import DaemonRecord, MemoryStore
 
 
@@ -229,6 +231,41 @@ def test_what_other_tokens_have_is_not_lost_by_a_drain() -> None:
         assert directory.daemon(name).state == "up"
     finally:
         made.stop()
+
+
+@pytest.mark.parametrize("deleted", [False, True])
+def test_a_node_that_starts_again_ends_the_moves_that_were_interrupted(deleted: bool) -> None:
+    calls: list[str] = []
+
+    def with_parts(which: DaemonRecord) -> Any:
+        def get_sequence(part: str) -> Any:
+            if deleted:
+                raise spillway.NotFound(part)
+            return SimpleNamespace(
+                unseal=lambda: calls.append(f"unseal {part} on slot {which.slot}"),
+                delete=lambda: calls.append(f"delete {part} on slot {which.slot}"),
+            )
+
+        made = client(which)
+        made.get_sequence = get_sequence
+        return made
+
+    directory = Directory(MemoryStore())
+    directory.register(dataclasses.replace(record(1, "unix:/nowhere"), store_id="others"))
+    first = Node(EndsOnce(), directory, record(0, "unix:/nowhere"), with_parts)  # type: ignore[arg-type]
+    first.start()
+    directory.begin_move("sequences/a", "daemon-0", Moved("daemon-1", 0, 0))
+    again = Node(EndsOnce(), directory, record(0, "unix:/nowhere"), with_parts)  # type: ignore[arg-type]
+    again.start()
+    for each in (again, first):
+        each.stop()
+    assert directory.moves_from("daemon-0") == {}
+    if deleted:
+        assert directory.moved("sequences/a", "daemon-0", gone=False) is not None
+        assert calls == []
+    else:
+        assert directory.moved("sequences/a", "daemon-0", gone=True) is None
+        assert calls == ["unseal sequences/a on slot 0", "delete sequences/a on slot 1"]
 
 
 class Started(EndsOnce):

@@ -397,6 +397,14 @@ class Directory:
         self._put("under-way", part, under_way)
         self._under_way[part] = under_way
 
+    def moves_from(self, source: str) -> dict[str, Moved]:
+        """Returns the parts that are about to move from a daemon."""
+        return {
+            part: under_way.moved
+            for part, under_way in self._under_way.items()
+            if under_way.source == source
+        }
+
     def end_move(self, part: str, *, done: bool) -> None:
         """Notes whether the part has moved or stays. A second call is not an error."""
         under_way = self._under_way.get(part)

@@ -5,6 +5,7 @@ Plain Python, without Ray: `actors.NodeActor` serves it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import threading
@@ -16,11 +17,11 @@ from pathlib import Path
 from typing import Protocol
 
 import spillway
-from spillway.errors import SpillwayError, Unavailable
+from spillway.errors import NotFound, SpillwayError, Unavailable
 
 from spillway_cluster.model_parts import ensure_part
 from spillway_cluster.moving import Copied, Ledger, move
-from spillway_cluster.placement import CLAIM_SECONDS, Dealt, whole_of
+from spillway_cluster.placement import CLAIM_SECONDS, Dealt, Moved, whole_of
 from spillway_cluster.process import DaemonProcess
 from spillway_cluster.records import DaemonRecord, State
 
@@ -57,6 +58,8 @@ class NodeDirectory(Ledger, Protocol):
     def daemon(self, name: str) -> DaemonRecord: ...
 
     def model(self, name: str) -> Dealt | None: ...
+
+    def moves_from(self, source: str) -> dict[str, Moved]: ...
 
     def choose_target(self, source: str, part: str, byte_count: int) -> str: ...
 
@@ -177,6 +180,30 @@ class Node:
             self._client = fresh
         else:
             fresh.close()
+        # A drain in progress does this itself.
+        if self._draining.acquire(blocking=False):
+            try:
+                for part, moved in self._directory.moves_from(self.name).items():
+                    self._settle(part, moved)
+            finally:
+                self._draining.release()
+
+    def _settle(self, part: str, moved: Moved) -> None:
+        """Ends a move that was interrupted. It is final if the daemon no longer has the part.
+
+        Otherwise clients go on here, and the copy will soon lack what they append.
+        """
+        assert self._client is not None
+        try:
+            self._client.get_sequence(part).unseal()
+        except NotFound:
+            self._directory.end_move(part, done=True)
+            return
+        self._directory.end_move(part, done=False)
+        # If its daemon does not answer, the copy stays until its ttl, or until the next drain.
+        with contextlib.suppress(SpillwayError):
+            with contextlib.closing(self._connect(self._directory.daemon(moved.daemon))) as other:
+                other.get_sequence(part).delete()
 
     def _watch(self, registered: bool) -> None:
         pause = _PAUSE_SECONDS_MIN
