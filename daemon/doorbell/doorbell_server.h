@@ -34,7 +34,8 @@ class DoorbellServer {
   // Creates a region with a doorbell, which is served until the region is detached. Its calls are
   // those of `caller`.
   // data_bytes: room for tensors, raised to DoorbellMemory::kDataBytesMin. Errors as
-  // RegionTable::Attach(), and RESOURCE_EXHAUSTED, reason DOORBELL_COUNT_EXHAUSTED.
+  // RegionTable::Attach(), and RESOURCE_EXHAUSTED, reason DOORBELL_COUNT_EXHAUSTED or
+  // THREADS_EXHAUSTED.
   absl::StatusOr<std::shared_ptr<Region>> Attach(const Caller& caller, const std::string& session,
                                                  int64_t data_bytes) ABSL_LOCKS_EXCLUDED(mutex_);
 

@@ -152,7 +152,10 @@ absl::Status StreamDecoder::Settle() {
   while (step_->pending_count() > 0) {
     const absl::StatusOr<StreamStep::Outcome> later = step_->Settle();
     if (!later.ok()) {
-      starts_.push_front(starts);
+      std::vector<int64_t>& kept = starts_.emplace_front(starts);
+      for (size_t i = 0; i < parts_.size(); ++i) {
+        if (outcome.ran && outcome.parts[i].ok()) kept[i] += token_count_;
+      }
       return Fail(later.status());
     }
     starts_.pop_front();
@@ -171,6 +174,7 @@ absl::Status StreamDecoder::Settle() {
 
 absl::Status StreamDecoder::Fail(const absl::Status& status) {
   failure_ = status;
+  has_ended_ = false;
   engine_->CheckDevices();
   return status;
 }

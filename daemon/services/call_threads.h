@@ -27,7 +27,8 @@ class CallThreads {
   }
 
   // Runs `work` in its own thread. RESOURCE_EXHAUSTED, reason CALL_THREADS_EXHAUSTED, if count_max
-  // threads are running already; then `work` does not run.
+  // threads are running already, THREADS_EXHAUSTED if no thread can be started; then `work` does
+  // not run.
   absl::Status Run(std::function<void()> work) ABSL_LOCKS_EXCLUDED(mutex_) {
     {
       const MutexLock lock(mutex_);

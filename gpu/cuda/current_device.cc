@@ -42,9 +42,17 @@ CurrentDevice::CurrentDevice(int ordinal) {
   contexts.get(&before);
   before_ = before;
   status_ = ToStatus(cudaSetDevice(ordinal), "cudaSetDevice");
+  if (!status_.ok()) return;
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  SPILLWAY_CUDA_REPORT(cudaThreadExchangeStreamCaptureMode(&mode));
+  mode_ = mode;
 }
 
 CurrentDevice::~CurrentDevice() {
+  if (mode_.has_value()) {
+    auto mode = static_cast<cudaStreamCaptureMode>(*mode_);
+    SPILLWAY_CUDA_REPORT(cudaThreadExchangeStreamCaptureMode(&mode));
+  }
   if (Contexts::Of().set != nullptr) Contexts::Of().set(static_cast<CUcontext>(before_));
 }
 

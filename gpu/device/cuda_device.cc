@@ -382,7 +382,7 @@ void CudaDevice::Finish() {
   constexpr auto kBusy = std::chrono::milliseconds(2);
   constexpr auto kNap = std::chrono::microseconds(10);
   constexpr auto kNapOfSeveral = std::chrono::microseconds(40);
-  SPILLWAY_CUDA_REPORT(cudaSetDevice(ordinal_));
+  const CurrentDevice current(ordinal_);
   cuda::LetSleepsBeShort();
   std::vector<Running> running;
   Clock::time_point changed;
@@ -444,6 +444,7 @@ void CudaDevice::End(Running running) {
     // Nothing was begun, for lack of memory. Each job alone may find enough.
     if (parts.size() > 1 && !reserved && absl::IsResourceExhausted(running.status)) {
       for (QueuedJob& part : parts) {
+        part.job->batch_item_count = 0;
         for (JobItem& item : part.job->items) {
           item.status = absl::OkStatus();
           item.result = {};

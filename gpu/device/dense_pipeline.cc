@@ -32,6 +32,13 @@ std::pair<int64_t, int64_t> DensePipeline::SplitsOf(int64_t n, bool staged) {
   return {rows, (n + rows - 1) / rows};
 }
 
+int64_t DensePipeline::RoomOf(int64_t n, int64_t splits) const {
+  if (context_->step() == nullptr) return splits;
+  // Fewer tokens may have more splits, because rows per split are rounded up.
+  const int64_t most = context_->TokenCapacity(n);
+  return std::min((most + kSplitRowsLeast - 1) / kSplitRowsLeast, kDenseSplitsWanted);
+}
+
 void DensePipeline::Add(size_t item, int64_t begin, int64_t end) {
   const AttendQuery& w = context_->attend(item);
   AttendResult& result = context_->item(item).result;
@@ -45,8 +52,8 @@ void DensePipeline::Add(size_t item, int64_t begin, int64_t end) {
     const int64_t block_end = std::min(t + queries, end);
     const int64_t n = *std::max_element(w.visible.begin() + t, w.visible.begin() + block_end);
     const auto [split_rows, splits] = SplitsOf(n, staged);
-    const int64_t bytes =
-        splits * kDenseQueryRows * (2 + spec().head_dim) * 4 * int64_t{spec().kv_head_count};
+    const int64_t bytes = RoomOf(n, splits) * kDenseQueryRows * (2 + spec().head_dim) * 4 *
+                          int64_t{spec().kv_head_count};
     // Runs that read their rows in place share parts. A run that stages them has parts of its own,
     // each of which copies the rows again.
     const bool fits =
@@ -98,14 +105,8 @@ void DensePipeline::LayOut(Part& part, Carver& requests, Carver& results, Carver
   part.errors = workspace.Take<uint32_t>(count);
   for (Block& block : part.blocks) {
     DenseUnit& unit = block.unit;
-    // In a step, the most splits that a length up to the capacity has: fewer tokens may have more
-    // splits, because rows per split are rounded up.
-    const int64_t splits =
-        of_step
-            ? std::min((context_->TokenCapacity(unit.n) + kSplitRowsLeast - 1) / kSplitRowsLeast,
-                       kDenseSplitsWanted)
-            : unit.split_count;
-    unit.partials = workspace.Take<float>(splits * unit.query_rows * (2 + d));
+    unit.partials =
+        workspace.Take<float>(RoomOf(unit.n, unit.split_count) * unit.query_rows * (2 + d));
   }
 }
 

@@ -66,6 +66,9 @@ class DensePipeline {
   int64_t StageBytes() const;
   // Splits of a unit of n tokens: rows per split, and number of splits.
   static std::pair<int64_t, int64_t> SplitsOf(int64_t n, bool staged);
+  // The splits to make room for, for n tokens in so many splits: in a step, the most that any
+  // length up to its capacity has, so that its memory does not depend on the length.
+  int64_t RoomOf(int64_t n, int64_t splits) const;
   // Lays out a part. Empty carvers only measure.
   void LayOut(Part& part, Carver& requests, Carver& results, Carver& workspace) const;
   // Writes the requests of a part that was laid out.

@@ -1,6 +1,7 @@
 #include "gpu/device/job_run.h"
 
 #include <algorithm>
+#include <vector>
 
 #include "gpu/device/wave_kernels.h"
 #include "host/base/status_macros.h"
@@ -64,11 +65,17 @@ absl::Status JobRun::Enqueue() {
   reserved_ = true;
   StreamSlot& slot = context_.slot();
   SPILLWAY_CUDA_RETURN_IF_ERROR(cudaEventRecord(slot.start(), slot.stream()));
+  std::vector<int64_t> indexed;
+  for (size_t i = 0; i < context_.job().items.size(); ++i) {
+    indexed.push_back(context_.index(i).indexed_token_count());
+  }
   if (absl::Status status = EnqueuePipelines(); !status.ok()) {
-    for (size_t i = 0; i < context_.job().items.size(); ++i) {
-      context_.index(i).ForgetTables();
-      // Copies that are counted may not have run.
-      context_.index(i).whole().SetFilled(0);
+    for (size_t i = 0; i < indexed.size(); ++i) {
+      LayerIndex& index = context_.index(i);
+      index.ForgetTables();
+      // Encoders and copies that are counted may not have run.
+      index.SetIndexed(indexed[i]);
+      index.whole().SetFilled(0);
     }
     return status;
   }

@@ -198,6 +198,7 @@ class SplitJob : public std::enable_shared_from_this<SplitJob> {
     for (Part& ended : parts_) {
       job_->queue_time_us = std::max(job_->queue_time_us, ended.job->queue_time_us);
       job_->device_time_us = std::max(job_->device_time_us, ended.job->device_time_us);
+      job_->batch_item_count = std::max(job_->batch_item_count, ended.job->batch_item_count);
       for (StageTime& stage : ended.job->stages) {
         stage.device = *ended.device_name;
         job_->stages.push_back(std::move(stage));

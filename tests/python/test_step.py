@@ -232,7 +232,9 @@ def test_bad_tensors_append_nothing(client: Client, model: Model, rng: np.random
             with pytest.raises(spillway.OutOfRange, match="(?i)" + name + ".* is not finite") as e:
                 step.attend(0, **bad_tensors)
             assert e.value.reason == "NON_FINITE"
-            assert sequences[index[0]].name in str(e.value)
+            # In messages, each error belongs to one sequence.
+            if client.transport != "grpcio":
+                assert sequences[index[0]].name in str(e.value)
     # On a stream, the sequences with valid rows have appended them.
     lengths = [sequence.refresh().layer_token_counts for sequence in sequences]
     if client.transport == "embedded":

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -157,8 +158,9 @@ def test_gives_the_bits_of_steps(
 @needs_gpu
 def test_grows_past_what_is_dense_with_many_heads(engine: Client) -> None:
     """Dense steps and sparse ones use the same memory, which differs with the heads."""
-    heads = {"query_head_count": 32, "kv_head_count": 8}
-    model = engine.create_model(layer_count=1, head_dim=DIM, dtype="bfloat16", **heads)
+    model = engine.create_model(
+        layer_count=1, query_head_count=32, kv_head_count=8, head_dim=DIM, dtype="bfloat16"
+    )
     generator = torch.Generator().manual_seed(3)
     mine, theirs = (engine.create_sequence(model) for _ in range(2))
     k, v = normal(generator, 2, 1, 8, 2040, DIM)
@@ -280,6 +282,24 @@ class Captured:
                 to.copy_(new)
         assert self.graph is not None
         self.graph.replay()
+
+
+@needs_gpu
+def test_the_engine_does_not_disturb_a_capture(engine: Client, wide: Model) -> None:
+    """The engine looks at its GPU once a second, also while a graph is captured."""
+    assert captures(engine)
+    sequence = filled(engine, wide, 6000)
+    tensors = Tensors(1, 1, 1)
+    with engine.open_decoder([sequence]) as decoder:
+        captured = Captured(decoder, tensors)
+        assert decoder.next()
+        captured.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured.graph):
+            time.sleep(2.5)
+            captured.outputs = [decoder.attend(i, *captured.inputs[i]) for i in range(LAYERS)]
+        captured.replay(0)
+        decoder.finish()
+    assert sequence.refresh().token_count == 6001
 
 
 @needs_gpu
