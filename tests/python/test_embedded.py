@@ -15,6 +15,7 @@ import pytest
 import spillway
 from daemon_process import binary, device
 from spillway import Client, Model, Sequence
+from spillway import sequence as sequence_module
 from spillway_lab.serving import prefer_library
 
 SETTINGS: dict[str, str | int] = {"memory.limit": "256MiB", "device.name": device() or "cpu"}
@@ -181,6 +182,63 @@ def test_a_program_may_end_with_it_open() -> None:
         """
     )
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "1.0\n", "")
+
+
+GIVING_UP = {
+    "timeout": ("sequence.append(0, 0, k, k, timeout=0.01)", "DeadlineExceeded"),
+    "interrupt": (
+        "signal.setitimer(signal.ITIMER_REAL, 0.01); sequence.append(0, 0, k, k)",
+        "KeyboardInterrupt",
+    ),
+}
+
+
+@pytest.mark.parametrize(("append", "error"), GIVING_UP.values(), ids=GIVING_UP)
+def test_rows_of_an_append_that_is_given_up_may_be_released(append: str, error: str) -> None:
+    settings = SETTINGS | {"memory.limit": "1GiB"}
+    ended = run(
+        f"""
+        import numpy as np, signal, spillway, time
+        signal.signal(signal.SIGALRM, signal.default_int_handler)
+        client = spillway.connect("embedded:", settings={settings!r})
+        model = client.create_model(
+            layer_count=1, query_head_count=8, kv_head_count=8, head_dim=128, dtype="float16"
+        )
+        sequence = client.create_sequence(model)
+
+        def give_up():
+            k = np.ones((8, 65_536, 128), np.float16)
+            try:
+                {append}
+            except (KeyboardInterrupt, spillway.SpillwayError) as error:
+                print(type(error).__name__)
+
+        give_up()
+        # The rows are now released, unless the client keeps them for the engine.
+        time.sleep(1)
+        print(sequence.layer_token_counts == sequence.refresh().layer_token_counts)
+        """
+    )
+    assert (ended.returncode, ended.stdout) == (0, f"{error}\nTrue\n"), ended.stderr
+
+
+def test_a_long_append_is_read_in_pieces(
+    engine: Client, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sequence_module, "_IN_PLACE_BYTES", 9 << 20)
+    model = engine.create_model(
+        layer_count=2, query_head_count=2, kv_head_count=2, head_dim=64, dtype="float32"
+    )
+    sequence = engine.create_sequence(model)
+    # [layers, H_kv, T, d], but in memory a token's heads are adjacent.
+    k, v = rng.standard_normal((2, 2, 9000, 2, 64), np.float32).swapaxes(2, 3)
+    # A token has 1 KiB. A message takes 4,032 tokens, and a piece two messages.
+    assert sequence.append(0, 0, k, v).appended_chunk_count == 4
+    for layer in range(2):
+        got = sequence.fetch(layer)
+        np.testing.assert_array_equal(got[0], k[layer])
+        np.testing.assert_array_equal(got[1], v[layer])
+    assert sequence.append(0, 0, k, v).already_present_chunk_count == 4
 
 
 def test_it_is_loaded_twice() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -410,10 +411,11 @@ class NativeChannel:
     ) -> NativeCall:
         """Starts a call and sends its one request, or all of them."""
         call = self.open(method, timeout)
-        for request in [requests] if single else requests:
-            if not call.send(to(request)):
-                break
-        call.send_end()
+        with _cancelled_on_error(call):
+            for request in [requests] if single else requests:
+                if not call.send(to(request)):
+                    break
+            call.send_end()
         return call
 
     def _stream(
@@ -443,11 +445,12 @@ class NativeChannel:
     ) -> Any:
         """Makes a call with one response."""
         call = self._send(method, to, requests, timeout, single)
-        response = call.receive()
-        if response is None:
-            raise SpillwayError(f"{method} gave no answer", code="INTERNAL")
-        # The call may still end with an error.
-        call.receive()
+        with _cancelled_on_error(call):
+            response = call.receive()
+            if response is None:
+                raise SpillwayError(f"{method} gave no answer", code="INTERNAL")
+            # The call may still end with an error.
+            call.receive()
         return of(response)
 
 
@@ -558,3 +561,13 @@ class NativeCall:
     def cancel(self) -> None:
         """Cancels the call. A waiting `receive` returns."""
         self._library.spillway_call_cancel(self._handle)
+
+
+@contextlib.contextmanager
+def _cancelled_on_error(call: NativeCall) -> Iterator[None]:
+    """Cancels the call if it is given up. The exception's traceback may keep its object alive."""
+    try:
+        yield
+    except BaseException:
+        call.cancel()
+        raise

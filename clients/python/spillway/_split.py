@@ -42,6 +42,23 @@ def kv_pieces(
             yield layer, layer + 1, token, min(token + step, token_count)
 
 
+def whole_messages(byte_count: int, token_bytes: int, budget_bytes: int) -> int:
+    """Rounds down to a multiple of the tokens that fit into a message.
+
+    Rows that were appended in pieces of this size can be sent again in messages: none of these is
+    then only partly there.
+
+    Args:
+        byte_count: Most bytes of a piece. If no message fits, it is returned unchanged.
+        token_bytes: Bytes of K and V of one token in one layer.
+        budget_bytes: Most bytes of K and V in a message.
+    """
+    message_bytes = budget_bytes // max(token_bytes, 1) * token_bytes
+    if 0 < message_bytes <= byte_count:
+        return byte_count - byte_count % message_bytes
+    return byte_count
+
+
 @dataclass(frozen=True)
 class Part:
     """Queries [start, end) of one item of an attend."""

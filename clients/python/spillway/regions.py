@@ -57,7 +57,7 @@ _HOST_STAGING_BYTES = 16 << 20
 # Smaller appends are sent in messages: staging them costs a copy and a call, which do not pay off.
 _STAGED_BYTES_MIN = 1 << 20
 # Errors with which a daemon answers an append after it has stopped reading the rows.
-_ANSWERED = (Aborted, AlreadyExists, InvalidArgument, OutOfRange, ResourceExhausted)
+ANSWERED = (Aborted, AlreadyExists, InvalidArgument, OutOfRange, ResourceExhausted)
 _UNIX = "unix:"
 
 
@@ -405,7 +405,7 @@ class Regions:
             except BaseException as error:
                 # If the call was given up, the daemon may still read the region. If the daemon has
                 # restarted, it does not know the region.
-                if region is not None and not isinstance(error, _ANSWERED):
+                if region is not None and not isinstance(error, ANSWERED):
                     staging.region = None
                     with suppress(SpillwayError):
                         region.detach()

@@ -23,7 +23,7 @@ from spillway.errors import (
     tell_restart,
 )
 from spillway.policy import Policy
-from spillway.regions import copied_to
+from spillway.regions import ANSWERED, copied_to
 from spillway.results import (
     AppendResult,
     AttendResult,
@@ -54,6 +54,9 @@ if TYPE_CHECKING:
     from spillway.client import Client
 
 
+# Most bytes of K and V that an engine reads in place for one message. An append that is given up
+# ends after the message that is being read.
+_IN_PLACE_BYTES = 256 << 20
 # Most indices of one request that selects rows, so that it fits into a message.
 _SELECTED_MAX = 1 << 19
 
@@ -61,6 +64,12 @@ _SELECTED_MAX = 1 << 19
 def _range_request(start: int, end: int) -> attention_service_pb2.FetchPagesRequest:
     tokens = attention_service_pb2.TokenRange(start=start, count=end - start)
     return attention_service_pb2.FetchPagesRequest(tokens=tokens)
+
+
+def _place_at(place: tensor_pb2.RegionSlice, layer: int, token: int) -> tensor_pb2.RegionSlice:
+    """Returns the place of a part of K or V [layers, H_kv, T, d] that begins there."""
+    offset = place.offset + layer * place.strides[0] + token * place.strides[2]
+    return tensor_pb2.RegionSlice(region=place.region, offset=offset, strides=place.strides)
 
 
 def _selected_requests(
@@ -233,9 +242,10 @@ class Sequence:
                 in the model's dtype. All elements must be finite.
             v: Values, with the same shape. Arrays that the engine can access are read in place:
                 arrays in a region, and with an embedded engine all arrays, also CUDA tensors of
-                its GPU. The call then waits for the current stream. With a daemon on this host
-                that has one GPU, CUDA tensors on this GPU are copied there to the client's own
-                region of 128 MiB, and read from it.
+                its GPU. The call then waits for the current stream. If it is given up, by its
+                timeout or by Ctrl-C, the engine may read them for some seconds more. With a
+                daemon on this host that has one GPU, CUDA tensors on this GPU are copied there to
+                the client's own region of 128 MiB, and read from it.
             timeout: Seconds. None means the client's timeout.
 
         Raises:
@@ -267,19 +277,25 @@ class Sequence:
         if k_place is not None and v_place is not None and on_gpu(k) == on_gpu(v):
             places = k_place, v_place
             wait_for_stream(k)
-            pieces = iter([(0, layers, 0, token_count)])
+            # Whole messages, because a restart may remove the region after some pieces. The rest
+            # is then sent in messages.
+            budget = _split.whole_messages(_IN_PLACE_BYTES, token_bytes, budget)
         else:
             places = None
-            pieces = _split.kv_pieces(layers, token_count, token_bytes, budget)
+        pieces = _split.kv_pieces(layers, token_count, token_bytes, budget)
 
         def requests() -> Iterator[attention_service_pb2.AppendRequest]:
             for l0, l1, t0, t1 in pieces:
                 piece = k[l0:l1, :, t0:t1], v[l0:l1, :, t0:t1]
-                yield self._append_request(layer + l0, start + t0, piece, places)
+                there = places and (_place_at(places[0], l0, t0), _place_at(places[1], l0, t0))
+                yield self._append_request(layer + l0, start + t0, piece, there)
 
         try:
             response = self._call(self._client._stubs.attention.Append, requests(), timeout=timeout)
-        except SpillwayError:
+        except BaseException as error:
+            if places is not None and not isinstance(error, ANSWERED):
+                # The call was given up, but an embedded engine may still read a piece.
+                keep_for_a_while(k, v)
             self._forget()
             raise
         self._layer_token_counts = list(response.layer_token_counts)
@@ -342,8 +358,10 @@ class Sequence:
                     appended += response.appended_chunk_count
                     present += response.already_present_chunk_count
                     counts = tuple(response.layer_token_counts)
-        except SpillwayError as error:
+        except BaseException as error:
             self._forget()
+            if not isinstance(error, SpillwayError):
+                raise
             # Sent in messages, rows are compared with those already there, and no region is needed.
             there = isinstance(error, OutOfRange) and error.reason != "NON_FINITE"
             if there or error.reason == "REGION_NOT_FOUND":

@@ -241,12 +241,12 @@ def wait_for_stream(array: Array) -> None:
 
 
 # How long an engine may continue with a call that was given up. It checks for this every few
-# milliseconds.
+# milliseconds, and in an append before each message.
 _GIVEN_UP_S = 10.0
 
 
 def keep_for_a_while(*arrays: Array) -> None:
-    """Keeps arrays alive to which an embedded engine may still write."""
+    """Keeps arrays alive that an embedded engine may still read or write."""
     held = list(arrays)
     timer = threading.Timer(_GIVEN_UP_S, held.clear)
     timer.daemon = True
