@@ -535,6 +535,22 @@ def test_large_appends_where_there_is_no_memory_for_a_region(
         region.detach()
 
 
+def test_an_append_goes_on_in_messages_when_memory_runs_out_on_the_way(tmp_path: Path) -> None:
+    # A token has 4 KiB, which gives pieces of 4,032 tokens, or messages of 1,008. After the first
+    # piece there is no memory for the second one, unless the client gives its region back.
+    model: dict[str, Any] = {"layer_count": 1, "query_head_count": 8, "kv_head_count": 8}
+    k = np.ones((8, 8190, 128), np.float16)
+    with (
+        running_daemon(tmp_path, "--memory-limit", "64MiB") as target,
+        spillway.connect(target) as client,
+    ):
+        sequence = client.create_sequence(
+            client.create_model(**model, head_dim=128, dtype="float16")
+        )
+        assert sequence.append(0, 0, k, k).layer_token_counts == (8190,)
+        assert client.statistics().transport.rows == "messages"
+
+
 @pytest.mark.transports("embedded")
 def test_an_embedded_engine_has_its_process_memory_alone(client: Client) -> None:
     with pytest.raises(ValueError, match="has no regions"):

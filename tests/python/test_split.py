@@ -22,6 +22,18 @@ def test_kv_pieces_cover_and_fit(layers: int, tokens: int, token_bytes: int, bud
     assert (seen == 1).all()
 
 
+@given(st.integers(1, 3000), st.integers(1, 40), st.integers(0, 2000), st.integers(0, 20000))
+def test_messages_fit_into_larger_pieces(
+    tokens: int, token_bytes: int, more_budget: int, more_room: int
+) -> None:
+    budget = token_bytes + more_budget
+    room = _split.whole_messages(budget + more_room, token_bytes, budget)
+    assert more_room < room <= budget + more_room
+    pieces = {end for *_, end in _split.kv_pieces(1, tokens, token_bytes, room)}
+    messages = {end for *_, end in _split.kv_pieces(1, tokens, token_bytes, budget)}
+    assert pieces <= messages
+
+
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=6), st.integers(2000, 20000))
 def test_query_parts_and_packing(counts: list[int], budget: int) -> None:
     parts = []

@@ -342,6 +342,8 @@ class Sequence:
                     return None
                 # Minus the space that alignment takes.
                 room = region.byte_count - 1024
+                # Whole messages, because the rest may have to be sent in messages.
+                room = _split.whole_messages(room, token_bytes, self._client._budget_bytes)
                 for l0, l1, t0, t1 in _split.kv_pieces(layers, token_count, token_bytes, room):
                     region.reset()
                     parts = [copied_to(region, whole[l0:l1, :, t0:t1]) for whole in (k, v)]
