@@ -40,6 +40,14 @@ absl::Status NoDoorbell(const std::string& why) {
   return absl::UnimplementedError(absl::StrCat("no doorbell: ", why));
 }
 
+// Calls a function of the system, and calls it again whenever a signal interrupts it.
+template <typename Call>
+auto Uninterrupted(Call call) {
+  auto result = call();
+  while (result < 0 && errno == EINTR) result = call();
+  return result;
+}
+
 // Calls a method with one request. reached: the daemon has answered before.
 template <typename Stub, typename Request, typename Response>
 absl::Status Called(Stub& stub,
@@ -88,8 +96,9 @@ absl::StatusOr<std::shared_ptr<SessionSocket>> SessionSocket::Connect(const std:
   if (!made.valid()) return NoDoorbell(absl::StrCat("socket: ", std::strerror(errno)));
   std::array<char, kNameBytesMax> session;
   ssize_t size = -1;
-  if (connect(made.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)) == 0) {
-    size = recv(made.get(), session.data(), session.size(), 0);
+  const auto* const where = reinterpret_cast<const sockaddr*>(&address);
+  if (Uninterrupted([&] { return connect(made.get(), where, sizeof(address)); }) == 0) {
+    size = Uninterrupted([&] { return recv(made.get(), session.data(), session.size(), 0); });
   }
   if (size <= 0) {
     const std::string why = size < 0 ? std::strerror(errno) : "the daemon has too many sessions";
@@ -113,8 +122,12 @@ absl::StatusOr<Descriptor> SessionSocket::Receive(const std::string& region) con
   message.msg_iovlen = 1;
   message.msg_control = control.data();
   message.msg_controllen = control.size();
-  ssize_t size = send(socket_.get(), region.data(), region.size(), MSG_NOSIGNAL);
-  if (size >= 0) size = recvmsg(socket_.get(), &message, MSG_CMSG_CLOEXEC);
+  // An answer that is not received would be taken for the answer to the next request.
+  ssize_t size = Uninterrupted(
+      [&] { return send(socket_.get(), region.data(), region.size(), MSG_NOSIGNAL); });
+  if (size >= 0) {
+    size = Uninterrupted([&] { return recvmsg(socket_.get(), &message, MSG_CMSG_CLOEXEC); });
+  }
   if (size <= 0) return absl::UnavailableError("the daemon has ended the session");
   const cmsghdr* const header = CMSG_FIRSTHDR(&message);
   if (header == nullptr || header->cmsg_type != SCM_RIGHTS) {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -436,6 +437,25 @@ def test_a_daemon_that_restarted_knows_no_region(tmp_path: Path) -> None:
             anew.get_sequence(sequence.name).append(0, 0, k, k)
         delete_model(client, model)
         client.close()
+
+
+def test_after_an_interrupt_a_region_is_not_taken_for_another(
+    target: str, model: Model, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    rows = normal(rng, 2, 2, HEADS, 50, DIM)
+    with spillway.connect(target) as client:
+        sequence = client.create_sequence(model)
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(socket, "recv_fds", interrupted)
+            client.attach_region(MIB)
+        k, v = client.attach_region(MIB).array(rows.shape)
+        k[:], v[:] = rows
+        sequence.append(0, 0, k, v)
+        expect_rows(sequence, *rows)
+        assert own_regions(client) == 1
 
 
 def own_regions(client: Client) -> int:

@@ -789,6 +789,8 @@ class Client:
             SpillwayError: UNIMPLEMENTED if libspillway is without CUDA, NOT_FOUND if this
                 process does not see the GPU.
             Unavailable: The region cannot be passed to this process.
+            KeyboardInterrupt: Raised while waiting for the region. The daemon may then free the
+                other regions of this client too. Appends from them continue in messages.
         """
         if device is None:
             return self._regions.attach(byte_count)

@@ -464,8 +464,13 @@ class Regions:
         with self._lock:
             made = self._made(byte_count, "").region
             connection = self._connected()
-            connection.send(made.name.encode())
-            told, descriptors, _, _ = socket.recv_fds(connection, _NAME_BYTES_MAX, 1)
+            try:
+                connection.send(made.name.encode())
+                told, descriptors, _, _ = socket.recv_fds(connection, _NAME_BYTES_MAX, 1)
+            except BaseException:
+                # The answer may still come. It would be taken for the answer to the next request.
+                self._end_session()
+                raise
             if not descriptors:
                 raise Unavailable(f"{made.name} was not passed to this process: {told.decode()}")
             try:
