@@ -149,6 +149,48 @@ def test_calls(tmp_path: Path, native: bool) -> None:
             writer.check(client)
 
 
+@pytest.mark.parametrize("native", [False, True], ids=["grpcio", "libspillway"])
+def test_a_thread_sends_while_another_one_resumes(
+    tmp_path: Path, native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    q = rows(99, 0, 2)[0].transpose(1, 0, 2).reshape(1, 4, DIM)
+    with daemon(tmp_path) as each, spillway.connect(each.target, native=native) as client:
+        sequence = client.create_sequence(client.create_model("m", **SHAPES), "s")
+        with client.decode() as stream:
+
+            def send(at: int) -> None:
+                new = rows(1, at, 1)[0]
+                stream.send(sequence, 0, q, new, -new, start=at)
+
+            opened = stream._opened
+            sender = threading.Thread(target=send, args=(3,))
+
+            def opened_while_another_sends() -> Any:
+                made: Any = opened()
+
+                def begin(request: Any) -> Any:
+                    del made.send
+                    sender.start()
+                    sender.join(0.5)
+                    return made.send(request)
+
+                if sender.ident is None:
+                    made.send = begin
+                return made
+
+            send(0)
+            assert stream.recv()[0] == 1
+            monkeypatch.setattr(stream, "_opened", opened_while_another_sends)
+            each.kill()
+            each.start()
+            for at in (1, 2):
+                send(at)
+            assert [stream.recv()[0] for _ in range(3)] == [2, 3, 4]
+            sender.join()
+            assert not stream._pending
+        assert sequence.refresh().layer_token_counts == (4, 0)
+
+
 def once_reached(call: Callable[[], object]) -> None:
     """Repeats the call until the daemon answers."""
     deadline = time.monotonic() + 30

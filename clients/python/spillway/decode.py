@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 from collections.abc import Sequence as SequenceABC
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -110,6 +111,8 @@ class DecodeStream:
         self._stream = self._opened()
         self._breaks = client._restarts.breaks()
         self._pending: dict[int, _Pending] = {}
+        # Held while steps are sent, so that after a restart each of them is sent again once.
+        self._sending = threading.RLock()
         self._next_id = 1
         self._closed = False
         # Trace id of the messages. None: that of the trace that is active when a message is sent.
@@ -117,6 +120,7 @@ class DecodeStream:
         forks.leaves(self)
 
     def _leave_to_parent(self, error: str) -> None:
+        self._sending = threading.RLock()
         forks.keep(self._stream)
         self._stream = cast(Any, forks.Left(error))
         self._pending.clear()
@@ -132,15 +136,19 @@ class DecodeStream:
         if self._timeout is not None:
             raise error
         self._breaks.wait(error)
-        self._stream.cancel()
-        self._stream = self._opened()
-        for pending in self._pending.values():
-            request = pending.request
-            if request.HasField("append") and not request.visible_token_counts:
-                # Tokens of a later step may have been appended already.
-                start, count = request.append.token_start, request.append.k.shape[1]
-                request.visible_token_counts.extend(range(start + 1, start + count + 1))
-            self._stream.send(request)
+        with self._sending:
+            self._stream.cancel()
+            self._stream = self._opened()
+            if self._closed:  # by another thread, which may have cancelled only the old stream
+                self._stream.cancel()
+                raise error
+            for pending in self._pending.values():
+                request = pending.request
+                if request.HasField("append") and not request.visible_token_counts:
+                    # Tokens of a later step may have been appended already.
+                    start, count = request.append.token_start, request.append.k.shape[1]
+                    request.visible_token_counts.extend(range(start + 1, start + count + 1))
+                self._stream.send(request)
 
     def __enter__(self) -> DecodeStream:
         return self
@@ -204,10 +212,10 @@ class DecodeStream:
             fill(request.append.v, v, "v")
             sequence._expect(layer, start + shape[1])
         self._next_id += 1
-        self._pending[request.correlation_id] = _Pending(
-            sequence, k is not None, decoder_like(q), request
-        )
-        self._stream.send(request)
+        pending = _Pending(sequence, k is not None, decoder_like(q), request)
+        with self._sending:
+            self._pending[request.correlation_id] = pending
+            self._stream.send(request)
         return request.correlation_id
 
     def recv(self) -> tuple[int, AttendResult]:
@@ -226,7 +234,7 @@ class DecodeStream:
             response = self._receive()
         except SpillwayError:
             self._closed = True
-            for step in self._pending.values():
+            for step in list(self._pending.values()):
                 step.sequence._forget()
             raise
         pending = self._pending.pop(response.correlation_id)
@@ -301,7 +309,7 @@ class DecodeStream:
         """Ends the stream. Steps in flight are abandoned."""
         if not self._closed:
             self._closed = True
-            for step in self._pending.values():
+            for step in list(self._pending.values()):
                 step.sequence._forget()
             if not self._client._left:
                 self._stream.cancel()
