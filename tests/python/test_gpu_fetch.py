@@ -137,6 +137,24 @@ def test_selected_rows(engine: Client, model: Model) -> None:
 
 
 @needs_gpu
+def test_rows_that_a_query_on_the_gpu_selected(engine: Client, model: Model) -> None:
+    sequence, rows = filled(engine, model)
+    chosen = sequence.select(1, torch.ones((1, KV_HEADS, DIM), dtype=rows.dtype, device="cuda"))
+    assert chosen.indices.device.type == "cuda"
+    heads = [
+        chosen.indices[begin:end].cpu()
+        for begin, end in zip(chosen.offsets[:-1], chosen.offsets[1:], strict=True)
+    ]
+    expected = [
+        torch.cat([rows[side, 1, h, head] for h, head in enumerate(heads)]) for side in (0, 1)
+    ]
+    expect(sequence.fetch(1, selection=chosen, like=rows.cuda()), torch.stack(expected))
+    pages = list(sequence.fetch_pages(1, selection=chosen, like=rows.cuda()))
+    for side in (0, 1):
+        assert torch.equal(torch.cat([page.rows[:, side] for page in pages]).cpu(), expected[side])
+
+
+@needs_gpu
 def test_rows_that_came_from_the_gpu(engine: Client, model: Model) -> None:
     _, rows = filled(engine, model)
     sequence = engine.create_sequence(model)

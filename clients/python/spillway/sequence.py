@@ -46,6 +46,7 @@ from spillway.tensors import (
     itemsize,
     keep_for_a_while,
     on_gpu,
+    on_host,
     wait_for_stream,
     write,
 )
@@ -76,8 +77,8 @@ def _selected_requests(
     selection: Selection,
 ) -> Iterator[tuple[slice, attention_service_pb2.FetchPagesRequest]]:
     """Yields slices of the selected rows, and a request for each slice."""
-    offsets = np.asarray(selection.offsets, np.int64)
-    indices = np.asarray(selection.indices)
+    offsets = on_host(selection.offsets).astype(np.int64, copy=False)
+    indices = on_host(selection.indices)
     for begin in range(0, max(len(indices), 1), _SELECTED_MAX):
         end = min(begin + _SELECTED_MAX, len(indices))
         # A selection that fits into one request is sent unchanged, so that the daemon checks it.
@@ -496,9 +497,9 @@ class Sequence:
             self._fill_item(request.item, q, policy, None if visible is None else [visible])
         elif selection is not None:
             request.item.sequence = self.name
-            request.selection.offsets.extend(int(offset) for offset in selection.offsets)
+            request.selection.offsets.extend(int(offset) for offset in on_host(selection.offsets))
             request.selection.indices.CopyFrom(
-                encode_numbers(np.asarray(selection.indices), tensor_pb2.DTYPE_U32)
+                encode_numbers(on_host(selection.indices), tensor_pb2.DTYPE_U32)
             )
         decode = decoder_like(q if like is None else like)
         responses = self._stream(self._client._stubs.attention.FetchPages, request, timeout)
@@ -564,7 +565,7 @@ class Sequence:
         else:
             if start != 0 or end is not None:
                 raise ValueError("fetch takes start and end, or selection, not both")
-            row_shape = (len(np.asarray(selection.indices)),)
+            row_shape = (len(selection.indices),)
             requests = _selected_requests(selection)
         shape = (*row_shape, model.head_dim)
         if into is None:

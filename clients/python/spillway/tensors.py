@@ -169,6 +169,11 @@ def fill(
         tensor.slice.CopyFrom(place)
 
 
+def on_host(array: Any) -> npt.NDArray[Any]:
+    """Returns an array, a list or a tensor on any device as a numpy array."""
+    return np.asarray(array.detach().cpu() if is_torch(array) else array)
+
+
 def encode_numbers(array: npt.NDArray[Any], dtype: int) -> tensor_pb2.Tensor:
     """Returns the tensor message of integers or floats, converted to a `DType`."""
     array = np.asarray(array).astype(_STORAGE[dtype], copy=False)
