@@ -108,6 +108,16 @@ def test_decode_deadline(client: Client, heavy: Sequence) -> None:
 
 
 @EVERY_TRANSPORT
+def test_a_stream_that_fails_leaves_no_thread(client: Client, heavy: Sequence) -> None:
+    before = threading.active_count()
+    stream = client.decode(timeout=0.1)
+    stream.send(heavy, 0, np.ones((QUERIES, 16, 32), np.float16))
+    with pytest.raises(spillway.DeadlineExceeded):
+        stream.recv()
+    wait_for(lambda: threading.active_count() <= before)
+
+
+@EVERY_TRANSPORT
 def test_decode_cancelled_by_another_thread(client: Client, heavy: Sequence) -> None:
     stream = client.decode()
     stream.send(heavy, 0, np.ones((QUERIES, 16, 32), np.float16))

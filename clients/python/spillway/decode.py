@@ -234,6 +234,8 @@ class DecodeStream:
             response = self._receive()
         except SpillwayError:
             self._closed = True
+            # Ends grpcio's thread, which still waits for messages to send.
+            self._stream.cancel()
             for step in list(self._pending.values()):
                 step.sequence._forget()
             raise
