@@ -238,6 +238,27 @@ def test_what_does_not_go_on(tmp_path: Path) -> None:
             client.close()
 
 
+@pytest.mark.parametrize("native", [False, True], ids=["grpcio", "libspillway"])
+def test_a_step_that_a_restart_broke_can_be_closed(tmp_path: Path, native: bool) -> None:
+    q = rows(99, 0, 2)[0].transpose(1, 0, 2).reshape(1, 1, 4, DIM)
+    new = rows(1, 0, 1)[0][None]
+    with (
+        daemon(tmp_path) as each,
+        spillway.connect(each.target, native=native, resume_seconds=0) as client,
+    ):
+        sequence = client.create_sequence(client.create_model("m", **SHAPES), "s")
+        step = client.begin_step([sequence])
+        each.kill()
+        with pytest.raises((spillway.Unavailable, spillway.Cancelled)):
+            step.attend(0, q, new, -new)
+        each.start()
+        step.close()
+        with pytest.raises(ValueError, match="the step is closed"):
+            step.attend(0, q, new, -new)
+        once_reached(sequence.refresh)
+        assert sequence.layer_token_counts == (0, 0)
+
+
 def test_without_a_store_nothing_waits(tmp_path: Path) -> None:
     with running_daemon(tmp_path) as target:
         client = spillway.connect(target)

@@ -216,6 +216,7 @@ class DecodeStep(_Together):
         self.starts = self._checked(starts)
         # None: the step must be begun again before the next attend.
         self._kind: NativeStep | _StreamStep | None = client._restarts.again(self._begun)
+        self._closed = False
         self._last: tuple[Any, Any] = (None, None)
 
     def _checked(self, starts: SequenceABC[int] | None) -> tuple[int, ...]:
@@ -252,6 +253,8 @@ class DecodeStep(_Together):
     def _ask(
         self, layer: int, q: Any, k: Any, v: Any, out_dtype: int, at_once: bool
     ) -> Callable[[], tuple[Any, Any]]:
+        if self._closed:
+            raise ValueError("the step is closed")
         kind = self._kind = self._kind or self._begun()
         return self._unbroken(partial(kind.ask, layer, q, k, v, out_dtype, at_once=at_once))
 
@@ -374,5 +377,6 @@ class DecodeStep(_Together):
 
     def close(self) -> None:
         """Ends the step."""
+        self._closed = True
         if self._kind is not None:
             self._kind.end()
