@@ -199,7 +199,8 @@ class NativeChannel:
         # to a daemon is not: other threads may still wait in its calls.
         self._finalizer = forks.finalizer(self, loaded.spillway_channel_close, self._handle)
         self._finalizer.atexit = embedded
-        self._lock = threading.Lock()
+        # Re-entrant, because the garbage collector may run a finalizer that calls while it is held.
+        self._lock = threading.RLock()
 
     def _checked(self, handle: int | None) -> int:
         if handle:
@@ -212,7 +213,7 @@ class NativeChannel:
 
     def leave_to_parent(self, error: str) -> None:
         """Makes every later use raise `error`. Called in a process that was forked."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._left = error
         self._finalizer.detach()
 

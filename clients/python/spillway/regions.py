@@ -285,7 +285,8 @@ class Regions:
     def __init__(self, client: Client) -> None:
         self._client = client
         self._process = client.target == EMBEDDED
-        self._lock = threading.Lock()
+        # Re-entrant, because the garbage collector may run a finalizer that calls while it is held.
+        self._lock = threading.RLock()
         self._socket: socket.socket | None = None
         self._session = ""
         self._attached: dict[str, Region | GpuRegion] = {}
@@ -298,7 +299,7 @@ class Regions:
 
     def leave_to_parent(self, error: str) -> None:
         """Drops all regions in a forked process. They belong to the parent."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._attached, self._staging = {}, {}
         if self._socket is not None:
             # The child's copy of the socket would keep the parent's session open.
