@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
@@ -33,6 +34,8 @@ class Appends:
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
+        # Identifiers of the pool's threads.
+        self._threads: set[int] = set()
         self._running: deque[_Running] = deque()
         self._error: BaseException | None = None
 
@@ -55,7 +58,12 @@ class Appends:
         if self._error is not None:
             self.finish()
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(_THREAD_COUNT, thread_name_prefix="spillway-append")
+            self._pool = ThreadPoolExecutor(
+                _THREAD_COUNT,
+                thread_name_prefix="spillway-append",
+                initializer=_note_thread,
+                initargs=(self._threads,),
+            )
         made = None
         if k.device.type == "cuda":
             made = torch.cuda.Event()
@@ -87,11 +95,19 @@ class Appends:
             raise self._error
 
     def abandon(self) -> None:
-        """Waits until nothing runs. Errors are dropped."""
-        if self._pool is not None:
+        """Waits until nothing runs. Errors are dropped.
+
+        In a thread of an append, where the garbage collector may finalize the cache, this does not
+        wait. Appends that have not begun are then cancelled.
+        """
+        if threading.get_ident() in self._threads:
+            if self._pool is not None:
+                self._pool.shutdown(wait=False, cancel_futures=True)
+            self._running.clear()
+        elif self._pool is not None:
             # Also waits for an append that is not in `_running` because of an interrupt.
             self._pool.shutdown(wait=True)
-            self._pool = None
+        self._pool, self._threads = None, set()
         while self._running:
             self._wait()
         self._error = None
@@ -107,6 +123,10 @@ class Appends:
         # Answers may have arrived in another order than the daemon sent them.
         oldest.sequence._forget()
         self._running.popleft()
+
+
+def _note_thread(threads: set[int]) -> None:
+    threads.add(threading.get_ident())
 
 
 def _append(

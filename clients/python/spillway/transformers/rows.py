@@ -465,5 +465,7 @@ class RowStore:
 
     def release(self) -> None:
         """Deletes the sequences. Sequences that the daemon has lost are not an error."""
-        self.abandon()
-        self.drop()
+        try:
+            self.abandon()
+        finally:
+            self.drop()
