@@ -578,7 +578,8 @@ def test_a_daemon_that_is_killed_is_started_again(
                 os.kill(pid, 9)
             made.append(by_step(client, sequence, number))
         assert all(same(a, b) for a, b in zip(made, expected, strict=False))
-        assert cluster.directory.daemon("daemon-1").restart_count == 1
+        # It serves again before its node tells the directory.
+        wait_for(lambda: cluster.directory.daemon("daemon-1").restart_count == 1)
         assert cluster.directory.daemon("daemon-1").state == "up"
 
 
