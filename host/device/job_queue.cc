@@ -69,12 +69,11 @@ std::vector<QueuedJob> JobBatch::Split() {
     auto item = joined_->items.begin();
     const auto item_count = static_cast<int64_t>(joined_->items.size());
     for (QueuedJob& part : parts_) {
-      const absl::Status cancelled =
-          part.job->cancel == nullptr ? absl::OkStatus() : part.job->cancel->Check();
       for (JobItem& own : part.job->items) {
         own = std::move(*item++);
+        if (!absl::IsCancelled(own.status) || part.job->cancel == nullptr) continue;
         // The batch stops when all of its parts do, and each part has a reason of its own.
-        if (absl::IsCancelled(own.status) && !cancelled.ok()) own.status = cancelled;
+        if (absl::Status reason = part.job->cancel->Check(); !reason.ok()) own.status = reason;
       }
       part.job->device_time_us = joined_->device_time_us;
       part.job->batch_item_count = item_count;

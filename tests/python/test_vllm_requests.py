@@ -251,13 +251,19 @@ def test_losses() -> None:
     assert requests.take_report(alone, 1) == ([], ["b"])
 
 
-def test_kept_ones_that_made_room_are_forgotten() -> None:
-    """They are dropped on the other ranks too."""
+def with_a_finished_request() -> tuple[Requests, list[int]]:
+    """Requests of which one has finished and is kept with key 1, and its prompt."""
     requests = Requests(4)
     prompt = list(range(128))
     requests.add("a", prompt, 128, "")
     requests.plan([Scheduled("a", 0, 128, block=1)], [])
     requests.finish("a", prompt)
+    return requests, prompt
+
+
+def test_kept_ones_that_made_room_are_forgotten() -> None:
+    """They are dropped on the other ranks too."""
+    requests, prompt = with_a_finished_request()
     requests.take_report(StepReport(gone={1}), 0)
     requests.add("b", prompt, 128, "")
     assert requests.matched("b", 128, others_running=False) == 0
@@ -266,11 +272,7 @@ def test_kept_ones_that_made_room_are_forgotten() -> None:
 
 def test_a_finished_request_whose_rows_were_lost_is_not_kept() -> None:
     """Its client goes away during the step that loses its rows. The report comes later."""
-    requests = Requests(4)
-    prompt = list(range(128))
-    requests.add("a", prompt, 128, "")
-    requests.plan([Scheduled("a", 0, 128, block=1)], [])
-    requests.finish("a", prompt)
+    requests, prompt = with_a_finished_request()
     report = StepReport(losses={1: Loss(0, "memory", "memory")})
     assert requests.take_report(report, 0) == ([], [])
     assert requests.kept == []

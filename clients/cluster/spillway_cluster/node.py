@@ -311,10 +311,10 @@ class Node:
                 "those of other tokens would be lost with the daemon (own_only allows it)"
             )
         with self._draining:
-            if self._client is None and not self._stopping.is_set():
-                raise Unavailable("the daemon does not serve yet")
             if self._stopping.is_set():
                 raise Unavailable(f"{self.name} was drained or stopped, and has ended")
+            if self._client is None:
+                raise Unavailable("the daemon does not serve yet")
             drained = Drained()
             others: dict[str, spillway.Client] = {}
             try:

@@ -150,8 +150,8 @@ def nearest_methods(methods: Sequence[dict[str, Any]], value: Value) -> list[dic
         methods, or if the methods do not include Spillway's default.
     """
     by_kind: dict[str, list[tuple[dict[str, Any], float]]] = {}
-    for method, there in _at_default(methods, value):
-        by_kind.setdefault(method["kind"], []).append((method, there))
+    for method, times in _compared(methods, value):
+        by_kind.setdefault(method["kind"], []).append((method, times))
     if all(len(of_kind) < 2 for of_kind in by_kind.values()):
         return []
     ours = next(method for method in methods if method["name"] == OURS)
@@ -169,29 +169,24 @@ def times_ours(methods: Sequence[dict[str, Any]], value: Value) -> tuple[str, fl
     Returns:
         The method's label, and its value divided by Spillway's. None if nothing can be compared.
     """
-    at = _default_point(methods, value)
-    found = _at_default(methods, value)
-    if at is None or not found:
+    found = _compared(methods, value)
+    if not found:
         return None
-    method, least = min(found, key=lambda pair: pair[1])
-    return method["label"], least / value(at)[0]
+    method, times = min(found, key=lambda pair: pair[1])
+    return method["label"], times
 
 
-def _default_point(methods: Sequence[dict[str, Any]], value: Value) -> dict[str, Any] | None:
-    """Returns the point of Spillway's default if its value is above 0."""
-    ours = next((m for m in methods if m["name"] == OURS), None)
-    points = ours["points"] if ours else []
-    return next((p for p in points if p["value"] == DEFAULT_SETTING and value(p)[0] > 0), None)
-
-
-def _at_default(
+def _compared(
     methods: Sequence[dict[str, Any]], value: Value
 ) -> list[tuple[dict[str, Any], float]]:
-    """Other practical methods with their values at the rows of Spillway's default.
+    """Other practical methods, with their values at the rows of Spillway's default, divided by it.
 
-    Leaves out methods that were not measured with fewer and with more rows.
+    Leaves out methods that were not measured with fewer and with more rows. Empty if Spillway's
+    default was not measured, or its value is 0.
     """
-    at = _default_point(methods, value)
+    ours = next((m for m in methods if m["name"] == OURS), None)
+    points = ours["points"] if ours else []
+    at = next((p for p in points if p["value"] == DEFAULT_SETTING and value(p)[0] > 0), None)
     if at is None:
         return []
     found = []
@@ -201,7 +196,7 @@ def _at_default(
             rows = np.array([point["rows"]["mean"] for point in method["points"]])
             there = interpolated(rows, y, at["rows"]["mean"])
             if not math.isnan(there):
-                found.append((method, there))
+                found.append((method, there / value(at)[0]))
     return found
 
 

@@ -100,14 +100,13 @@ class Appends:
         In a thread of an append, where the garbage collector may finalize the cache, this does not
         wait. Appends that have not begun are then cancelled.
         """
-        if threading.get_ident() in self._threads:
-            if self._pool is not None:
-                self._pool.shutdown(wait=False, cancel_futures=True)
-            self._running.clear()
-        elif self._pool is not None:
+        if self._pool is not None:
+            inside = threading.get_ident() in self._threads
             # Also waits for an append that is not in `_running` because of an interrupt.
-            self._pool.shutdown(wait=True)
-        self._pool, self._threads = None, set()
+            self._pool.shutdown(wait=not inside, cancel_futures=inside)
+            if inside:
+                self._running.clear()
+            self._pool, self._threads = None, set()
         while self._running:
             self._wait()
         self._error = None
