@@ -49,7 +49,7 @@ MAY_INCLUDE: dict[str, tuple[str, ...]] = {
     "daemon/engine": (*HOST, "daemon/store"),
     "daemon/snapshot": (*HOST, "daemon/engine"),
     "daemon/metrics": (*HOST, "daemon/engine"),
-    "daemon/http": ("daemon/metrics",),
+    "daemon/http": ("host/base", "daemon/metrics"),
     "daemon/convert": (*HOST, "daemon/engine", "spillway/v1", "google/rpc"),
     "daemon/doorbell": (*HOST, "host/ipc", "daemon/engine", "daemon/convert"),
     "daemon/services": (

@@ -12,6 +12,7 @@
 #include "daemon/server/descriptors.h"
 #include "daemon/server/drain.h"
 #include "daemon/server/home.h"
+#include "daemon/server/listeners.h"
 #include "daemon/server/logging.h"
 #include "daemon/server/loss_policy.h"
 #include "daemon/server/mps.h"
@@ -66,12 +67,17 @@ absl::Status CheckMps(const Config& config, const Mps& mps, const Device& device
 
 absl::StatusOr<std::unique_ptr<HttpServer>> StartHttp(const Config& config, const Server& server) {
   ASSIGN_OR_RETURN(const std::string address, TcpAddress(config.http_listen, config.allow_remote));
+  ASSIGN_OR_RETURN(TcpListeners bound, ListenAtTcp(address));
   if (!IsLoopback(address)) {
     Log(LogLevel::kWarning, "remote_plaintext",
         {{"address", absl::StrCat("http://", address)},
          {"advice", "everybody who can reach it can read status and metrics, without TLS"}});
   }
-  return HttpServer::Start(address, config.allow_remote, server.metrics());
+  auto http =
+      std::make_unique<HttpServer>(std::move(bound.sockets), config.allow_remote, server.metrics());
+  LogInfo("serving_http",
+          {{"address", absl::StrCat(address.substr(0, address.rfind(':')), ":", bound.port)}});
+  return http;
 }
 
 std::unique_ptr<Watchdog> StartWatchdog(const ServiceManager& manager, Server& server) {
@@ -154,7 +160,6 @@ int RunDaemon(const Config& asked, const Topology& topology, const sigset_t& sig
       absl::StatusOr<std::unique_ptr<HttpServer>> started = StartHttp(config, **server);
       if (!started.ok()) return CannotStart(started.status());
       http = *std::move(started);
-      LogInfo("serving_http", {{"address", http->address()}});
     }
     const std::unique_ptr<Watchdog> watchdog = StartWatchdog(manager, **server);
     const std::string serving = absl::StrCat("Serving at ", (*server)->address());

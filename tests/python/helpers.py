@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+import socket
+import struct
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -65,3 +68,14 @@ def settles(condition: Callable[[], bool], seconds: float = 10) -> bool:
 def wait_for(condition: Callable[[], bool]) -> None:
     """Asserts that the condition becomes true within 30 seconds."""
     assert settles(condition, 30)
+
+
+def resident_bytes(target: str) -> int:
+    """The resident memory of the daemon's process. target: that of its unix socket."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(target.removeprefix("unix:"))
+        peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    pid = struct.unpack("3i", peer)[0]
+    status = Path(f"/proc/{pid}/status").read_text()
+    resident = next(line for line in status.splitlines() if line.startswith("VmRSS"))
+    return int(resident.split()[1]) << 10

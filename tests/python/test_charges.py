@@ -5,13 +5,10 @@ from __future__ import annotations
 import os
 import queue
 import signal
-import socket
-import struct
 import subprocess
 import sys
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -19,7 +16,7 @@ import numpy as np
 import pytest
 import spillway
 from daemon_process import on_gpu, running_daemon
-from helpers import delete_model, encode, refused, settles
+from helpers import delete_model, encode, refused, resident_bytes, settles
 from spillway import Client, Model
 from spillway._proto import attention_service_pb2 as attention
 from spillway._proto import model_service_pb2 as models
@@ -54,17 +51,6 @@ def channel(target: str) -> Iterator[grpc.Channel]:
     """A channel that sends bytes unchanged."""
     with grpc.insecure_channel(target) as channel:
         yield channel
-
-
-def resident_bytes(target: str) -> int:
-    """The resident memory of the daemon's process."""
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(target.removeprefix("unix:"))
-        peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    pid = struct.unpack("3i", peer)[0]
-    status = Path(f"/proc/{pid}/status").read_text()
-    resident = next(line for line in status.splitlines() if line.startswith("VmRSS"))
-    return int(resident.split()[1]) << 10
 
 
 class Messages:

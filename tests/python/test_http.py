@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import spillway
-from daemon_process import binary, running_daemon
+from daemon_process import binary, running_daemon, wait_for_log
 from grpc_health.v1 import health_pb2
 from helpers import settles
 from spillway._proto import admin_service_pb2
@@ -53,10 +53,9 @@ def ask(address: str, path: str, method: str = "GET", **headers: str) -> Answer:
 
 
 def http_address(log: Path) -> str:
-    """The address of a daemon's HTTP server, from its log."""
-    found = re.search(r"serving_http address=(\S+)", log.read_text())
-    assert found, log.read_text()
-    return found[1]
+    """The address of a daemon's HTTP server, which starts after gRPC's, from its log."""
+    said = wait_for_log(log, "serving_http address=")
+    return said.split("serving_http address=")[1].split()[0]
 
 
 def decode(sequence: spillway.Sequence, steps: int) -> None:
