@@ -209,6 +209,7 @@ expected="/etc/spillway/spillwayd.toml
 /usr/share/bash-completion/completions/spillwayd
 /usr/share/doc/spillway/LICENSE
 /usr/share/doc/spillway/copyright
+/usr/share/doc/spillway/licenses/libboost1.74-dev
 /usr/share/doc/spillway/licenses/libcli11-dev
 /usr/share/doc/spillway/licenses/libtoml11-dev
 /usr/share/doc/spillway/licenses/nlohmann-json3-dev

@@ -10,7 +10,7 @@ packages=(
   ca-certificates ccache cmake g++ make ninja-build pkg-config
   protobuf-compiler protobuf-compiler-grpc
   # Libraries.
-  libabsl-dev libboost-dev libcli11-dev libgrpc++-dev libhwloc-dev libhwy-dev
+  libabsl-dev libboost1.74-dev libcli11-dev libgrpc++-dev libhwloc-dev libhwy-dev
   libmimalloc-dev libprotobuf-dev libspdlog-dev libssl-dev libsystemd-dev libtbb-dev
   libtoml11-dev nlohmann-json3-dev prometheus-cpp-dev
   # An example, tests and benchmarks.
