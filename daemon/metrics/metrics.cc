@@ -107,6 +107,11 @@ void AddServer(const Metrics::Sources& sources, Families& families) {
   families.Counter("spillway_connections_shed_total",
                    "Connections that were closed at once because the limit was reached.");
   families.Value(server.shed_connection_count);
+  families.Counter(
+      "spillway_connections_ended_total",
+      "gRPC connections that were ended because their clients sent what no gRPC client "
+      "sends, or nothing; see connection_ended in the log.");
+  families.Value(server.ended_connection_count);
   families.Counter("spillway_log_lines_dropped_total",
                    "Log lines that were dropped because the reader was too slow.");
   families.Value(server.dropped_log_line_count);

@@ -19,6 +19,7 @@ namespace spillway {
 struct ServerCounts {
   int64_t open_connection_count = 0;
   int64_t shed_connection_count = 0;
+  int64_t ended_connection_count = 0;
   int64_t dropped_log_line_count = 0;
   int64_t open_call_count = 0;    // running unary calls of work, and doorbell calls
   int64_t open_stream_count = 0;  // appends, decodes, fetches, uploads

@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "daemon/server/connection_shield.h"
 #include "daemon/server/descriptors.h"
 
 namespace spillway {
@@ -132,6 +133,7 @@ bool Acceptor::Accept(int listener) {
                     {{"connection_count_max", absl::StrCat(connection_count_max_.load())}});
     return true;
   }
+  const ConnectionShield::Admission admission(connection.get());
   grpc::experimental::ExternalConnectionAcceptor::NewConnectionParameters handed;
   handed.listener_fd = listener;
   handed.fd = connection.Release();

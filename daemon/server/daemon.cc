@@ -9,6 +9,7 @@
 #include "absl/strings/str_join.h"
 #include "daemon/config/socket_path.h"
 #include "daemon/http/http_server.h"
+#include "daemon/server/connection_shield.h"
 #include "daemon/server/descriptors.h"
 #include "daemon/server/drain.h"
 #include "daemon/server/home.h"
@@ -19,6 +20,7 @@
 #include "daemon/server/mps_system.h"
 #include "daemon/server/server.h"
 #include "daemon/server/service_manager.h"
+#include "daemon/server/shielded_reads.h"
 #include "daemon/server/watchdog.h"
 #include "host/base/status_macros.h"
 
@@ -147,6 +149,12 @@ int RunDaemon(const Config& asked, const Topology& topology, const sigset_t& sig
   if (!base.ok()) return CannotStart(base.status());
   // After MPS was started: its programs inherit the limit that is in force when they start.
   const int64_t descriptor_limit = RaiseDescriptorLimit();
+  if (!ReadsAreShielded()) {
+    return CannotStart(
+        absl::InternalError("gRPC's reads do not pass through the shield against misuse: the "
+                            "program was linked wrongly"));
+  }
+  ConnectionShield::Get().Enable(config.stream_count_max);
   int signal = 0;
   {
     absl::StatusOr<std::unique_ptr<Server>> server =

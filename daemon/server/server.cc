@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <filesystem>
 #include <optional>
 #include <utility>
@@ -17,11 +18,13 @@
 #include "daemon/doorbell/doorbell_server.h"
 #include "daemon/engine/holders.h"
 #include "daemon/server/acceptor.h"
+#include "daemon/server/connection_shield.h"
 #include "daemon/server/event_log.h"
 #include "daemon/server/health_call.h"
 #include "daemon/server/home.h"
 #include "daemon/server/listeners.h"
 #include "daemon/server/logging.h"
+#include "daemon/server/memory_watch.h"
 #include "daemon/server/region_server.h"
 #include "daemon/server/sweeper.h"
 #include "daemon/server/tls.h"
@@ -150,6 +153,7 @@ struct Server::Impl {
           Reload();
           engine.CheckDevices();
           ReportReadiness();
+          EndSilent();
         }) {}
   ~Impl() {
     events.Slow(context.engine.slow_attends().Take());
@@ -168,6 +172,16 @@ struct Server::Impl {
                      {{"error", std::string(reloaded.status().message())}, {"instead", instead}});
     } else if (*reloaded) {
       LogInfo(what + "_reloaded");
+    }
+  }
+
+  // Ends connections whose clients send nothing, and logs those that were ended.
+  void EndSilent() {
+    const auto now = std::chrono::steady_clock::now();
+    ConnectionShield& shield = ConnectionShield::Get();
+    shield.EndSilent(now);
+    for (const ConnectionShield::Ended& ended : shield.TakeEnded()) {
+      events.Warning("connection_ended", {{"peer", ended.peer}, {"reason", ended.reason}});
     }
   }
 
@@ -193,6 +207,7 @@ struct Server::Impl {
   ServerCounts Counts() const {
     ServerCounts counts;
     counts.dropped_log_line_count = DroppedLogLineCount();
+    counts.ended_connection_count = ConnectionShield::Get().ended_count();
     counts.open_call_count = calls.open_work_count() + doorbells.open_call_count();
     counts.open_stream_count = streams.count();
     if (drain.begun()) counts.drain_seconds_left = drain.seconds_left();
@@ -234,6 +249,8 @@ struct Server::Impl {
   // One for the unix socket and one for the TCP address, as far as the server listens there.
   // Declared after `server`, to which they pass connections, so that they are destroyed before it.
   std::vector<std::unique_ptr<Acceptor>> acceptors;
+  // Null if connections are not shielded.
+  std::unique_ptr<MemoryWatch> memory_watch;
   // Declared last, so that it is destroyed first: its thread reads the other members to report
   // whether the server is ready.
   Sweeper sweeper;
@@ -300,9 +317,10 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Config& config, Engi
   // Waiting requests use gRPC's own memory, which is charged to the share for messages. The quota
   // is larger than this share: if requests could fill it, gRPC would close connections where the
   // daemon should refuse calls.
-  quota.Resize(static_cast<size_t>(
-      MemoryBudget::MessageShare(config.memory_limit_bytes) +
-      std::min(kTransportBytesMax, config.memory_limit_bytes / kTransportShare)));
+  const int64_t transport_bytes =
+      std::min(kTransportBytesMax, config.memory_limit_bytes / kTransportShare);
+  quota.Resize(
+      static_cast<size_t>(MemoryBudget::MessageShare(config.memory_limit_bytes) + transport_bytes));
   builder.SetResourceQuota(quota);
   builder.experimental().SetInterceptorCreators(CallInterceptors(impl->calls));
   impl->server = builder.BuildAndStart();
@@ -310,6 +328,10 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Config& config, Engi
   impl->health = impl->server->GetHealthCheckService();
   impl->health.load()->SetServingStatus(true);
   impl->ReportReadiness();
+  if (ConnectionShield::Get().enabled()) {
+    impl->memory_watch =
+        std::make_unique<MemoryWatch>(config.memory_limit_bytes + transport_bytes, impl->events);
+  }
   for (const std::unique_ptr<Acceptor>& acceptor : impl->acceptors) acceptor->Start();
   return std::unique_ptr<Server>(new Server(std::move(impl)));
 }

@@ -52,7 +52,7 @@ class MetricsTest : public EngineTest {
   std::string not_ready;
   Metrics metrics{{.engine = &*engine,
                    .calls = &calls,
-                   .server = [] { return ServerCounts{3, 2, 1, 5, 4, 2.5}; },
+                   .server = [] { return ServerCounts{3, 2, 6, 1, 5, 4, 2.5}; },
                    .not_ready = [this] { return not_ready; },
                    .version = "1.2.3",
                    .boot_id = "b",
@@ -105,6 +105,7 @@ TEST_F(MetricsTest, WhatIsCountedIsTold) {
   EXPECT_EQ(Value("spillway_sequences"), 1);
   EXPECT_EQ(Value("spillway_connections"), 3);
   EXPECT_EQ(Value("spillway_connections_shed_total"), 2);
+  EXPECT_EQ(Value("spillway_connections_ended_total"), 6);
   EXPECT_EQ(Value("spillway_open_calls"), 5);
   EXPECT_EQ(Value("spillway_open_streams"), 4);
   EXPECT_EQ(Value("spillway_draining"), 1);

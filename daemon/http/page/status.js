@@ -248,6 +248,7 @@ function showRest(now) {
   };
   at("connections").replaceChildren(
     line("Open", now.connections.open), line("Closed at once", now.connections.shed, true),
+    line("Ended for misuse", now.connections.ended, true),
     line("Log lines dropped", now.dropped_log_lines, true));
 }
 
