@@ -20,7 +20,8 @@ namespace spillway {
 
 // Counters of one method's calls. Thread-safe, but each counter separately.
 struct MethodCounters {
-  MethodCounters(std::string method, bool is_work) : method(std::move(method)), is_work(is_work) {}
+  MethodCounters(std::string method, bool is_work, bool counts_itself)
+      : method(std::move(method)), is_work(is_work), counts_itself(counts_itself) {}
 
   // code: gRPC's status code, which equals that of absl.
   void Note(int code, double seconds) {
@@ -33,7 +34,8 @@ struct MethodCounters {
   const std::string method;  // "AttentionService/Attend"
   // A draining daemon refuses new calls of work, and waits for running ones.
   const bool is_work;
-  std::atomic<int64_t> open_count{0};             // running unary calls
+  const bool counts_itself;            // its handler counts its calls, and not an interceptor
+  std::atomic<int64_t> open_count{0};  // running unary calls
   std::array<std::atomic<int64_t>, 17> counts{};  // by absl::StatusCode
   SecondsDistribution seconds;                    // until the answer; of a stream until its end
 };
@@ -60,9 +62,10 @@ class CallCounters {
  public:
   // name: in gRPC's form, such as "/spillway.v1.AttentionService/Attend". REQUIRES: called before
   // the first call.
-  void Add(const std::string& name, bool is_work = true) {
-    methods_.push_back(std::make_unique<MethodCounters>(name.substr(name.rfind('.') + 1), is_work));
-    by_name_[name] = methods_.back().get();
+  MethodCounters& Add(const std::string& name, bool is_work = true, bool counts_itself = false) {
+    methods_.push_back(
+        std::make_unique<MethodCounters>(name.substr(name.rfind('.') + 1), is_work, counts_itself));
+    return *(by_name_[name] = methods_.back().get());
   }
 
   // Null for a method that was not added. Thread-safe.

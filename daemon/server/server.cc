@@ -32,11 +32,11 @@
 #include "daemon/services/attention_service.h"
 #include "daemon/services/call_interceptor.h"
 #include "daemon/services/context.h"
+#include "daemon/services/health_service.h"
 #include "daemon/services/memory_service.h"
 #include "daemon/services/model_service.h"
 #include "daemon/services/sequence_service.h"
 #include "grpcpp/grpcpp.h"
-#include "grpcpp/health_check_service_interface.h"
 #include "grpcpp/resource_quota.h"
 #include "host/base/random_id.h"
 #include "host/base/status_macros.h"
@@ -50,6 +50,14 @@ constexpr int kTransportShare = 8;  // and at most 1/8 of the memory limit
 // The name with which a load balancer asks the health service whether to send new work. The empty
 // name asks whether the daemon serves at all.
 constexpr char kReadiness[] = "readiness";
+// Most calls whose requests have not arrived, and the same for calls that need no token. The latter
+// come from anybody, so they also have less time, whatever the settings say.
+constexpr size_t kWaitingCountMax = 4096;
+constexpr size_t kPublicWaitingCountMax = 256;
+constexpr std::chrono::seconds kPublicWaitMax{10};
+// gRPC's reflection service takes a thread for each call. Its calls beyond this number, of which
+// gRPC itself needs a few, are refused.
+constexpr int kReflectionThreadCountMax = 16;
 constexpr int kBackgroundThreadCount = 2;
 // Most calls at the same time that save or load sequences.
 constexpr int kFileThreadCountMax = 8;
@@ -112,6 +120,8 @@ struct Server::Impl {
             }),
         limits(LimitsOf(config)),
         streams(config.open_stream_count_max),
+        waiting(kWaitingCountMax),
+        public_waiting(kPublicWaitingCountMax),
         regions(RegionsOf(config), &engine.budget(), &engine.device()),
         doorbells(&engine, &regions, &status),
         background(kBackgroundThreadCount, 0),
@@ -130,6 +140,8 @@ struct Server::Impl {
                 tokens.get(),
                 status,
                 streams,
+                waiting,
+                public_waiting,
                 regions,
                 doorbells,
                 background,
@@ -149,6 +161,7 @@ struct Server::Impl {
         sequences(context),
         attention(context),
         admin(context),
+        health(context),
         sweeper(sweep_period, engine, events, streams, [this, &engine] {
           Reload();
           engine.CheckDevices();
@@ -175,9 +188,12 @@ struct Server::Impl {
     }
   }
 
-  // Ends connections whose clients send nothing, and logs those that were ended.
+  // Ends connections and calls whose clients send nothing, and logs the connections that were
+  // ended.
   void EndSilent() {
     const auto now = std::chrono::steady_clock::now();
+    waiting.EndIdle(now, limits.stream_idle_max());
+    public_waiting.EndIdle(now, kPublicWaitMax);
     ConnectionShield& shield = ConnectionShield::Get();
     shield.EndSilent(now);
     for (const ConnectionShield::Ended& ended : shield.TakeEnded()) {
@@ -199,11 +215,7 @@ struct Server::Impl {
     }
     return "";
   }
-  void ReportReadiness() const {
-    if (auto* const service = health.load(); service != nullptr) {
-      service->SetServingStatus(kReadiness, NotReady().empty());
-    }
-  }
+  void ReportReadiness() { health.SetServing(kReadiness, NotReady().empty()); }
   ServerCounts Counts() const {
     ServerCounts counts;
     counts.dropped_log_line_count = DroppedLogLineCount();
@@ -225,6 +237,8 @@ struct Server::Impl {
   const StatusConverter status;
   CallLimits limits;
   StreamSet streams;
+  WaitingCalls waiting;
+  WaitingCalls public_waiting;
   RegionTable regions;
   DoorbellServer doorbells;
   tbb::task_arena background;
@@ -232,8 +246,6 @@ struct Server::Impl {
   CallThreads model_threads;
   DrainState drain;
   std::atomic<bool> stopping{false};
-  // The health service of `server`. Null until the server has started.
-  std::atomic<grpc::HealthCheckServiceInterface*> health{nullptr};
   CallCounters calls;
   const Metrics metrics;
   const ServiceContext context;
@@ -242,6 +254,7 @@ struct Server::Impl {
   SequenceService sequences;
   AttentionService attention;
   AdminService admin;
+  HealthService health;
   std::optional<SocketPath> socket;
   std::unique_ptr<RegionServer> region_server;
   std::string address;
@@ -262,7 +275,6 @@ Server::~Server() = default;
 absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Config& config, Engine& engine,
                                                       PastLosses losses,
                                                       absl::Duration sweep_period) {
-  grpc::EnableDefaultHealthCheckService(true);
   ASSIGN_OR_RETURN(std::unique_ptr<Tls> tls, Tls::Open(config));
   std::unique_ptr<TokenTable> tokens;
   if (!config.tokens_file.empty()) {
@@ -310,6 +322,7 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Config& config, Engi
   builder.RegisterService(&impl->sequences);
   builder.RegisterService(&impl->attention);
   builder.RegisterService(&impl->admin);
+  builder.RegisterService(&impl->health);
   builder.SetMaxReceiveMessageSize(kMessageBytesMax);
   builder.SetMaxSendMessageSize(kMessageBytesMax);
   builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS, config.stream_count_max);
@@ -321,12 +334,12 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Config& config, Engi
       std::min(kTransportBytesMax, config.memory_limit_bytes / kTransportShare);
   quota.Resize(
       static_cast<size_t>(MemoryBudget::MessageShare(config.memory_limit_bytes) + transport_bytes));
+  quota.SetMaxThreads(kReflectionThreadCountMax);
   builder.SetResourceQuota(quota);
   builder.experimental().SetInterceptorCreators(CallInterceptors(impl->calls));
   impl->server = builder.BuildAndStart();
   if (impl->server == nullptr) return absl::UnavailableError("the gRPC server did not start");
-  impl->health = impl->server->GetHealthCheckService();
-  impl->health.load()->SetServingStatus(true);
+  impl->health.SetServing("", true);
   impl->ReportReadiness();
   if (ConnectionShield::Get().enabled()) {
     impl->memory_watch =
@@ -378,7 +391,7 @@ void Server::BeginDrain(absl::Duration grace) {
   impl_->drain.Begin(DrainState::Clock::now() + absl::ToChronoNanoseconds(grace));
   // Connections now end because the daemon ends.
   impl_->context.engine.clients().Freeze();
-  impl_->server->GetHealthCheckService()->SetServingStatus(false);
+  impl_->health.SetNothingServing();
   // Calls that wait for codes to be rebuilt would otherwise wait in vain.
   impl_->context.engine.StopRebuilding();
   impl_->streams.Drain();

@@ -143,7 +143,7 @@ int64_t FillAudit(Engine& engine, const Caller& caller, const Model* of_heads,
 AdminService::AdminService(const ServiceContext& services) : Service(services) {
   Unary("/spillway.v1.AdminService/GetServerInfo", &AdminService::GetServerInfo);
   Unary("/spillway.v1.AdminService/GetStatistics", &AdminService::GetStatistics,
-        /*is_work=*/false);
+        Access::kWhileDraining);
 }
 
 grpc::ServerUnaryReactor* AdminService::GetServerInfo(grpc::CallbackServerContext* context,

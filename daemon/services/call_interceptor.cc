@@ -8,14 +8,7 @@ using grpc::experimental::ServerRpcInfo;
 
 class CallInterceptor final : public grpc::experimental::Interceptor {
  public:
-  CallInterceptor(MethodCounters* counters, bool is_unary)
-      : timer_(counters), unary_(is_unary ? counters : nullptr) {
-    if (unary_ != nullptr) ++unary_->open_count;
-  }
-  // Runs when the call has ended and its answer has been sent.
-  ~CallInterceptor() override {
-    if (unary_ != nullptr) --unary_->open_count;
-  }
+  explicit CallInterceptor(MethodCounters* counters) : timer_(counters) {}
 
   void Intercept(grpc::experimental::InterceptorBatchMethods* methods) override {
     if (methods->QueryInterceptionHookPoint(InterceptionHookPoints::PRE_SEND_STATUS)) {
@@ -26,7 +19,6 @@ class CallInterceptor final : public grpc::experimental::Interceptor {
 
  private:
   const CallTimer timer_;
-  MethodCounters* const unary_;  // null: a stream, which StreamSet counts
 };
 
 class Factory final : public grpc::experimental::ServerInterceptorFactoryInterface {
@@ -35,10 +27,9 @@ class Factory final : public grpc::experimental::ServerInterceptorFactoryInterfa
 
   // Null: the call has no interceptor.
   grpc::experimental::Interceptor* CreateServerInterceptor(ServerRpcInfo* info) override {
-    if (info->type() == ServerRpcInfo::Type::BIDI_STREAMING) return nullptr;
     MethodCounters* const counters = counters_.Find(info->method());
-    if (counters == nullptr) return nullptr;
-    return new CallInterceptor(counters, info->type() == ServerRpcInfo::Type::UNARY);
+    if (counters == nullptr || counters->counts_itself) return nullptr;
+    return new CallInterceptor(counters);
   }
 
  private:

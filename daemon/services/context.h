@@ -16,6 +16,7 @@
 #include "daemon/services/call_threads.h"
 #include "daemon/services/drain_state.h"
 #include "daemon/services/stream_set.h"
+#include "daemon/services/waiting_calls.h"
 #include "oneapi/tbb/task_arena.h"
 
 namespace spillway {
@@ -30,6 +31,10 @@ struct ServiceContext {
   const TokenTable* tokens;
   const StatusConverter& status;
   StreamSet& streams;
+  // Calls whose requests have not arrived: those with a token if tokens are required, and those of
+  // methods that need none.
+  WaitingCalls& waiting;
+  WaitingCalls& public_waiting;
   RegionTable& regions;
   DoorbellServer& doorbells;
   // Runs work that takes long (filling the pages of regions, uploaded weights), so that it does not

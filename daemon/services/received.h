@@ -1,10 +1,13 @@
 #pragma once
 
+#include <atomic>
+#include <cstdint>
 #include <string>
 #include <utility>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "daemon/engine/caller.h"
 #include "google/protobuf/message_lite.h"
 #include "grpcpp/impl/codegen/serialization_traits.h"
 #include "grpcpp/support/byte_buffer.h"
@@ -25,11 +28,27 @@ absl::StatusOr<MemoryReservation> ChargeMessage(const grpc::ByteBuffer& bytes,
 // type of the message if it does not parse, or has more fields than any request needs.
 absl::Status ParseMessage(grpc::ByteBuffer& bytes, google::protobuf::MessageLite& message);
 
-// The request of a unary call or of a call that is answered by a stream. It is charged from Open()
-// until gRPC has finished the call.
+// The request of a unary call or of a call that is answered by a stream, and who sent it. It is
+// charged from Open() until gRPC has finished the call.
 template <typename T>
 class Received {
  public:
+  Received() = default;
+  ~Received() {
+    if (open_count_ != nullptr) --*open_count_;
+  }
+  Received(const Received&) = delete;
+  Received& operator=(const Received&) = delete;
+
+  // Set before anything else is called. open_count: counts the call until its end; may be null.
+  void LetIn(absl::StatusOr<Caller> caller, std::atomic<int64_t>* open_count) {
+    caller_ = std::move(caller);
+    open_count_ = open_count;
+    if (open_count_ != nullptr) ++*open_count_;
+  }
+  // An error if the call must be refused. Then there may be no request.
+  const absl::StatusOr<Caller>& caller() const { return caller_; }
+
   // Charges and parses the request. The message lives as long as this object. Errors as above. Call
   // it only once.
   absl::StatusOr<const T*> Open(MemoryBudget& budget) {
@@ -42,6 +61,8 @@ class Received {
   void Take(grpc::ByteBuffer* bytes) { bytes_.Swap(bytes); }
 
  private:
+  absl::StatusOr<Caller> caller_;
+  std::atomic<int64_t>* open_count_ = nullptr;
   grpc::ByteBuffer bytes_;
   MemoryReservation reservation_;
   T message_;

@@ -1,10 +1,13 @@
 #pragma once
 
 #include <functional>
+#include <memory>
+#include <utility>
 
 #include "daemon/engine/caller.h"
 #include "daemon/services/call.h"
 #include "daemon/services/received.h"
+#include "daemon/services/request_handler.h"
 #include "grpcpp/impl/codegen/proto_utils.h"
 #include "grpcpp/impl/codegen/server_callback_handlers.h"
 #include "grpcpp/impl/rpc_service_method.h"
@@ -14,31 +17,36 @@
 
 namespace spillway {
 
-// A gRPC service that checks callers, and charges and parses requests. Streams of messages get
-// their messages as bytes. Methods have their full names, such as
+// A gRPC service that checks callers when their calls arrive, and charges and parses requests.
+// Streams of messages get their messages as bytes. Methods have their full names, such as
 // "/spillway.v1.ModelService/GetModel".
 class Service : public grpc::Service {
  protected:
   explicit Service(const ServiceContext& services) : services_(services) {}
 
-  // is_work: a draining daemon refuses the method.
+  // Who may call a method, and when.
+  enum class Access {
+    kWork,           // a draining daemon refuses it
+    kWhileDraining,  // also in a draining daemon
+    kPublic,         // the same, and no token is needed
+  };
+
   template <typename Self, typename Request, typename Response>
   void Unary(const char* name,
              grpc::ServerUnaryReactor* (Self::*handler)(grpc::CallbackServerContext*, const Caller&,
                                                         const Request*, Response*),
-             bool is_work = true) {
+             Access access = Access::kWork) {
     using Handler = grpc::internal::CallbackUnaryHandler<Received<Request>, Response>;
-    Add(name, grpc::internal::RpcMethod::NORMAL_RPC,
-        new Handler([this, handler, is_work](grpc::CallbackServerContext* context,
-                                             const Received<Request>* received,
-                                             Response* response) {
-          const absl::StatusOr<Caller> caller = LetIn(*context, is_work);
-          if (!caller.ok()) return Answer(services_, context, caller.status());
-          const absl::StatusOr<const Request*> request = Open(received);
+    AddOneRequest<Request>(
+        name, access, /*is_unary=*/true,
+        std::make_unique<Handler>([this, handler, access](grpc::CallbackServerContext* context,
+                                                          const Received<Request>* received,
+                                                          Response* response) {
+          const absl::StatusOr<const Request*> request = Open(received, access);
           if (!request.ok()) return Answer(services_, context, request.status());
-          return (static_cast<Self*>(this)->*handler)(context, *caller, *request, response);
-        }),
-        is_work);
+          return (static_cast<Self*>(this)->*handler)(context, *received->caller(), *request,
+                                                      response);
+        }));
   }
 
   // One request that is answered by a stream.
@@ -47,17 +55,19 @@ class Service : public grpc::Service {
       const char* name,
       std::function<grpc::ServerWriteReactor<Response>*(grpc::CallbackServerContext*, const Caller&,
                                                         absl::StatusOr<const Request*>)>
-          open) {
+          open,
+      Access access = Access::kWork) {
     using Handler = grpc::internal::CallbackServerStreamingHandler<Received<Request>, Response>;
-    Add(name, grpc::internal::RpcMethod::SERVER_STREAMING,
-        new Handler([this, open = std::move(open)](
-                        grpc::CallbackServerContext* context,
-                        const Received<Request>* received) -> grpc::ServerWriteReactor<Response>* {
-          const absl::StatusOr<Caller> caller = LetIn(*context);
-          if (!caller.ok())
-            return Refuse<grpc::ServerWriteReactor<Response>>(*context, caller.status());
-          return open(context, *caller, Open(received));
-        }));
+    using Reactor = grpc::ServerWriteReactor<Response>;
+    AddOneRequest<Request>(
+        name, access, /*is_unary=*/false,
+        std::make_unique<Handler>(
+            [this, open = std::move(open), access](grpc::CallbackServerContext* context,
+                                                   const Received<Request>* received) -> Reactor* {
+              const absl::StatusOr<const Request*> request = Open(received, access);
+              if (!received->caller().ok()) return Refuse<Reactor>(*context, request.status());
+              return open(context, *received->caller(), request);
+            }));
   }
 
   template <typename Response>
@@ -66,6 +76,7 @@ class Service : public grpc::Service {
                                           open) {
     using Handler = grpc::internal::CallbackClientStreamingHandler<grpc::ByteBuffer, Response>;
     using Reactor = grpc::ServerReadReactor<grpc::ByteBuffer>;
+    services_.calls.Add(name);
     Add(name, grpc::internal::RpcMethod::CLIENT_STREAMING,
         new Handler([this, open = std::move(open)](grpc::CallbackServerContext* context,
                                                    Response* response) -> Reactor* {
@@ -82,6 +93,7 @@ class Service : public grpc::Service {
                       open) {
     using Handler = grpc::internal::CallbackBidiHandler<grpc::ByteBuffer, Response>;
     using Reactor = grpc::ServerBidiReactor<grpc::ByteBuffer, Response>;
+    services_.calls.Add(name, /*is_work=*/true, /*counts_itself=*/true);
     Add(name, grpc::internal::RpcMethod::BIDI_STREAMING,
         new Handler(
             [this, open = std::move(open)](grpc::CallbackServerContext* context) -> Reactor* {
@@ -94,10 +106,10 @@ class Service : public grpc::Service {
   const ServiceContext& services_;
 
  private:
-  // The caller, if the call is accepted.
-  absl::StatusOr<Caller> LetIn(const grpc::CallbackServerContext& context, bool is_work = true) {
+  // The caller of a stream of work, if the call is accepted.
+  absl::StatusOr<Caller> LetIn(const grpc::CallbackServerContext& context) {
     absl::StatusOr<Caller> caller = CallerOf(services_, context);
-    if (!caller.ok() || !is_work) return caller;
+    if (!caller.ok()) return caller;
     if (absl::Status status = services_.drain.CheckNewWork(); !status.ok()) return status;
     return caller;
   }
@@ -113,15 +125,38 @@ class Service : public grpc::Service {
     return new Refused(services_.status.ToGrpc(status, TraceOf(context)));
   }
 
-  // gRPC passes requests to handlers as const, but only the handler uses them.
+  // The request, if the call is accepted. gRPC passes requests to handlers as const, but only the
+  // handler uses them.
   template <typename Request>
-  absl::StatusOr<const Request*> Open(const Received<Request>* received) {
+  absl::StatusOr<const Request*> Open(const Received<Request>* received, Access access) {
+    if (!received->caller().ok()) return received->caller().status();
+    if (access == Access::kWork) {
+      if (absl::Status status = services_.drain.CheckNewWork(); !status.ok()) return status;
+    }
     return const_cast<Received<Request>*>(received)->Open(services_.engine.budget());
   }
 
+  // handler: of Received<Request>.
+  template <typename Request>
+  void AddOneRequest(const char* name, Access access, bool is_unary,
+                     std::unique_ptr<grpc::internal::MethodHandler> handler) {
+    MethodCounters& counters = services_.calls.Add(name, access == Access::kWork);
+    const bool is_public = access == Access::kPublic;
+    // A stream of requests to gRPC: see RequestHandler.
+    Add(name, grpc::internal::RpcMethod::BIDI_STREAMING,
+        new RequestHandler<Request>(
+            std::move(handler),
+            [this,
+             is_public](const grpc::CallbackServerContext& context) -> absl::StatusOr<Caller> {
+              if (is_public) return Caller();
+              return CallerOf(services_, context);
+            },
+            is_public ? services_.public_waiting : services_.waiting,
+            is_unary ? &counters.open_count : nullptr));
+  }
+
   void Add(const char* name, grpc::internal::RpcMethod::RpcType type,
-           grpc::internal::MethodHandler* handler, bool is_work = true) {
-    services_.calls.Add(name, is_work);
+           grpc::internal::MethodHandler* handler) {
     AddMethod(new grpc::internal::RpcServiceMethod(name, type, nullptr));
     MarkMethodCallback(method_count_++, handler);
   }

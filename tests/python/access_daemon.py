@@ -55,11 +55,13 @@ class Served:
     Attributes:
         address: The address for clients, as the daemon logs it.
         log: Its log.
+        pid: Its process.
     """
 
-    def __init__(self, address: str, log: Path) -> None:
+    def __init__(self, address: str, log: Path, pid: int) -> None:
         self.address = address
         self.log = log
+        self.pid = pid
 
     @property
     def port(self) -> int:
@@ -85,7 +87,8 @@ def served(folder: Path, *flags: str) -> Iterator[Served]:
     serving.prefer_library(binary())
     log = folder / "spillwayd.log"
     listen = () if "--listen" in flags else ("--listen", "tcp:127.0.0.1:0")
-    common = ("--memory-limit", "1GiB", "--snapshot-folder", str(folder / "snapshots"))
+    limit = () if "--memory-limit" in flags else ("--memory-limit", "1GiB")
+    common = (*limit, "--snapshot-folder", str(folder / "snapshots"))
     with log.open("wb") as output:
         process = subprocess.Popen(
             [binary(), *listen, *common, *device_flags(*flags)],
@@ -100,7 +103,7 @@ def served(folder: Path, *flags: str) -> Iterator[Served]:
     try:
         wait_for(lambda: bool(address()) or process.poll() is not None, "the daemon serves")
         assert address(), tail(log)
-        yield Served(address(), log)
+        yield Served(address(), log, process.pid)
     finally:
         serving.end(process)
     assert process.returncode == 0, tail(log)

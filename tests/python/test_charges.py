@@ -17,6 +17,7 @@ import pytest
 import spillway
 from daemon_process import on_gpu, running_daemon
 from helpers import delete_model, encode, refused, resident_bytes, settles
+from http2 import END_HEADERS, HEADERS, frame, raw, request
 from spillway import Client, Model
 from spillway._proto import attention_service_pb2 as attention
 from spillway._proto import model_service_pb2 as models
@@ -139,6 +140,14 @@ def attend_item(name: str, query_count: int) -> attention.AttendItem:
     """An item with queries for the 16 heads of a sequence."""
     q = encode(np.ones((query_count, 16, 256), np.float16), "q")
     return attention.AttendItem(sequence=name, q=q)
+
+
+def test_a_call_whose_request_never_comes_ends(target: str) -> None:
+    with raw(target) as connection:
+        connection.acknowledge()
+        headers = request(f"{SERVICE}AdminService/GetServerInfo")
+        connection.send(frame(HEADERS, END_HEADERS, 1, headers))
+        assert connection.receives(b"the request did not arrive within 2 seconds")
 
 
 @of_the_cpu
