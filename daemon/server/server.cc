@@ -326,6 +326,11 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Config& config, Engi
   builder.SetMaxReceiveMessageSize(kMessageBytesMax);
   builder.SetMaxSendMessageSize(kMessageBytesMax);
   builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS, config.stream_count_max);
+  // gRPC would decompress a message completely before it looks at its size, also for a client
+  // without a token. A message of 4 MiB may become 4 GiB.
+  builder.AddChannelArgument(GRPC_ARG_ENABLE_PER_MESSAGE_DECOMPRESSION, 0);
+  builder.SetCompressionAlgorithmSupportStatus(GRPC_COMPRESS_DEFLATE, false);
+  builder.SetCompressionAlgorithmSupportStatus(GRPC_COMPRESS_GZIP, false);
   grpc::ResourceQuota quota("spillwayd");
   // Waiting requests use gRPC's own memory, which is charged to the share for messages. The quota
   // is larger than this share: if requests could fill it, gRPC would close connections where the

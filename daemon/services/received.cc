@@ -54,10 +54,9 @@ absl::Status ParseMessage(grpc::ByteBuffer& bytes, google::protobuf::MessageLite
   const size_t length = bytes.Length();
   bytes.Clear();
   if (parsed) return absl::OkStatus();
-  // gRPC passes on messages with an unknown compression without decompressing them.
+  // gRPC passes on compressed messages as they are.
   return Unreadable(
-      message, absl::StrCat("its ", length,
-                            " bytes do not parse; only gzip and deflate compression is supported"));
+      message, absl::StrCat("its ", length, " bytes do not parse; compression is not supported"));
 }
 
 }  // namespace spillway
