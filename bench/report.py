@@ -388,6 +388,7 @@ OTHERS = {
     "several daemons": "cluster/README.md",
     "decode latency next to a heavy tenant": "fairness/README.md",
     "decode latency with many connected clients": "presence/README.md",
+    "what floods cost a daemon": "attacks/README.md",
     "rows that outlive the process": "../adr/0045-rows-that-outlive-the-process.md",
     "the wheels on another system": "wheels/README.md",
 }
