@@ -7,8 +7,12 @@
  * that the daemon still knows the channel's client (SequenceService.Connect).
  *
  * Channels are thread-safe. In a call, one thread may send while another one
- * receives, and any thread may cancel. No function throws, and no error ends the
- * process.
+ * receives, and any thread may cancel. Steps and decoders are for one thread at a
+ * time. The functions that free (spillway_channel_close, spillway_call_close,
+ * spillway_step_end, spillway_decoder_close, spillway_gpu_region_unmap) must not be
+ * called while another thread is in a function with the same pointer, also not when
+ * the program ends: free it when that function has returned, or not at all. No
+ * function throws, and no error ends the process.
  */
 #ifndef SPILLWAY_SPILLWAY_H_
 #define SPILLWAY_SPILLWAY_H_
@@ -85,7 +89,9 @@ SPILLWAY_EXPORT spillway_channel* spillway_channel_embed(const char* const* sett
 
 /* Frees the channel and its embedded engine, if it has one, with all sequences.
  * Calls that still run on that engine end with an error. The caller must still
- * close its calls. */
+ * close its calls. While the engine has steps or decoders, it ends with the last
+ * of them. Close it before the program ends (exit), unless a thread is still in one
+ * of its functions: then leave it open. */
 SPILLWAY_EXPORT void spillway_channel_close(spillway_channel* channel);
 
 typedef struct spillway_call spillway_call;

@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import functools
 import os
-import threading
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 from google.rpc import status_pb2
 
 from spillway import forks
+from spillway._handle import Handle, Handles
 from spillway.access import Access
 from spillway.errors import SpillwayError, error_from_status
 from spillway.tracing import trace_id
@@ -192,30 +192,35 @@ class NativeChannel:
             handle = loaded.spillway_channel_open_as(
                 target.encode(), (ctypes.c_char_p * len(texts))(*texts), client_id.encode()
             )
-        self._handle = self._checked(handle)
-        # Error for later uses after a fork; empty if the channel was closed by this process.
+        # The channel, its steps and its decoders.
+        self._handles = Handles()
+        self._handle = self._handle_of(handle, loaded.spillway_channel_close, "client")
+        # Error for later uses after a fork; empty in the process that opened the channel.
         self._left = ""
         # At exit, an embedded engine is closed before the library's own destructors run. A channel
         # to a daemon is not: other threads may still wait in its calls.
-        self._finalizer = forks.finalizer(self, loaded.spillway_channel_close, self._handle)
-        self._finalizer.atexit = embedded
-        # Re-entrant, because the garbage collector may run a finalizer that calls while it is held.
-        self._lock = threading.RLock()
+        finalizer = forks.finalizer(self, self._handles.end)
+        finalizer.atexit = embedded
 
-    def _checked(self, handle: int | None) -> int:
-        if handle:
-            return handle
+    def _checked(self, pointer: int | None) -> int:
+        if pointer:
+            return pointer
         raise self._error()
 
-    def _check_open(self) -> None:
-        if not self._finalizer.alive:
-            raise RuntimeError(self._left) if self._left else ValueError("the client is closed")
+    def _handle_of(self, pointer: int | None, free: Any, what: str) -> Handle:
+        """Returns a handle of what a function of the library has made, or raises its error."""
+        return Handle(self._checked(pointer), free, what, self._handles)
+
+    def check_open(self) -> None:
+        """Raises ValueError if the channel is closed, and RuntimeError in a forked process."""
+        if self._left:
+            raise RuntimeError(self._left)
+        if self._handle.closed:
+            raise ValueError("the client is closed")
 
     def leave_to_parent(self, error: str) -> None:
         """Makes every later use raise `error`. Called in a process that was forked."""
-        self._lock = threading.RLock()
         self._left = error
-        self._finalizer.detach()
 
     def _error(self) -> SpillwayError:
         """Returns the error of the last function that failed in this thread."""
@@ -231,43 +236,40 @@ class NativeChannel:
         """
         # 0 means no limit in libspillway.
         seconds = 0.0 if timeout is None else max(timeout, 1e-9)
-        with self._lock:
-            self._check_open()
-            handle = self.library.spillway_call_open_traced(
-                self._handle, method.encode(), seconds, trace_id().encode()
-            )
-        return NativeCall(self.library, self._checked(handle))
+        self.check_open()
+        call = self._handle.call(
+            self.library.spillway_call_open_traced, method.encode(), seconds, trace_id().encode()
+        )
+        return NativeCall(self.library, self._checked(call))
 
-    def begin_step(self, description: bytes) -> int:
-        """Begins a step, described by a serialised `DecodeStep`. Returns its handle.
+    def begin_step(self, description: bytes) -> Handle:
+        """Begins a step, described by a serialised `DecodeStep`.
 
         Raises:
             SpillwayError: The step is refused.
             ValueError: The channel is closed.
         """
-        with self._lock:
-            self._check_open()
-            handle = self.library.spillway_step_begin(self._handle, description, len(description))
-        return self._checked(handle)
+        self.check_open()
+        begin = self.library.spillway_step_begin
+        step = self._handle.call(begin, description, len(description))
+        return self._handle_of(step, self.library.spillway_step_end, "step")
 
-    def begin_streamed_step(self, description: bytes, shape: Any) -> int:
+    def begin_streamed_step(self, description: bytes, shape: Any) -> Handle:
         """The same for a daemon on any host, by messages.
 
         The first attend returns the error if the daemon refuses the step. shape:
         spillway_step_shape of the model, by reference.
         """
-        with self._lock:
-            self._check_open()
-            handle = self.library.spillway_step_begin_streamed(
-                self._handle, description, len(description), shape
-            )
-        return self._checked(handle)
+        self.check_open()
+        begin = self.library.spillway_step_begin_streamed
+        step = self._handle.call(begin, description, len(description), shape)
+        return self._handle_of(step, self.library.spillway_step_end, "step")
 
-    def ask_step(self, step: int, layer: int, tensors: Any, *, at_once: bool) -> bool:
+    def ask_step(self, step: Handle, layer: int, tensors: Any, *, at_once: bool) -> bool:
         """Asks for an attend at a layer of a step.
 
         Args:
-            step: Handle of the step.
+            step: The step.
             layer: The layer.
             tensors: A spillway_step_tensors, by reference.
             at_once: Return before a daemon has answered.
@@ -275,32 +277,43 @@ class NativeChannel:
         Returns:
             Whether the attend is answered. If not, the step can only be awaited or ended.
         """
-        self._check_open()
+        self.check_open()
         seconds = 0.0 if at_once else _WAIT_SECONDS
-        code = self.library.spillway_step_attend_for(step, layer, tensors, seconds)
+        code = step.call(self.library.spillway_step_attend_for, layer, tensors, seconds)
         if code not in (0, _UNANSWERED):
             raise self._error()
         return bool(code == 0)
 
-    def await_step(self, step: int, tensors: Any) -> None:
+    def await_step(self, step: Handle, tensors: Any) -> None:
         """Waits for the answer of a step. Pass the same tensors as to `ask_step`.
 
         An interrupt is raised during the wait. Then the step can only be ended.
+
+        Raises:
+            ValueError: Another thread has closed the step.
         """
-        self._check_open()
+        self.check_open()
         code = _UNANSWERED
         while code == _UNANSWERED:
-            code = self.library.spillway_step_await(step, tensors, _WAIT_SECONDS)
+            code = step.call(self.library.spillway_step_await, tensors, _WAIT_SECONDS)
         if code:
             raise self._error()
 
-    def step_results(self, step: int) -> bytes:
+    def step_results(self, step: Handle) -> bytes:
         """Returns the serialised `AttendResponse` of a step's last attend, without tensors."""
-        self._check_open()
+        return self._results(step, self.library.spillway_step_results)
+
+    def _results(self, handle: Handle, function: Any, *arguments: Any) -> bytes:
+        """Returns the bytes that a function of a step or a decoder gives."""
+        self.check_open()
         data, size = ctypes.c_void_p(), ctypes.c_size_t()
-        if self.library.spillway_step_results(step, *map(ctypes.byref, (data, size))):
-            raise self._error()
-        return _bytes(data, size)
+        pointer = handle.held()
+        try:
+            if function(pointer.value, *arguments, ctypes.byref(data), ctypes.byref(size)):
+                raise self._error()
+            return _bytes(data, size)
+        finally:
+            del pointer
 
     def map_gpu_region(self, device: str, handle: bytes) -> GpuMapping:
         """Maps GPU memory that a daemon shares.
@@ -309,68 +322,67 @@ class NativeChannel:
             SpillwayError: The library has no CUDA, or this process does not see the GPU.
             ValueError: The channel is closed.
         """
-        self._check_open()
+        self.check_open()
         address, ordinal = ctypes.c_void_p(), ctypes.c_int()
         mapped = self.library.spillway_gpu_region_map(
             device.encode(), handle, len(handle), ctypes.byref(address), ctypes.byref(ordinal)
         )
         return GpuMapping(self.library, self._checked(mapped), address.value or 0, ordinal.value)
 
-    def open_decoder(self, description: bytes, token_count_max: int) -> int:
+    def open_decoder(self, description: bytes, token_count_max: int) -> Handle:
         """Opens a decoder on streams of the engine's GPU, for a serialised `DecodeStep`.
-
-        Returns its handle.
 
         Raises:
             SpillwayError: The decoder is refused.
             ValueError: The channel is closed.
         """
-        with self._lock:
-            self._check_open()
-            handle = self.library.spillway_decoder_open(
-                self._handle, description, len(description), token_count_max
-            )
-        return self._checked(handle)
+        self.check_open()
+        opened = self._handle.call(
+            self.library.spillway_decoder_open, description, len(description), token_count_max
+        )
+        return self._handle_of(opened, self.library.spillway_decoder_close, "decoder")
 
-    def next_step(self, decoder: int, stream: int) -> int:
+    def decoder_gpu(self, decoder: Handle) -> int:
+        """Returns CUDA's number of the GPU of a daemon's decoder; -1: an embedded engine."""
+        return int(decoder.call(self.library.spillway_decoder_gpu))
+
+    def next_step(self, decoder: Handle, stream: int) -> int:
         """Begins a decoder's next step on a stream; returns the version of its launches."""
-        self._check_open()
+        self.check_open()
         version = ctypes.c_uint64()
-        if self.library.spillway_decoder_next(decoder, stream, ctypes.byref(version)):
+        if decoder.call(self.library.spillway_decoder_next, stream, ctypes.byref(version)):
             raise self._error()
         return version.value
 
-    def enqueue_attend(self, decoder: int, layer: int, tensors: Any, stream: int) -> None:
+    def enqueue_attend(self, decoder: Handle, layer: int, tensors: Any, stream: int) -> None:
         """Enqueues a layer. tensors: a spillway_step_tensors, by reference."""
-        self._check_open()
-        if self.library.spillway_decoder_attend(decoder, layer, tensors, stream):
+        self.check_open()
+        if decoder.call(self.library.spillway_decoder_attend, layer, tensors, stream):
             raise self._error()
 
-    def finish_step(self, decoder: int, stream: int) -> None:
+    def finish_step(self, decoder: Handle, stream: int) -> None:
         """Ends a decoder's step and waits for the GPU."""
-        self._check_open()
-        if self.library.spillway_decoder_finish(decoder, stream):
+        self.check_open()
+        if decoder.call(self.library.spillway_decoder_finish, stream):
             raise self._error()
 
-    def decoder_results(self, decoder: int, layer: int) -> bytes:
+    def decoder_results(self, decoder: Handle, layer: int) -> bytes:
         """The same as `step_results`, for a layer of the last step that has ended."""
-        self._check_open()
-        data, size = ctypes.c_void_p(), ctypes.c_size_t()
-        out = map(ctypes.byref, (data, size))
-        if self.library.spillway_decoder_results(decoder, layer, *out):
-            raise self._error()
-        return _bytes(data, size)
+        return self._results(decoder, self.library.spillway_decoder_results, layer)
 
-    def decoder_sums(self, decoder: int, layer: int) -> Sums:
+    def decoder_sums(self, decoder: Handle, layer: int) -> Sums:
         """Returns the sums over a layer's steps of a decoder that have succeeded."""
-        self._check_open()
-        sums: Sums = self.library.spillway_decoder_sums_of(decoder, layer)
+        self.check_open()
+        sums: Sums = decoder.call(self.library.spillway_decoder_sums_of, layer)
         return sums
 
     def close(self) -> None:
-        """Closes the channel. An embedded engine ends with everything in it."""
-        with self._lock:
-            self._finalizer()
+        """Closes the channel with its steps and decoders.
+
+        An embedded engine ends with everything in it, when no thread is in a call of a step or a
+        decoder any more.
+        """
+        self._handles.close()
 
     def unary_unary(
         self, method: str, request_serializer: Any, response_deserializer: Any, **_: Any
@@ -455,21 +467,33 @@ class NativeChannel:
         return of(response)
 
 
-def attend_at_once(loaded: ctypes.CDLL, shares: Any, count: int, layer: int, tensors: Any) -> bool:
+def attend_at_once(
+    loaded: ctypes.CDLL, steps: list[Handle], shares: Any, layer: int, tensors: Any
+) -> bool:
     """Asks several steps for a layer, then waits for each. Returns whether all succeeded.
 
     An interrupt is raised during the wait. Then the steps can only be ended.
 
     Args:
         loaded: The library.
-        shares: An array of `count` spillway_step_share, by reference. Their codes are written.
-        count: Number of shares.
+        steps: The steps.
+        shares: A spillway_step_share of each, by reference. Their codes are written.
         layer: The layer.
         tensors: The spillway_step_tensors of all sequences and heads, by reference.
+
+    Raises:
+        ValueError: A step is closed.
     """
-    code = loaded.spillway_steps_attend(shares, count, layer, tensors, _WAIT_SECONDS)
-    while code == _UNANSWERED:
-        code = loaded.spillway_steps_await(shares, count, tensors, _WAIT_SECONDS)
+    count = len(steps)
+    held = [step.held() for step in steps]
+    try:
+        code = loaded.spillway_steps_attend(shares, count, layer, tensors, _WAIT_SECONDS)
+        while code == _UNANSWERED:
+            for step in steps:
+                step.held()
+            code = loaded.spillway_steps_await(shares, count, tensors, _WAIT_SECONDS)
+    finally:
+        del held
     return bool(code == 0)
 
 

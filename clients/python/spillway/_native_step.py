@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from spillway import forks
 from spillway._native import NativeChannel
 from spillway._proto import attention_service_pb2
 from spillway.regions import Place, place_of
@@ -111,9 +110,7 @@ class NativeStep:
             self.handle = channel.begin_streamed_step(description, ctypes.byref(shape))
         else:
             self.handle = channel.begin_step(description)
-        # Also runs at exit, before the finalizer of the channel, which was made earlier. The engine
-        # ends when both the channel and all its steps are gone.
-        self.end = forks.finalizer(self, channel.library.spillway_step_end, self.handle)
+        self.end = self.handle.close
         self._tensors = Tensors()
         self._at = ctypes.byref(self._tensors)
 
@@ -146,8 +143,8 @@ class NativeStep:
 
     def check_open(self) -> None:
         """Raises ValueError if the step has ended or the client is closed."""
-        self.channel._check_open()
-        if not self.end.alive:
+        self.channel.check_open()
+        if self.handle.closed:
             raise ValueError("the step is closed")
 
     def results(self) -> SequenceABC[attention_service_pb2.AttendResult]:

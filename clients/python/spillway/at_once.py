@@ -76,11 +76,12 @@ class AttendsAtOnce:
     def __init__(self, portions: SequenceABC[Portion]) -> None:
         """Takes steps for which `possible` returns True."""
         self.portions = list(portions)
-        self._kinds = [portion.step._kind for portion in portions]
+        self._kinds: list[Any] = [portion.step._kind for portion in portions]
         self._shares = (Share * len(portions))()
         for share, portion, kind in zip(self._shares, portions, self._kinds, strict=True):
             assert isinstance(kind, NativeStep)
-            share.step, share.layer_first = kind.handle, portion.first_layer
+            # `attend` holds the steps' pointers while the library uses them.
+            share.step, share.layer_first = kind.handle.held().value, portion.first_layer
             share.sequence_first = portion.sequences.start
             share.sequence_every = portion.sequences.step
             share.query_head_first = portion.query_heads.start
@@ -137,9 +138,9 @@ class AttendsAtOnce:
                 share.lse = address_of(apart[index])
             else:
                 share.lse = begin + offset
+        steps = [each.handle for each in self._kinds]
         library = kind.channel.library
-        count = len(self.portions)
-        well = attend_at_once(library, self._shares_at, count, layer, self._tensors_at)
+        well = attend_at_once(library, steps, self._shares_at, layer, self._tensors_at)
         del kept
         for index, part in apart.items():
             self.portions[index].of(lse)[:] = part

@@ -14,7 +14,7 @@ import numpy as np
 
 from spillway._native_step import NativeStep
 from spillway._proto import attention_service_pb2
-from spillway.errors import NotFound, SpillwayError
+from spillway.errors import Cancelled, NotFound, SpillwayError
 from spillway.policy import Policy
 from spillway.restart import BROKEN
 from spillway.results import AttendResult, Model
@@ -195,7 +195,8 @@ class DecodeStep(_Together):
     any order. Each layer attends after its new tokens are appended. With an embedded engine
     nothing is copied: it reads q, k and v in place, and writes the outputs to new arrays. With a
     daemon on this host, they are passed through shared memory, and with other daemons in
-    messages. Not thread-safe.
+    messages. Not thread-safe, but any thread may close it: an attend that runs then
+    completes, or raises ValueError.
 
     Attributes:
         sequences: The sequences, in the order of the arrays.
@@ -360,6 +361,8 @@ class DecodeStep(_Together):
                 raise explained(error, self.sequences) from None
             if not isinstance(error, Exception):
                 self.close()
+            if isinstance(error, Cancelled) and self._closed:
+                raise ValueError("the step is closed") from None  # by another thread
             raise
 
     def results(self) -> list[AttendResult]:

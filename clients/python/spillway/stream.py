@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from spillway import forks
 from spillway._native import Sums
 from spillway._native_step import F32, Tensors, set_place
 from spillway._proto import attention_service_pb2
@@ -101,14 +100,11 @@ class StreamDecoder(_Together):
                 client._no_decoder = error.message
             raise
         client._no_decoder = ""
-        gpu = self._channel.library.spillway_decoder_gpu(self._handle)
+        gpu = self._channel.decoder_gpu(self._handle)
         self.device = (
             _device_of([device.name for device in client.server_info.devices])
             if gpu < 0
             else torch.device("cuda", gpu)
-        )
-        self._end = forks.finalizer(
-            self, self._channel.library.spillway_decoder_close, self._handle
         )
         self._tensors = Tensors()
         self._at = ctypes.byref(self._tensors)
@@ -269,11 +265,11 @@ class StreamDecoder(_Together):
 
     def close(self) -> None:
         """Ends the step like `finish`, but raises no errors, and releases the sequences."""
-        self._end()
+        self._handle.close()
         self._forget()
 
     def _check_open(self) -> None:
-        if not self._end.alive:
+        if self._handle.closed:
             raise ValueError("the decoder is closed")
 
     def _stream(self) -> int:
