@@ -31,6 +31,12 @@ extern "C" {
 /* The SPILLWAY_INTERFACE with which the loaded library was built. */
 SPILLWAY_EXPORT int spillway_interface(void);
 
+/* Whether the library's threads run in this process: 1 while a channel or a call is open, and for
+ * ever after an embedded engine was opened; otherwise 0. A child of a fork that was made meanwhile
+ * has none of these threads. It must not call the library, where it would wait for them. Call this
+ * before the fork; it waits until a channel that was just closed has ended its threads. */
+SPILLWAY_EXPORT int spillway_running(void);
+
 /* The error of the last function that failed in this thread. Returns its gRPC
  * status code. message: text. details: a serialised google.rpc.Status, or
  * nothing. Both are valid until the next failure in this thread. */

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from daemon_process import binary
+from spillway import forks
 from spillway_lab import serving
 
 PROGRAM = """
@@ -61,10 +62,7 @@ def in_child():
     }
     said = {name: tried(use) for name, use in uses.items()}
     closed = [tried(gone.close) for gone in (step, stream, client)]
-    anew = None
-    if not embedded:
-        with spillway.connect(target, native=native) as mine:
-            anew = mine.get_sequence(sequence.name).token_count
+    anew = tried(lambda: spillway.connect(target, native=native, settings=settings))
     return {"pid": os.getpid(), "said": said, "closed": closed, "anew": anew}
 
 
@@ -114,7 +112,7 @@ def test_a_client_is_of_the_process_that_made_it(
     told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     error = (
         f"this client was made in process {told['parent']}, and this is process {told['pid']}, "
-        "forked from it: connect anew in this one"
+        f"forked from it: {forks._ADVICE}"
     )
     assert len(told["said"]) == 10
     if transport == "grpcio":
@@ -123,8 +121,106 @@ def test_a_client_is_of_the_process_that_made_it(
     for use, said in told["said"].items():
         assert said == ["RuntimeError", error], use
     assert told["closed"] == [None, None, None]
-    assert told["anew"] == (None if embedded else 16385)
+    assert told["anew"] == [
+        "RuntimeError",
+        f"this is process {told['pid']}, forked from process {told['parent']} while a client was "
+        f"open there, or after an embedded engine: it cannot connect. Instead, {forks._ADVICE}",
+    ]
     assert told["statuses"] == [0, 0]
     assert told["same"]
     assert told["abandoned"] == [False]
     assert told["tokens"] == [2 * 16384 + 3, 0]
+
+
+# What a child may do after each of these, and the workers of a pool, which are children too.
+BEFORE = """
+import gc, json, multiprocessing, os, signal, sys
+
+import numpy as np
+import spillway
+
+target, transport, before = sys.argv[1:]
+settings = {"device.name": "cpu", "memory.limit": "64MiB"} if target == "embedded:" else None
+
+
+def used(_=None):
+    with spillway.connect(target, native=transport != "grpcio", settings=settings) as client:
+        model = client.create_model(
+            layer_count=1, query_head_count=2, kv_head_count=2, head_dim=16, dtype="float32"
+        )
+        sequence = client.create_sequence(model)
+        rows, q = np.ones((2, 1, 16), np.float32), np.ones((1, 1, 2, 16), np.float32)
+        with client.begin_step([sequence]) as step:
+            step.attend(0, q, rows[None], rows[None])
+        if before == "iterated":
+            global left
+            left = client.list_models(), client.decode()
+            next(left[0])
+        sequence.delete()
+        client.delete_model(model)
+    return sequence.layer_token_counts
+
+
+def in_child(call):
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)  # ends a child that hangs
+        try:
+            os.write(writer, json.dumps(call()).encode())
+        except RuntimeError as error:
+            os.write(writer, json.dumps(str(error)).encode())
+        sys.exit(0)
+    os.close(writer)
+    told = json.loads(open(reader).read())
+    return told, os.waitpid(child, 0)[1]
+
+
+if before == "open":
+    kept = spillway.connect(target, native=transport != "grpcio", settings=settings)
+elif before != "imported":
+    used()
+children = [in_child(used), in_child(lambda: in_child(used))]
+with multiprocessing.get_context("fork").Pool(2) as pool:
+    try:
+        workers = pool.map(used, range(2))
+    except RuntimeError as error:
+        workers = str(error)
+if before == "open":
+    kept.health()
+print(json.dumps([*children, workers]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("transport", "before", "may"),
+    [
+        ("grpcio", "open", False),
+        ("grpcio", "closed", True),
+        ("libspillway", "open", False),
+        ("libspillway", "closed", True),
+        ("libspillway", "iterated", False),
+        ("embedded", "imported", True),
+        ("embedded", "closed", False),
+    ],
+)
+def test_where_a_child_may_connect(
+    request: pytest.FixtureRequest, transport: str, before: str, may: bool
+) -> None:
+    serving.prefer_library(binary())
+    target = "embedded:" if transport == "embedded" else request.getfixturevalue("target")
+    done = subprocess.run(
+        [sys.executable, "-c", BEFORE, target, transport, before],
+        env=os.environ,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    (child, status), ((grandchild, deeper), middle), workers = json.loads(done.stdout)
+    assert [status, deeper, middle] == [0, 0, 0]
+    if may:
+        assert [child, grandchild, workers] == [[1], [1], [[1], [1]]]
+    else:
+        for told in (child, grandchild, workers):
+            assert "it cannot connect. Instead, start processes with" in told
