@@ -19,7 +19,7 @@ from spillway.results import (
     Selection,
     SequenceInfo,
 )
-from spillway.tensors import Array, OutDType, empty_like
+from spillway.tensors import Array, OutDType, empty_like, engine_array
 
 from spillway_cluster.merging import (
     heads_of,
@@ -147,6 +147,7 @@ class ClusterSequence:
         self, layer: int, start: int | None, k: Array, v: Array, *, timeout: float | None = None
     ) -> AppendResult:
         """Appends rows, and sends each daemon its heads. Like `spillway.Sequence.append`."""
+        k, v = engine_array(k, "k"), engine_array(v, "v")
         if len(k.shape) == 3:
             k, v = k[None], v[None]
         if k.shape[1] != self.whole.kv_head_count or tuple(v.shape) != tuple(k.shape):

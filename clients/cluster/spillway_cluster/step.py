@@ -13,7 +13,7 @@ from spillway.errors import SpillwayError
 from spillway.policy import Policy
 from spillway.results import AttendResult
 from spillway.step import check_tensors
-from spillway.tensors import Array, OutDType
+from spillway.tensors import Array, OutDType, engine_array
 
 from spillway_cluster.groups import groups_of
 from spillway_cluster.merging import heads_of, joined, merged_results
@@ -241,6 +241,7 @@ class ClusterStep:
         Arguments, results and errors are those of `spillway.DecodeStep.attend`. After an error
         some daemons may have the new tokens. The same call may be repeated.
         """
+        q, k, v = engine_array(q, "q"), engine_array(k, "k"), engine_array(v, "v")
         done: dict[int, tuple[_Group, tuple[Any, Any]]] = {}
         groups = self._groups_of(layer)
         at_once = self._asked_at_once(groups)

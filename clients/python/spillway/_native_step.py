@@ -163,6 +163,8 @@ F32 = dtype_number("float32")
 def put_all(tensors: Tensors, q: Any, k: Any, v: Any, out_dtype: int) -> tuple[Any, Any, list[Any]]:
     """Fills in the addresses of a layer's arrays. Arguments as for `NativeStep.ask`.
 
+    q, k and v are `engine_array`s.
+
     Returns:
         New arrays for the output and the log-sum-exp, on the CPU, and a list of objects that
         must live until these are written, such as copies of inputs.
@@ -208,13 +210,14 @@ def put(tensor: _Tensor, array: Any, token: int, head: int) -> Any:
     if place is None:
         if on_gpu(array):
             pinned = sys.modules["torch"].empty(array.shape, dtype=array.dtype, pin_memory=True)
-            array = pinned.copy_(array.detach(), non_blocking=True)
+            array = pinned.copy_(array, non_blocking=True)
         elif is_torch(array):
-            array = array.detach().cpu().contiguous()
+            array = array.cpu().contiguous()
+        # Not ascontiguousarray, which leaves a negative stride of a dimension of size 1.
         elif isinstance(array, BFloat16):
-            array = BFloat16(np.ascontiguousarray(array.bits))
+            array = BFloat16(array.bits.copy())
         else:
-            array = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
+            array = array.copy()
         place = place_of(array)
         assert place is not None
     set_place(tensor, place, token, head)

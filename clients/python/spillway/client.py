@@ -60,6 +60,7 @@ from spillway.tensors import (
     decoder_like,
     dtype_number,
     dtype_of,
+    engine_array,
 )
 from spillway.tracing import Metadata, trace_metadata
 
@@ -623,6 +624,7 @@ class Client:
             SpillwayError: The request was refused, or, without `return_errors`, the attend of a
                 sequence failed.
         """
+        queries = {sequence: engine_array(q, "q") for sequence, q in queries.items()}
         limits = self.server_info.limits
         sequences = list(queries)
         sights = dict(visible or {})

@@ -24,7 +24,15 @@ from spillway.policy import Policy
 from spillway.restart import BROKEN
 from spillway.results import AttendResult
 from spillway.sequence import Sequence
-from spillway.tensors import Array, Decoder, OutDType, decoder_like, dtype_number, fill
+from spillway.tensors import (
+    Array,
+    Decoder,
+    OutDType,
+    decoder_like,
+    dtype_number,
+    engine_array,
+    fill,
+)
 from spillway.tracing import trace_id
 
 if TYPE_CHECKING:
@@ -202,6 +210,7 @@ class DecodeStream:
         if out_dtype is not None:
             request.out_dtype = dtype_number(out_dtype)  # type: ignore[assignment]
         if k is not None and v is not None:
+            k, v = engine_array(k, "k"), engine_array(v, "v")
             shape = _split.check_shape(k, ("H_kv", "T", "d"), "k")
             if start is None:
                 start = sequence.layer_token_counts[layer]

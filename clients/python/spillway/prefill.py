@@ -33,7 +33,7 @@ from spillway.prefill_kernels import (
     merge_into,
     window_attention,
 )
-from spillway.tensors import gpu_uuid
+from spillway.tensors import engine_array, gpu_uuid
 
 # Each block is merged into an output of the chunk's size, which is read and written. With blocks of
 # this length, merging takes a fiftieth of the time (docs/adr/0040).
@@ -131,6 +131,12 @@ class _Buffers:
             # The client may be closed.
             with contextlib.suppress(SpillwayError, ValueError):
                 self._region.detach()
+
+
+def _dense(tensor: torch.Tensor, what: str) -> torch.Tensor:
+    """Returns a tensor whose memory holds its numbers."""
+    held: Any = engine_array(tensor, what)
+    return held
 
 
 def _in_gpu_region(
@@ -247,6 +253,7 @@ class Prefill:
             ValueError: Shapes do not fit, or another attend is running.
             SpillwayError: Rows could not be fetched. No copy is in progress any more.
         """
+        q, k, v = (_dense(x, what) for x, what in ((q, "q"), (k, "k"), (v, "v")))
         _check(q, k, v, start, window)
         if not self._busy.acquire(blocking=False):
             raise ValueError("another attend of this Prefill is running")

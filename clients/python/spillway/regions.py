@@ -69,17 +69,23 @@ class Place(NamedTuple):
 
 
 def place_of(array: Array) -> Place | None:
-    """Returns where an array is in this process; None if its rows are not contiguous."""
+    """Returns where an array is in this process.
+
+    None if its rows are not contiguous, or its memory does not hold its numbers (see
+    `engine_array`).
+    """
     if isinstance(array, BFloat16):
         array = array.bits
     if is_torch(array):
         tensor: torch.Tensor = array  # type: ignore[assignment]
         if tensor.device.type != "cpu":
             return None
+        if tensor.is_neg():
+            return None
         size = tensor.itemsize
         place = place_of_tensor(tensor)
     elif isinstance(array, np.ndarray):
-        if array.dtype.newbyteorder("<") != array.dtype:
+        if not array.dtype.isnative:
             return None
         size = array.itemsize
         place = Place(array.__array_interface__["data"][0], array.strides)
@@ -258,14 +264,14 @@ def copied_to(region: Region | GpuRegion, array: Array) -> Array:
     if is_torch(array):
         source: torch.Tensor = array  # type: ignore[assignment]
         tensor = region.tensor(tuple(source.shape), dtype_name(dtype_of(source, "k")))
-        return tensor.copy_(source.detach())
+        return tensor.copy_(source)
     assert isinstance(region, Region)
     if isinstance(array, BFloat16):
         bits = region.array(array.shape, np.uint16)
         bits[:] = array.bits
         return BFloat16(bits)
     host: Any = array
-    made = region.array(host.shape, host.dtype.newbyteorder("="))
+    made = region.array(host.shape, host.dtype)
     made[:] = host
     return made
 
@@ -325,8 +331,14 @@ class Regions:
             return None
         if self._process and on_gpu(array):
             return self._slice_on_gpu(array)
-        place = place_of_tensor(array) if on_gpu(array) else place_of(array)  # type: ignore[arg-type]
-        if place is None or (on_gpu(array) and not has_gpu_rows(array)):  # type: ignore[arg-type]
+        place: Place | None
+        if on_gpu(array):
+            tensor: torch.Tensor = array  # type: ignore[assignment]
+            fits = has_gpu_rows(tensor) and not tensor.is_neg()
+            place = place_of_tensor(tensor) if fits else None
+        else:
+            place = place_of(array)
+        if place is None:
             return None
         reach = place.strides[-1] + sum(
             (size - 1) * step for size, step in zip(array.shape, place.strides, strict=True)
@@ -455,7 +467,7 @@ class Regions:
         """The same for a CUDA tensor that an embedded engine on its GPU accesses in place."""
         tensor: torch.Tensor = array  # type: ignore[assignment]
         names = [device.name for device in self._client.server_info.devices]
-        if not has_gpu_rows(tensor) or names != [f"cuda:{tensor.device.index}"]:
+        if tensor.is_neg() or not has_gpu_rows(tensor) or names != [f"cuda:{tensor.device.index}"]:
             return None
         place = place_of_tensor(tensor)
         return tensor_pb2.RegionSlice(region=_GPU, offset=place.address, strides=place.strides)

@@ -41,12 +41,13 @@ from spillway.tensors import (
     decoder_like,
     dtype_of,
     empty_like,
-    encode_numbers,
+    encode_indices,
+    engine_array,
     fill,
+    integers_on_host,
     itemsize,
     keep_for_a_while,
     on_gpu,
-    on_host,
     wait_for_stream,
     write,
 )
@@ -73,19 +74,26 @@ def _place_at(place: tensor_pb2.RegionSlice, layer: int, token: int) -> tensor_p
     return tensor_pb2.RegionSlice(region=place.region, offset=offset, strides=place.strides)
 
 
+def _on_host(selection: Selection) -> tuple[Any, Any]:
+    """Returns a selection's offsets and indices as numpy arrays of integers."""
+    return (
+        integers_on_host(selection.offsets, "selection.offsets").astype(np.int64),
+        integers_on_host(selection.indices, "selection.indices"),
+    )
+
+
 def _selected_requests(
     selection: Selection,
 ) -> Iterator[tuple[slice, attention_service_pb2.FetchPagesRequest]]:
     """Yields slices of the selected rows, and a request for each slice."""
-    offsets = on_host(selection.offsets).astype(np.int64, copy=False)
-    indices = on_host(selection.indices)
+    offsets, indices = _on_host(selection)
     for begin in range(0, max(len(indices), 1), _SELECTED_MAX):
         end = min(begin + _SELECTED_MAX, len(indices))
         # A selection that fits into one request is sent unchanged, so that the daemon checks it.
         whole = end - begin == len(indices)
         chosen = attention_service_pb2.Selection(
             offsets=offsets if whole else np.clip(offsets, begin, end) - begin,
-            indices=encode_numbers(indices[begin:end], tensor_pb2.DTYPE_U32),
+            indices=encode_indices(indices[begin:end]),
         )
         yield slice(begin, end), attention_service_pb2.FetchPagesRequest(selection=chosen)
 
@@ -256,6 +264,7 @@ class Sequence:
             Aborted: Another client has truncated the sequence.
             ResourceExhausted: The daemon's memory limit is reached.
         """
+        k, v = engine_array(k, "k"), engine_array(v, "v")
         if len(k.shape) == 3:
             k, v = k[None], v[None]
         shape = _split.check_shape(k, ("layers", "H_kv", "T", "d"), "k")
@@ -497,10 +506,9 @@ class Sequence:
             self._fill_item(request.item, q, policy, None if visible is None else [visible])
         elif selection is not None:
             request.item.sequence = self.name
-            request.selection.offsets.extend(int(offset) for offset in on_host(selection.offsets))
-            request.selection.indices.CopyFrom(
-                encode_numbers(on_host(selection.indices), tensor_pb2.DTYPE_U32)
-            )
+            offsets, indices = _on_host(selection)
+            request.selection.offsets.extend(offsets.tolist())
+            request.selection.indices.CopyFrom(encode_indices(indices))
         decode = decoder_like(q if like is None else like)
         responses = self._stream(self._client._stubs.attention.FetchPages, request, timeout)
         for response in responses:
@@ -748,6 +756,7 @@ class Sequence:
         """Fills in this sequence, the queries, and the policy."""
         _split.check_shape(q, ("T", "H_q", "d"), "q")
         item.sequence = self.name
+        q = engine_array(q, "q")
         # The daemon itself reads queries that are in a region of its GPU.
         place = self._client._regions.slice_on_gpu_of(q)
         if place is not None:

@@ -26,6 +26,7 @@ from spillway.tensors import (
     decoder_like,
     dtype_number,
     dtype_of,
+    engine_array,
     is_torch,
 )
 from spillway.tracing import trace_id
@@ -325,6 +326,7 @@ class DecodeStep(_Together):
             else is done with the step. It raises the same errors as `attend`, except ValueErrors,
             which are raised here.
         """
+        q, k, v = engine_array(q, "q"), engine_array(k, "k"), engine_array(v, "v")
         asked = self._check(q, k, v, out_dtype)
         ask = partial(self._ask, layer, q, k, v, asked)
         first: Callable[[], tuple[Any, Any]] | None
@@ -359,10 +361,10 @@ class DecodeStep(_Together):
                 sequence._forget()
             if isinstance(error, NotFound):
                 raise explained(error, self.sequences) from None
-            if not isinstance(error, Exception):
-                self.close()
             if isinstance(error, Cancelled) and self._closed:
                 raise ValueError("the step is closed") from None  # by another thread
+            if not isinstance(error, Exception):
+                self.close()
             raise
 
     def results(self) -> list[AttendResult]:

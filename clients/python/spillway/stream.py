@@ -18,7 +18,7 @@ from spillway.regions import GPU_ALIGNMENT, Place, byte_strides, has_gpu_rows, h
 from spillway.results import AttendResult
 from spillway.sequence import Sequence
 from spillway.step import _Together
-from spillway.tensors import OutDType, decoder_like, dtype_of
+from spillway.tensors import OutDType, decoder_like, dtype_of, engine_array
 
 if TYPE_CHECKING:
     from spillway.client import Client
@@ -191,15 +191,18 @@ class StreamDecoder(_Together):
             (out_dtype, q.dtype, k.dtype, v.dtype),
             (q.shape, k.shape, v.shape),
             (q.stride(), k.stride(), v.stride()),
+            (q.is_neg(), k.is_neg(), v.is_neg()),
         )
         if form != self._form:
             self._form = None
+            for tensor, what in ((q, "q"), (k, "k"), (v, "v")):
+                engine_array(tensor, what)  # only to refuse what has no memory
             self._out_dtype = self._take_form(q, k, v, out_dtype)
             self._form = form
         addresses = q.data_ptr(), k.data_ptr(), v.data_ptr()
         if not self._rows_fit or (addresses[0] | addresses[1] | addresses[2]) % GPU_ALIGNMENT:
             self._form = None
-            q, k, v = (x if has_gpu_rows(x) else x.contiguous() for x in (q, k, v))
+            q, k, v = (_gpu_rows(x, what) for x, what in ((q, "q"), (k, "k"), (v, "v")))
             self._take_form(q, k, v, out_dtype)
             addresses = q.data_ptr(), k.data_ptr(), v.data_ptr()
         out = torch.empty(q.shape, dtype=self._out_dtype, device=q.device)
@@ -225,7 +228,7 @@ class StreamDecoder(_Together):
         set_place(tensors.q, Place(0, byte_strides(q)), 1, 2)
         set_place(tensors.k, Place(0, byte_strides(k)), 2, 1)
         set_place(tensors.v, Place(0, byte_strides(v)), 2, 1)
-        self._rows_fit = all(has_gpu_strides(x) for x in (q, k, v))
+        self._rows_fit = all(has_gpu_strides(x) and not x.is_neg() for x in (q, k, v))
         return dtype
 
     def finish(self) -> None:
@@ -281,6 +284,12 @@ class StreamDecoder(_Together):
     def _forget(self) -> None:
         for sequence in self.sequences:
             sequence._forget()
+
+
+def _gpu_rows(tensor: torch.Tensor, what: str) -> torch.Tensor:
+    """Returns the tensor, or a copy that an engine on a GPU can read."""
+    held: Any = engine_array(tensor, what)
+    return held if has_gpu_rows(held) else held.contiguous()
 
 
 # The function that torch's compiled code uses. It creates no stream object.

@@ -88,6 +88,60 @@ def is_torch(array: object) -> bool:
     return torch is not None and isinstance(array, torch.Tensor)
 
 
+def engine_array(array: Array, what: str) -> Array:
+    """Returns an array whose memory holds its numbers as an engine reads them.
+
+    All arrays that a caller passes on to an engine go through this function. It copies an array
+    only if it must: elements in the other byte order or not aligned, and torch's negative bit, by
+    which a tensor stands for the negative of what is in its memory. Strides stay as they are,
+    because most readers take any. Subclasses are reduced to numpy arrays, and tensors are detached.
+
+    Args:
+        array: A float32 or float16 numpy array, a `BFloat16`, or a torch tensor.
+        what: Name of the array in the error.
+
+    Raises:
+        TypeError: The array is of another type, has other elements, or its numbers are not all in
+            its memory: masked, meta, sparse, nested and traced ones.
+    """
+    dtype_of(array, what)
+    if isinstance(array, BFloat16):
+        bits = _native_array(array.bits, what)
+        return array if bits is array.bits else BFloat16(bits)
+    if isinstance(array, np.ndarray):
+        return _native_array(array, what)
+    layout = str(array.layout).removeprefix("torch.")
+    if layout != "strided" or array.is_nested:
+        raise TypeError(f"{what} is a {'nested' if array.is_nested else layout} tensor, not dense")
+    if array.is_meta:
+        raise TypeError(f"{what} is a meta tensor, which has no elements")
+    if array.device.type in ("cpu", "cuda") and not _has_memory(array):
+        raise TypeError(f"{what} is a {type(array).__name__} that has no memory of its own")
+    plain = sys.modules["torch"].Tensor
+    taken: torch.Tensor = array.detach()
+    if type(taken) is not plain:
+        taken = taken.as_subclass(plain)
+    return taken.resolve_neg()
+
+
+def _native_array(array: npt.NDArray[Any], what: str) -> npt.NDArray[Any]:
+    if type(array) is not np.ndarray:
+        if isinstance(array, np.ma.MaskedArray):
+            raise TypeError(f"{what} is a masked array: fill its masked elements first")
+        array = np.asarray(array)
+    if not array.dtype.isnative:
+        return array.astype(array.dtype.newbyteorder("="))
+    return array if array.flags.aligned else array.copy()
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor on the CPU or a GPU has elements in memory, or no elements."""
+    try:
+        return tensor.numel() == 0 or tensor.data_ptr() != 0
+    except RuntimeError:  # vmap and grad of torch.func
+        return False
+
+
 def on_gpu(array: Array) -> bool:
     """Whether the array is a torch tensor in a GPU's memory."""
     return is_torch(array) and array.device.type == "cuda"  # type: ignore[union-attr]
@@ -143,14 +197,14 @@ def itemsize(dtype: int) -> int:
     return int(_STORAGE[dtype].itemsize)
 
 
-def to_bytes(array: Array) -> bytes:
-    """Returns the elements in C order, little endian, copied off the device."""
+def _to_bytes(array: Array) -> bytes:
+    """Returns the elements of an `engine_array` in C order, copied off the device."""
     if isinstance(array, BFloat16):
-        return array.bits.astype("<u2", copy=False).tobytes()
+        return array.bits.tobytes()
     if isinstance(array, np.ndarray):
-        return array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
+        return array.tobytes()
     # Read by address, because numpy has no bfloat16 and would need three views.
-    host = array.detach().cpu().contiguous()
+    host = array.cpu().contiguous()
     return ctypes.string_at(host.data_ptr(), host.nbytes) if host.nbytes else b""
 
 
@@ -164,20 +218,34 @@ def fill(
     tensor.dtype = dtype_of(array, what)  # type: ignore[assignment]
     tensor.shape.extend(array.shape)
     if place is None:
-        tensor.data = to_bytes(array)
+        tensor.data = _to_bytes(engine_array(array, what))
     else:
         tensor.slice.CopyFrom(place)
 
 
-def on_host(array: Any) -> npt.NDArray[Any]:
-    """Returns an array, a list or a tensor on any device as a numpy array."""
-    return np.asarray(array.detach().cpu() if is_torch(array) else array)
+def integers_on_host(array: Any, what: str) -> npt.NDArray[Any]:
+    """Returns an array, a list or a tensor of integers, on any device, as a numpy array.
+
+    Raises:
+        TypeError: It has other elements.
+    """
+    host = np.asarray(array.detach().resolve_neg().cpu() if is_torch(array) else array)
+    # An empty list has no type of its own.
+    if host.size and host.dtype.kind not in "iu":
+        raise TypeError(f"{what} has elements of {host.dtype}, not integers")
+    return host
 
 
-def encode_numbers(array: npt.NDArray[Any], dtype: int) -> tensor_pb2.Tensor:
-    """Returns the tensor message of integers or floats, converted to a `DType`."""
-    array = np.asarray(array).astype(_STORAGE[dtype], copy=False)
-    return tensor_pb2.Tensor(dtype=dtype, shape=array.shape, data=array.tobytes())  # type: ignore[arg-type]
+def encode_indices(indices: npt.NDArray[Any]) -> tensor_pb2.Tensor:
+    """Returns the tensor message of indices of rows.
+
+    Raises:
+        ValueError: An index is below 0.
+    """
+    if indices.size and indices.min() < 0:
+        raise ValueError(f"index {indices.min()} is below 0")
+    held = indices.astype(_STORAGE[tensor_pb2.DTYPE_U32])
+    return tensor_pb2.Tensor(dtype=tensor_pb2.DTYPE_U32, shape=indices.shape, data=held.tobytes())
 
 
 def decode_numpy(tensor: tensor_pb2.Tensor) -> Any:
@@ -224,9 +292,13 @@ def check_target(array: Array, shape: tuple[int, ...], dtype: DTypeName, what: s
         raise ValueError(f"{what} has elements of {found}, but the model's rows are {dtype}")
     if tuple(array.shape) != shape:
         raise ValueError(f"{what} has shape {list(array.shape)}, but the rows have {list(shape)}")
-    held = array.bits if isinstance(array, BFloat16) else array
+    engine_array(array, what)  # only to refuse what has no memory
+    held: Any = array.bits if isinstance(array, BFloat16) else array
     if isinstance(held, np.ndarray) and not held.flags.writeable:
         raise ValueError(f"{what} is read-only")
+    strides = held.strides if isinstance(held, np.ndarray) else held.stride()
+    if any(count > 1 and not step for count, step in zip(shape, strides, strict=True)):
+        raise ValueError(f"{what} has elements that share memory, so it cannot be written to")
 
 
 def write(array: Array, place: tuple[Any, ...], values: Array) -> None:
