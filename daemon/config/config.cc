@@ -272,7 +272,7 @@ const std::vector<Setting>& Settings() {
        [](const Config& config) { return config.http_listen; }},
       {kMemoryLimitKey, "--memory-limit",
        "most host memory that the daemon may use, such as 64GiB; by default three quarters of the "
-       "machine's",
+       "machine's, or of a lower limit of the control group or the process (ulimit -v)",
        true,
        [](Config& config, const std::string& text) {
          const absl::StatusOr<int64_t> bytes = ParseBytes(text);
@@ -405,13 +405,17 @@ std::string Gibibytes(int64_t bytes) {
 // kernel would then kill the daemon.
 absl::Status CheckFits(int64_t bytes, const std::string& text, const Topology& topology) {
   if (bytes <= topology.memory_limit_bytes()) return absl::OkStatus();
-  const std::string machine = absl::StrCat("the machine has ", Gibibytes(topology.memory_bytes));
+  std::string available = absl::StrCat("the machine has ", Gibibytes(topology.memory_bytes));
+  if (topology.cgroup_memory_limit_bytes.value_or(bytes) < bytes) {
+    absl::StrAppend(&available, ", the control group's limit is ",
+                    Gibibytes(*topology.cgroup_memory_limit_bytes));
+  }
+  if (topology.process_memory_limit_bytes.value_or(bytes) < bytes) {
+    absl::StrAppend(&available, ", the limits of the process (ulimit -v, ulimit -d) leave it ",
+                    Gibibytes(*topology.process_memory_limit_bytes));
+  }
   return absl::InvalidArgumentError(
-      absl::StrCat("\"", text, "\" is more memory than is available: ", machine,
-                   topology.memory_limit_bytes() < topology.memory_bytes
-                       ? absl::StrCat(", the control group's limit is ",
-                                      Gibibytes(topology.memory_limit_bytes()))
-                       : ""));
+      absl::StrCat("\"", text, "\" is more memory than is available: ", available));
 }
 
 absl::Status Apply(const Setting& setting, const std::string& text, const Topology& topology,

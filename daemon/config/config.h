@@ -58,7 +58,7 @@ struct Config {
   // tcp:host:port of the status page and the metrics (port 0: any free port); empty: none.
   std::string http_listen;
   // Limit on all host memory of the daemon. By default three quarters of the machine's memory, or
-  // of the limit of its control group.
+  // of the limit of its control group or process.
   int64_t memory_limit_bytes = 0;
   // Absolute path of a tmpfs or hugetlbfs folder in which K/V rows outlive the process. Empty: they
   // end with the process.

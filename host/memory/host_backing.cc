@@ -38,6 +38,11 @@ class AddressSpace {
   static absl::StatusOr<AddressSpace> Reserve(int64_t bytes) {
     const size_t total = static_cast<size_t>(bytes + 3 * kSlabBytes);
     void* p = mmap(nullptr, total, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (p == MAP_FAILED && errno == ENOMEM) {
+      return absl::ResourceExhaustedError(absl::StrCat(
+          "no address space for ", bytes,
+          " bytes of K/V rows: lower memory.limit, or raise the process's limit (ulimit -v)"));
+    }
     if (p == MAP_FAILED) return SystemError("mmap", bytes);
     return AddressSpace(static_cast<std::byte*>(p), total);
   }

@@ -1,6 +1,7 @@
 #include "host/memory/topology.h"
 
 #include <hwloc.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -111,10 +112,32 @@ std::optional<int64_t> TightestUpward(const fs::path& root, const std::string& g
   return limit;
 }
 
+// Bytes in a line of /proc/self/status, such as "VmSize:     2412 kB"; 0 if there is no such line.
+int64_t OwnBytes(const std::string& name) {
+  std::ifstream in("/proc/self/status");
+  for (std::string line; std::getline(in, line);) {
+    int64_t kib = 0;
+    if (line.starts_with(name) && line.ends_with(" kB") &&
+        absl::SimpleAtoi(line.substr(name.size(), line.size() - name.size() - 3), &kib)) {
+      return kib * 1024;
+    }
+  }
+  return 0;
+}
+
+// What a limit of this process leaves it. used: the line with what it uses.
+std::optional<int64_t> LeftBy(int resource, const std::string& used) {
+  constexpr rlim_t kUnlimited = rlim_t{1} << 62;
+  rlimit limit = {};
+  if (getrlimit(resource, &limit) != 0 || limit.rlim_cur >= kUnlimited) return std::nullopt;
+  return std::max<int64_t>(static_cast<int64_t>(limit.rlim_cur) - OwnBytes(used), 0);
+}
+
 }  // namespace
 
 int64_t Topology::memory_limit_bytes() const {
-  return std::min(memory_bytes, cgroup_memory_limit_bytes.value_or(memory_bytes));
+  return std::min({memory_bytes, cgroup_memory_limit_bytes.value_or(memory_bytes),
+                   process_memory_limit_bytes.value_or(memory_bytes)});
 }
 
 std::optional<int64_t> CgroupMemoryLimit(const fs::path& membership, const fs::path& mount) {
@@ -163,6 +186,8 @@ absl::StatusOr<Topology> DetectTopology() {
   // Not hwloc's sum over the nodes: it misses memory that a virtual machine got after its start.
   t.memory_bytes = int64_t{sysconf(_SC_PHYS_PAGES)} * sysconf(_SC_PAGESIZE);
   t.cgroup_memory_limit_bytes = CgroupMemoryLimit("/proc/self/cgroup", "/sys/fs/cgroup");
+  t.process_memory_limit_bytes =
+      Tighter(LeftBy(RLIMIT_AS, "VmSize:"), LeftBy(RLIMIT_DATA, "VmData:"));
   t.transparent_huge_pages = TransparentHugePages();
   return t;
 }

@@ -26,10 +26,13 @@ struct Topology {
   int64_t memory_bytes = 0;          // of the machine
   // The tightest cgroup limit on this process; none if no limit is set.
   std::optional<int64_t> cgroup_memory_limit_bytes;
+  // What the process's own limits (RLIMIT_AS, RLIMIT_DATA) left it when they were read; none if no
+  // limit is set.
+  std::optional<int64_t> process_memory_limit_bytes;
   // "always", "madvise" or "never"; "unsupported" without the kernel feature.
   std::string transparent_huge_pages;
 
-  // The lesser of the machine's memory and the cgroup's limit.
+  // The least of the machine's memory and the two limits.
   int64_t memory_limit_bytes() const;
 };
 

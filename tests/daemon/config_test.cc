@@ -49,6 +49,24 @@ TEST(Config, TheMemoryLimitIsThreeQuartersOfWhatThereIs) {
   EXPECT_EQ(Parse(Machine(24 * kGiB, 8 * kGiB), {})->config.memory_limit_bytes, 6 * kGiB);
 }
 
+TEST(Config, TheMemoryLimitIsWithinThoseOfTheProcess) {
+  Topology machine = Machine(24 * kGiB, 8 * kGiB);
+  machine.process_memory_limit_bytes = 4 * kGiB;
+  EXPECT_EQ(Parse(machine, {})->config.memory_limit_bytes, 3 * kGiB);
+  EXPECT_TRUE(Parse(machine, {"--memory-limit", "4GiB"}).ok());
+  const auto message = [&machine](const char* limit) {
+    return std::string(Parse(machine, {"--memory-limit", limit}).status().message());
+  };
+  EXPECT_EQ(message("5GiB"),
+            "--memory-limit: \"5GiB\" is more memory than is available: the machine has 24.0 GiB, "
+            "the limits of the process (ulimit -v, ulimit -d) leave it 4.0 GiB");
+  EXPECT_EQ(
+      message("9GiB"),
+      "--memory-limit: \"9GiB\" is more memory than is available: the machine has 24.0 GiB, "
+      "the control group's limit is 8.0 GiB, the limits of the process (ulimit -v, ulimit -d) "
+      "leave it 4.0 GiB");
+}
+
 TEST(Config, AMemoryLimitAboveTheMachinesMemoryIsRefused) {
   const auto line = Parse(Machine(24 * kGiB), {"--memory-limit", "900GiB"});
   ASSERT_TRUE(absl::IsInvalidArgument(line.status()));

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 #include <sched.h>
+#include <sys/resource.h>
 
 #include <cstdlib>
 #include <fstream>
@@ -39,6 +40,32 @@ TEST(Topology, TheCgroupLimitBindsWhereItIsLess) {
   EXPECT_EQ(t.memory_limit_bytes(), 40);
   t.cgroup_memory_limit_bytes = 400;
   EXPECT_EQ(t.memory_limit_bytes(), 100);
+}
+
+TEST(Topology, TheLimitsOfTheProcessBindWhereTheyAreLess) {
+  Topology t;
+  t.memory_bytes = 100;
+  t.cgroup_memory_limit_bytes = 40;
+  t.process_memory_limit_bytes = 20;
+  EXPECT_EQ(t.memory_limit_bytes(), 20);
+  t.process_memory_limit_bytes = 50;
+  EXPECT_EQ(t.memory_limit_bytes(), 40);
+}
+
+TEST(Topology, WhatTheLimitsOfTheProcessLeaveIt) {
+  constexpr rlim_t kLimit = rlim_t{1} << 50;
+  for (const auto resource : {RLIMIT_AS, RLIMIT_DATA}) {
+    rlimit before = {};
+    ASSERT_EQ(getrlimit(resource, &before), 0);
+    const rlimit limited = {kLimit, before.rlim_max};
+    ASSERT_EQ(setrlimit(resource, &limited), 0);
+    const absl::StatusOr<Topology> t = DetectTopology();
+    ASSERT_EQ(setrlimit(resource, &before), 0);
+    ASSERT_TRUE(t.ok()) << t.status();
+    ASSERT_TRUE(t->process_memory_limit_bytes.has_value());
+    EXPECT_LT(*t->process_memory_limit_bytes, int64_t{1} << 50);
+    EXPECT_GT(*t->process_memory_limit_bytes, int64_t{1} << 49);
+  }
 }
 
 // A made-up /sys/fs/cgroup and /proc/self/cgroup.
