@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -25,6 +27,70 @@ class _Running(NamedTuple):
     byte_count: int
 
 
+class _Threads:
+    """Up to four threads, which exist only while there is something to call. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._calls: deque[tuple[Future[None], Callable[[], None]]] = deque()
+        self._count = 0
+        self._idents: set[int] = set()
+
+    def submit(self, call: Callable[[], None]) -> Future[None]:
+        """Calls in a thread, in the order of `submit`."""
+        future: Future[None] = Future()
+        with self._changed:
+            self._calls.append((future, call))
+            if self._count == _THREAD_COUNT:
+                return future
+            self._count += 1
+        try:
+            # Not a daemon thread: the program waits for it when it ends.
+            threading.Thread(target=self._run, name="spillway-append").start()
+        except BaseException:
+            with self._changed:
+                self._count -= 1
+            raise
+        return future
+
+    def inside(self) -> bool:
+        """Whether the caller is one of the threads."""
+        return threading.get_ident() in self._idents
+
+    def cancel(self) -> None:
+        """Cancels the calls that have not begun."""
+        with self._changed:
+            calls = list(self._calls)
+            self._calls.clear()
+        for future, _ in calls:
+            future.cancel()
+
+    def wait(self) -> None:
+        """Waits until all calls have returned."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._count == 0)
+
+    def _run(self) -> None:
+        self._idents.add(threading.get_ident())
+        while True:
+            with self._changed:
+                if not self._calls:
+                    self._count -= 1
+                    self._changed.notify_all()
+                    # Last, because the garbage collector may finalize the cache here.
+                    self._idents.discard(threading.get_ident())
+                    return
+                future, call = self._calls.popleft()
+            try:
+                call()
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+            # A future or an error that is kept here would keep the K/V.
+            del future, call
+
+
 class Appends:
     """The appends of one cache. Used by one thread.
 
@@ -33,9 +99,7 @@ class Appends:
     """
 
     def __init__(self) -> None:
-        self._pool: ThreadPoolExecutor | None = None
-        # Identifiers of the pool's threads.
-        self._threads: set[int] = set()
+        self._threads = _Threads()
         self._running: deque[_Running] = deque()
         self._error: BaseException | None = None
 
@@ -57,18 +121,11 @@ class Appends:
             self._wait()
         if self._error is not None:
             self.finish()
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(
-                _THREAD_COUNT,
-                thread_name_prefix="spillway-append",
-                initializer=_note_thread,
-                initargs=(self._threads,),
-            )
         made = None
         if k.device.type == "cuda":
             made = torch.cuda.Event()
             made.record(torch.cuda.current_stream(k.device))
-        future = self._pool.submit(_append, sequence, layer, start, k, v, made)
+        future = self._threads.submit(partial(_append, sequence, layer, start, k, v, made))
         self._running.append(_Running(future, sequence, layer, byte_count))
 
     def wait_for(self, sequence: Sequence, layer: int) -> None:
@@ -100,13 +157,12 @@ class Appends:
         In a thread of an append, where the garbage collector may finalize the cache, this does not
         wait. Appends that have not begun are then cancelled.
         """
-        if self._pool is not None:
-            inside = threading.get_ident() in self._threads
+        if self._threads.inside():
+            self._running.clear()
+        else:
             # Also waits for an append that is not in `_running` because of an interrupt.
-            self._pool.shutdown(wait=not inside, cancel_futures=inside)
-            if inside:
-                self._running.clear()
-            self._pool, self._threads = None, set()
+            self._threads.wait()
+        self._threads.cancel()
         while self._running:
             self._wait()
         self._error = None
@@ -122,10 +178,6 @@ class Appends:
         # Answers may have arrived in another order than the daemon sent them.
         oldest.sequence._forget()
         self._running.popleft()
-
-
-def _note_thread(threads: set[int]) -> None:
-    threads.add(threading.get_ident())
 
 
 def _append(
