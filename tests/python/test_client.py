@@ -136,6 +136,27 @@ def test_upload_hash_weights(client: Client, tmp_path: Path, rng: np.random.Gene
     client.delete_model(model)
 
 
+@EVERY_TRANSPORT
+def test_errors_while_requests_are_made_reach_the_caller(
+    client: Client, model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sequence = client.create_sequence(model)
+
+    def failing(*_: Any) -> Any:
+        raise RuntimeError("the disk is on fire")
+
+    monkeypatch.setattr(sequence, "_append_request", failing)
+    rows = np.ones((2, 2, 40000, 16), F32)
+    with pytest.raises(RuntimeError, match="^the disk is on fire$"):
+        sequence.append(0, 0, rows, rows)
+    monkeypatch.undo()
+    sequence.append(0, 0, rows, rows)
+    assert sequence.refresh().token_count == 40000
+    for path, error in ((tmp_path, IsADirectoryError), (tmp_path / "none", FileNotFoundError)):
+        with pytest.raises(error):
+            client.upload_hash_weights(model, path)
+
+
 def test_mlps_of_query_heads(client: Client, tmp_path: Path, rng: np.random.Generator) -> None:
     save_file = pytest.importorskip("safetensors.numpy").save_file
     hidden, bits, tokens, heavy = 16, 128, 1500, 50

@@ -276,16 +276,23 @@ class Client:
         return None if self._presence is None else self._presence.metadata + trace_metadata()
 
     def _call(self, method: Any, request: Any, *, timeout: float | None = None) -> Any:
-        """Calls a method with one response. Raises SpillwayError.
+        """Calls a method with one response. Raises SpillwayError, or what `request` raises.
 
+        request: A message, or an iterator of messages.
         timeout: Seconds. None means the client's timeout, and infinity no limit.
         """
         limit = self._timeout if timeout is None else timeout
+        # Errors while requests are made, which grpcio does in a thread of its own.
+        failed: list[Exception] = []
+        if isinstance(request, Iterator):
+            request = _noting(request, failed)
         try:
             return method(
                 request, timeout=None if math.isinf(limit) else limit, metadata=self._metadata
             )
         except grpc.RpcError as error:
+            if failed:
+                raise failed[0] from None
             raise error_from_rpc(error) from None
 
     def _read(self, method: Any, request: Any) -> Any:
@@ -425,14 +432,16 @@ class Client:
             The model, which is now ready.
 
         Raises:
+            OSError: The file cannot be read.
             InvalidArgument: A tensor is missing or has a wrong shape.
             FailedPrecondition: The model does not wait for an upload.
         """
-        path = Path(path)
-        total = path.stat().st_size
+        # Opened here, so that an error is raised here.
+        file = Path(path).open("rb")  # noqa: SIM115  (requests() closes it)
+        total = os.fstat(file.fileno()).st_size
 
         def requests() -> Iterator[model_service_pb2.UploadHashWeightsRequest]:
-            with path.open("rb") as file:
+            with file:
                 first = True
                 while (data := file.read(UPLOAD_CHUNK_BYTES)) or first:
                     yield model_service_pb2.UploadHashWeightsRequest(
@@ -853,6 +862,15 @@ def _sequence_message(
             ttl = datetime.timedelta(seconds=ttl)
         message.ttl.FromTimedelta(ttl)
     return message
+
+
+def _noting(requests: Iterator[Any], failed: list[Exception]) -> Iterator[Any]:
+    """Yields the requests. If making one of them fails, appends the error to `failed`."""
+    try:
+        yield from requests
+    except Exception as error:
+        failed.append(error)
+        raise
 
 
 def _name(model: Model | str) -> str:
