@@ -277,6 +277,15 @@ def test_saved_and_loaded(client: Client, spilled: Any, folder: str) -> None:
         empty.save(folder)
 
 
+def test_a_folder_without_a_name(client: Client, spilled: Any) -> None:
+    with SpillwayCache(spilled.config, client) as cache:
+        forward(spilled, prompt(1, 20), cache)
+        with pytest.raises(ValueError, match="the name of the folder is empty"):
+            cache.save("")
+    with pytest.raises(ValueError, match="the name of the folder is empty"):
+        SpillwayCache.load("", spilled.config, client)
+
+
 def test_rows_of_two_saves_do_not_load(client: Client, spilled: Any, folder: str) -> None:
     save = spillway.Sequence.save
     with SpillwayCache(spilled.config, client) as cache:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import resource
 import subprocess
 import sys
 import textwrap
@@ -121,6 +123,48 @@ def test_memory_that_is_full_says_so(engine: Client, rng: np.random.Generator) -
     assert caught.value.free_bytes is not None
     sequence.delete()
     engine.create_sequence(model).append(0, 0, k[:, :3000], k[:, :3000])
+
+
+def test_folders_are_those_of_the_user(
+    engine: Client, rng: np.random.Generator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    _, sequence = filled(engine, rng)
+    for bad, told in (("", "name of the folder is empty"), ("~nobody-of-this-name/x", "no user")):
+        with pytest.raises(ValueError, match=told):
+            sequence.save(bad)
+        with pytest.raises(ValueError, match=told):
+            engine.load_sequence(bad)
+    sequence.save("~/mine")
+    assert engine.load_sequence(Path("~/mine"))[0].token_count == 3000
+    assert engine.load_sequence(tmp_path / "home" / "mine")[0].token_count == 3000
+    sequence.save("./~")
+    assert [path.name for path in Path().iterdir()] == ["~"]
+
+
+@pytest.mark.parametrize("limit", [resource.RLIMIT_AS, resource.RLIMIT_DATA])
+def test_the_memory_limit_is_within_the_limits_of_the_process(limit: int) -> None:
+    ended = run(
+        f"""
+        import resource, spillway
+        resource.setrlimit({limit}, (6 << 30, 6 << 30))
+        with spillway.connect("embedded:", settings={{"device.name": "cpu"}}) as client:
+            print(client.server_info.limits.memory_bytes_max < 0.75 * (6 << 30))
+        try:
+            spillway.connect("embedded:", settings={{"memory.limit": "7GiB"}})
+        except spillway.InvalidArgument as error:
+            print(error.message)
+        """
+    )
+    assert ended.returncode == 0, ended.stderr
+    fits, refused = ended.stdout.splitlines()
+    assert fits == "True"
+    machine = r"the machine has [0-9.]+ GiB(, the control group's limit is [0-9.]+ GiB)?"
+    left = r"the limits of the process \(ulimit -v, ulimit -d\) leave it [45]\.[0-9] GiB"
+    told = f'memory.limit: "7GiB" is more memory than is available: {machine}, {left}'
+    assert re.fullmatch(told, refused), refused
 
 
 def test_closing_ends_what_runs(rng: np.random.Generator) -> None:

@@ -551,9 +551,20 @@ class Client:
         return Sequence(self, response.sequence, boot_id), response.client_data
 
     def _snapshot_folder(self, folder: str | Path) -> str:
-        """Returns the folder as the engine sees it. An embedded engine accepts any path."""
-        embedded = self.target == _native.EMBEDDED
-        return os.path.abspath(folder) if embedded else str(folder)
+        """Returns the folder as the engine sees it. An embedded engine accepts any path.
+
+        Raises:
+            ValueError: The name is empty, or begins with "~" and an unknown user.
+        """
+        text = os.fspath(folder)
+        if self.target != _native.EMBEDDED:
+            return text
+        if not text:
+            raise ValueError("the name of the folder is empty")
+        path = os.path.expanduser(text)
+        if path.startswith("~"):
+            raise ValueError(f"{text}: there is no user of this name; for a folder, write ./{text}")
+        return os.path.abspath(path)
 
     def list_sequences(self, model: Model | str = "") -> Iterator[SequenceInfo]:
         """Yields all sequences, ordered by name.

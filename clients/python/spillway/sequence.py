@@ -719,12 +719,14 @@ class Sequence:
 
         Args:
             folder: With a daemon: a name below its setting `snapshots.folder`, made of parts of
-                [a-z0-9._-] with slashes in between. With an embedded engine: any path.
+                [a-z0-9._-] with slashes in between. With an embedded engine: any path. A "~" at
+                its beginning is the home folder.
             client_data: Up to 3 MiB of data that `Client.load_sequence` returns.
             timeout: Seconds. None means no limit.
 
         Raises:
             InvalidArgument: The folder's name is not valid, or there is too much client data.
+            ValueError: With an embedded engine: the folder's name is empty.
             FailedPrecondition: The daemon has no folder for snapshots (NO_SNAPSHOT_FOLDER), or
                 the folder has a manifest.json of another program.
             Aborted: Another call saves to the folder or loads from it (SNAPSHOT_BUSY).
@@ -754,9 +756,9 @@ class Sequence:
         visible: SequenceABC[int] | None,
     ) -> None:
         """Fills in this sequence, the queries, and the policy."""
+        q = engine_array(q, "q")
         _split.check_shape(q, ("T", "H_q", "d"), "q")
         item.sequence = self.name
-        q = engine_array(q, "q")
         # The daemon itself reads queries that are in a region of its GPU.
         place = self._client._regions.slice_on_gpu_of(q)
         if place is not None:

@@ -354,6 +354,8 @@ class Chats:
 
 
 def _row_folder(folder: str | Path, row: int) -> str:
+    if not str(folder):
+        raise ValueError("the name of the folder is empty")
     return f"{folder}/row-{row}"
 
 
