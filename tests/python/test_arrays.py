@@ -160,7 +160,8 @@ def test_every_entry_takes_the_numbers(
     with client.begin_step([sequence]) as step:
         new = (looks[3](k[:, :, most : most + 1]), looks[4](v[:, :, most : most + 1]))
         out, lse = step.attend(0, looks[2](q[None]), *new)
-        assert type(out) is type(lse) is type(engine_array(looks[2](q), "q"))
+        taken: Any = engine_array(looks[2](q), "q")
+        assert type(out) is type(lse) is type(taken)
         assert str(out.dtype).removeprefix("torch.") == dtype
         check(out, most + 1)
     with client.decode() as stream:
