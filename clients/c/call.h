@@ -24,8 +24,6 @@
 // drives the queue. If a second thread waits meanwhile, it waits for the first one's notification.
 struct spillway_call {
  public:
-  using Clock = std::chrono::system_clock;
-
   // client_id: id of the client that makes the call; empty: the call does not name a client
   // (embedded engine).
   // trace_id: id that the daemon's log shows; empty: no id.
@@ -34,7 +32,9 @@ struct spillway_call {
       : stub_(channel) {
     if (!trace_id.empty()) context_.AddMetadata(spillway::kRequestIdMetadata, trace_id);
     if (!client_id.empty()) context_.AddMetadata(spillway::kClientMetadata, client_id);
-    if (timeout_seconds > 0) context_.set_deadline(spillway::After<Clock>(timeout_seconds));
+    if (timeout_seconds > 0) {
+      context_.set_deadline(ForGrpc(spillway::After(timeout_seconds)));
+    }
     call_ = stub_.PrepareCall(&context_, method, &queue_);
     call_->StartCall(Tag(Event::kStarted));
   }
@@ -56,7 +56,7 @@ struct spillway_call {
     WriteNext();
     // Handles events that have already arrived: usually the write is complete, and the next message
     // can be written at once.
-    if (!driven_) Drive(/*deadline=*/Clock::time_point());
+    if (!driven_) Drive(/*deadline=*/spillway::SteadyTime());
     return 0;
   }
 
@@ -72,7 +72,7 @@ struct spillway_call {
     }
     WriteNext();
     // gRPC allows only one write at a time, so wait for each write before the next one.
-    while (to_write_.size() > 0 && !broken_ && Drive(Clock::time_point())) {
+    while (to_write_.size() > 0 && !broken_ && Drive(spillway::SteadyTime())) {
     }
     wanted_ = true;
     ReadNext();
@@ -85,10 +85,10 @@ struct spillway_call {
   }
 
   int Receive(double timeout_seconds, const void** message, size_t* size) {
-    return Receive(spillway::After<Clock>(timeout_seconds), message, size);
+    return Receive(spillway::After(timeout_seconds), message, size);
   }
 
-  int Receive(Clock::time_point deadline, const void** message, size_t* size) {
+  int Receive(spillway::SteadyTime deadline, const void** message, size_t* size) {
     const spillway::MutexLock lock(mutex_);
     wanted_ = true;
     ReadNext();
@@ -123,6 +123,13 @@ struct spillway_call {
   };
   enum class Event : intptr_t { kStarted = 1, kWritten, kRead, kFinished };
   static void* Tag(Event event) { return reinterpret_cast<void*>(event); }
+  // The time that is left until then, which gRPC takes as a deadline.
+  static gpr_timespec ForGrpc(spillway::SteadyTime deadline) {
+    if (deadline == spillway::kNever) return gpr_inf_future(GPR_CLOCK_MONOTONIC);
+    const auto left =
+        std::chrono::duration_cast<std::chrono::microseconds>(deadline - spillway::SteadyNow());
+    return gpr_time_from_micros(left.count(), GPR_TIMESPAN);
+  }
 
   void WriteNext() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     if (!started_ || writing_ || broken_ || said_last_) return;
@@ -157,12 +164,12 @@ struct spillway_call {
   }
 
   // Waits for one event of the queue, without holding the lock. Returns false at the deadline.
-  bool Drive(Clock::time_point deadline) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+  bool Drive(spillway::SteadyTime deadline) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     driven_ = true;
     mutex_.Unlock();
     void* tag;
     bool ok;
-    const auto next = queue_.AsyncNext(&tag, &ok, deadline);
+    const auto next = queue_.AsyncNext(&tag, &ok, ForGrpc(deadline));
     mutex_.Lock();
     driven_ = false;
     const bool got = next == grpc::CompletionQueue::GOT_EVENT;

@@ -58,7 +58,7 @@ absl::Status Called(Stub& stub,
   context.AddMetadata(kClientMetadata, client_id);
   // If the daemon has restarted, the channel may still be reconnecting.
   context.set_wait_for_ready(reached);
-  context.set_deadline(std::chrono::system_clock::now() + kTimeout);
+  context.set_deadline(gpr_time_from_seconds(kTimeout.count(), GPR_TIMESPAN));
   return FromDaemon((stub.*method)(&context, request, &response));
 }
 

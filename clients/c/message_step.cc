@@ -146,17 +146,11 @@ absl::Status MessageStep::Ask(int layer, const StepTensors& tensors) {
 std::optional<absl::Status> MessageStep::Await(const StepTensors& tensors,
                                                BellWaiter::Clock::time_point deadline) {
   if (unanswered_ == 0) return NothingAsked();
-  auto until = spillway_call::Clock::time_point::max();
-  if (deadline != BellWaiter::Clock::time_point::max()) {
-    until =
-        spillway_call::Clock::now() + std::chrono::duration_cast<spillway_call::Clock::duration>(
-                                          deadline - BellWaiter::Clock::now());
-  }
   absl::Status broken;
   while (unanswered_ > 0 && broken.ok()) {
     const void* message = nullptr;
     size_t size = 0;
-    const int received = call_->Receive(until, &message, &size);
+    const int received = call_->Receive(deadline, &message, &size);
     if (received == SPILLWAY_TIMED_OUT) return std::nullopt;
     if (received == SPILLWAY_RECEIVED) {
       broken = Take(message, size, tensors);

@@ -356,7 +356,7 @@ int spillway_step_attend(spillway_step* step, int layer, const spillway_step_ten
 
 int spillway_step_attend_for(spillway_step* step, int layer, const spillway_step_tensors* tensors,
                              double timeout_seconds) {
-  const auto deadline = spillway::After<spillway::BellWaiter::Clock>(timeout_seconds);
+  const auto deadline = spillway::After(timeout_seconds);
   return step->Code([&] {
     std::optional<absl::Status> failed = step->Ask(layer, *tensors);
     return failed.has_value() ? failed : step->Await(*tensors, deadline);
@@ -365,13 +365,13 @@ int spillway_step_attend_for(spillway_step* step, int layer, const spillway_step
 
 int spillway_step_await(spillway_step* step, const spillway_step_tensors* tensors,
                         double timeout_seconds) {
-  const auto deadline = spillway::After<spillway::BellWaiter::Clock>(timeout_seconds);
+  const auto deadline = spillway::After(timeout_seconds);
   return step->Code([&] { return step->Await(*tensors, deadline); });
 }
 
 int spillway_steps_attend(spillway_step_share* shares, size_t count, int layer,
                           const spillway_step_tensors* all, double timeout_seconds) {
-  const auto deadline = spillway::After<spillway::BellWaiter::Clock>(timeout_seconds);
+  const auto deadline = spillway::After(timeout_seconds);
   for (spillway_step_share& share : std::span(shares, count)) {
     share.code = share.step->Code(
         [&] { return share.step->Ask(layer - share.layer_first, TensorsOf(share, *all)); });
@@ -381,8 +381,7 @@ int spillway_steps_attend(spillway_step_share* shares, size_t count, int layer,
 
 int spillway_steps_await(spillway_step_share* shares, size_t count,
                          const spillway_step_tensors* all, double timeout_seconds) {
-  return AwaitAll({shares, count}, *all,
-                  spillway::After<spillway::BellWaiter::Clock>(timeout_seconds));
+  return AwaitAll({shares, count}, *all, spillway::After(timeout_seconds));
 }
 
 int spillway_step_results(spillway_step* step, const void** message, size_t* size) {

@@ -7,6 +7,7 @@
 #include "daemon/convert/tensor.h"
 #include "daemon/engine/errors.h"
 #include "host/base/status_macros.h"
+#include "host/base/steady_time.h"
 
 namespace spillway {
 namespace {
@@ -196,8 +197,8 @@ v1::Sequence ToProto(const Sequence& sequence) {
     ttl.set_seconds(spec.tv_sec);
     ttl.set_nanos(static_cast<int32_t>(spec.tv_nsec));
   }
-  if (const absl::Time end = sequence.expire_time(); end != absl::InfiniteFuture()) {
-    *out.mutable_expire_time() = ToProto(end);
+  if (const SteadyTime end = sequence.expire_time(); end != kNever) {
+    *out.mutable_expire_time() = ToProto(absl::Now() + absl::FromChrono(end - SteadyNow()));
   }
   out.set_named(sequence.named);
   out.set_abandoned(sequence.abandoned());

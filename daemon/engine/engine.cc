@@ -59,7 +59,7 @@ absl::StatusOr<std::shared_ptr<Model>> Engine::CreateModel(const std::string& id
                                                            const Policy& policy,
                                                            const CancelToken* cancel) {
   RETURN_IF_ERROR(registry_.CheckNewModel(id));  // before the work; AddModel() checks again
-  ASSIGN_OR_RETURN(std::shared_ptr<Model> model, MakeModel(id, spec, policy, options_.clock()));
+  ASSIGN_OR_RETURN(std::shared_ptr<Model> model, MakeModel(id, spec, policy, absl::Now()));
   if (options_.store != nullptr) {
     ASSIGN_OR_RETURN(
         model->record,
@@ -145,7 +145,7 @@ absl::StatusOr<std::shared_ptr<Sequence>> Engine::MakeSequence(const std::string
                       "MODEL_NOT_READY", {{"name", model->name}});
   }
   auto sequence = std::make_shared<Sequence>(id, model, accounts_.Of(NamespaceOf(id)), policy, ttl,
-                                             options_.clock(), origin, unnamed_grace_);
+                                             absl::Now(), options_.clock(), origin, unnamed_grace_);
   RETURN_IF_ERROR(sequence->ReserveTables(*budget_));
   ASSIGN_OR_RETURN(sequence->device, device_->CreateSequence(*model->device()));
   sequence->rows.reserve(model->spec.layer_count);
@@ -220,8 +220,9 @@ absl::StatusOr<std::shared_ptr<Sequence>> Engine::ForkNow(Sequence& source, cons
                                                           const Origin& origin) {
   const std::shared_ptr<Model>& model = source.model;
   const int64_t length = source.token_count();
-  auto copy = std::make_shared<Sequence>(id, model, accounts_.Of(NamespaceOf(id)), source.policy,
-                                         source.ttl, options_.clock(), origin, unnamed_grace_);
+  auto copy =
+      std::make_shared<Sequence>(id, model, accounts_.Of(NamespaceOf(id)), source.policy,
+                                 source.ttl, absl::Now(), options_.clock(), origin, unnamed_grace_);
   ASSIGN_OR_RETURN(copy->device, device_->ForkSequence(*model->device(), *source.device, length));
   copy->rows.reserve(source.rows.size());
   for (const LayerRows& layer : source.rows) copy->rows.push_back(layer.Share(length));
@@ -304,7 +305,7 @@ void Engine::DeleteSealed(std::string_view id, std::function<void(absl::Status)>
 
 std::vector<ExpiredSequence> Engine::SweepExpired() {
   std::vector<ExpiredSequence> expired;
-  const absl::Time now = options_.clock();
+  const SteadyTime now = options_.clock();
   for (std::shared_ptr<Sequence>& sequence : registry_.TakeExpired(now)) {
     using Why = ExpiredSequence::Why;
     const Why why = sequence->idle_end() <= now ? Why::kIdle : Why::kAbandoned;
@@ -312,7 +313,7 @@ std::vector<ExpiredSequence> Engine::SweepExpired() {
         why == Why::kIdle ? counters_.idle_expiry_count : counters_.abandoned_expiry_count;
     count.fetch_add(1, std::memory_order_relaxed);
     expired.push_back({why, sequence->name, sequence->model->name, sequence->snapshot().token_count,
-                       now - sequence->last_use_time(), sequence->trace});
+                       absl::FromChrono(now - sequence->last_use_time()), sequence->trace});
     RunInTurn(std::move(sequence), [](Sequence& sequence) { sequence.Clear(); });
   }
   return expired;

@@ -30,7 +30,8 @@ namespace spillway {
 struct EngineOptions {
   int64_t sequence_count_max = 65536;
   int64_t model_count_max = 4096;
-  std::function<absl::Time()> clock = absl::Now;
+  // The clock of ttl and grace times.
+  std::function<SteadyTime()> clock = SteadyNow;
   // An attend of one layer that takes at least so many seconds is recorded as slow; 0: none is.
   double slow_attend_seconds = 0;
   // Checks a share of the attends. Must outlive the engine. Null: no audit.

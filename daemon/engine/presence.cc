@@ -6,7 +6,7 @@
 
 namespace spillway {
 
-std::shared_ptr<Presence> PresenceTable::Of(std::string_view id, absl::Time now) {
+std::shared_ptr<Presence> PresenceTable::Of(std::string_view id, SteadyTime now) {
   const MutexLock lock(mutex_);
   const auto found = clients_.find(absl::string_view(id.data(), id.size()));
   if (found != clients_.end()) {
@@ -27,14 +27,14 @@ void PresenceTable::Come(Presence& client) {
   const MutexLock lock(mutex_);
   if (client.connection_count_++ > 0) return;
   ++there_count_;
-  client.gone_ns_.store(Presence::kThere, std::memory_order_relaxed);
+  client.gone_.store(kNever, std::memory_order_relaxed);
 }
 
-void PresenceTable::Go(Presence& client, absl::Time now) {
+void PresenceTable::Go(Presence& client, SteadyTime now) {
   const MutexLock lock(mutex_);
   if (frozen_ || --client.connection_count_ > 0) return;
   --there_count_;
-  client.gone_ns_.store(absl::ToUnixNanos(now), std::memory_order_relaxed);
+  client.gone_.store(now, std::memory_order_relaxed);
 }
 
 void PresenceTable::Freeze() {
@@ -54,13 +54,13 @@ void SequenceUsers::Note(const std::shared_ptr<Presence>& client) {
   }
   if (unknown_ || std::find(clients_.begin(), clients_.end(), client) != clients_.end()) return;
   const auto earlier = [](const auto& a, const auto& b) { return a->gone_time() < b->gone_time(); };
-  const auto is_gone = [](const auto& user) { return user->gone_time() < absl::InfiniteFuture(); };
+  const auto is_gone = [](const auto& user) { return user->gone_time() < kNever; };
   if (std::count_if(clients_.begin(), clients_.end(), is_gone) >=
       static_cast<std::ptrdiff_t>(kGoneCountMax)) {
     const auto first = std::min_element(clients_.begin(), clients_.end(), earlier);
     // It may have connected again meanwhile.
-    const absl::Time gone = (*first)->gone_time();
-    if (gone < absl::InfiniteFuture()) {
+    const SteadyTime gone = (*first)->gone_time();
+    if (gone < kNever) {
       forgotten_ = std::max(forgotten_, gone);
       clients_.erase(first);
     }
@@ -68,9 +68,9 @@ void SequenceUsers::Note(const std::shared_ptr<Presence>& client) {
   clients_.push_back(client);
 }
 
-absl::Time SequenceUsers::gone_time() const {
-  if (unknown_) return absl::InfiniteFuture();
-  absl::Time last = forgotten_;
+SteadyTime SequenceUsers::gone_time() const {
+  if (unknown_) return kNever;
+  SteadyTime last = forgotten_;
   for (const std::shared_ptr<Presence>& client : clients_) {
     last = std::max(last, client->gone_time());
   }

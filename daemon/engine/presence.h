@@ -12,6 +12,7 @@
 #include "absl/container/flat_hash_map.h"
 #include "absl/time/time.h"
 #include "host/base/mutex.h"
+#include "host/base/steady_time.h"
 
 namespace spillway {
 
@@ -19,24 +20,18 @@ namespace spillway {
 class Presence {
  public:
   // Not connected, and gone since `gone`. id: the engine's id, with its namespace.
-  Presence(std::string id, absl::Time gone)
-      : id(std::move(id)), gone_ns_(absl::ToUnixNanos(gone)) {}
+  Presence(std::string id, SteadyTime gone) : id(std::move(id)), gone_(gone) {}
 
   const std::string id;
 
-  // When its last connection ended, or, if it never connected, when its id was first seen; infinite
+  // When its last connection ended, or, if it never connected, when its id was first seen; kNever
   // while it is connected.
-  absl::Time gone_time() const {
-    const int64_t ns = gone_ns_.load(std::memory_order_relaxed);
-    return ns == kThere ? absl::InfiniteFuture() : absl::FromUnixNanos(ns);
-  }
+  SteadyTime gone_time() const { return gone_.load(std::memory_order_relaxed); }
 
  private:
   friend class PresenceTable;
-  static constexpr int64_t kThere = INT64_MAX;
-
   int64_t connection_count_ = 0;  // guarded by the table's mutex
-  std::atomic<int64_t> gone_ns_;
+  std::atomic<SteadyTime> gone_;
 };
 
 // How long an unnamed sequence is kept after all clients that used it have gone. May change while
@@ -63,10 +58,10 @@ class UnnamedGrace {
 class PresenceTable {
  public:
   // The client with this id; if it is unknown, a new one, gone since `now`.
-  std::shared_ptr<Presence> Of(std::string_view id, absl::Time now) ABSL_LOCKS_EXCLUDED(mutex_);
+  std::shared_ptr<Presence> Of(std::string_view id, SteadyTime now) ABSL_LOCKS_EXCLUDED(mutex_);
   // A connection of the client has begun (Come) or ended (Go).
   void Come(Presence& client) ABSL_LOCKS_EXCLUDED(mutex_);
-  void Go(Presence& client, absl::Time now) ABSL_LOCKS_EXCLUDED(mutex_);
+  void Go(Presence& client, SteadyTime now) ABSL_LOCKS_EXCLUDED(mutex_);
   // From now on no client counts as gone: connections end because the daemon ends.
   void Freeze() ABSL_LOCKS_EXCLUDED(mutex_);
   // Number of connected clients.
@@ -86,9 +81,9 @@ class SequenceUsers {
  public:
   // Adds a client. Null: a client without an id, which never counts as gone.
   void Note(const std::shared_ptr<Presence>& client);
-  // When the last of them went; the infinite future while one is connected or may be, the infinite
-  // past if no client has used the sequence.
-  absl::Time gone_time() const;
+  // When the last of them went; kNever while one is connected or may be, SteadyTime::min() if no
+  // client has used the sequence.
+  SteadyTime gone_time() const;
 
  private:
   // Gone clients that are remembered, at most. Beyond that, the one that went first is forgotten:
@@ -96,7 +91,7 @@ class SequenceUsers {
   static constexpr size_t kGoneCountMax = 16;
 
   bool unknown_ = false;
-  absl::Time forgotten_ = absl::InfinitePast();  // when the last forgotten client went
+  SteadyTime forgotten_ = SteadyTime::min();  // when the last forgotten client went
   std::vector<std::shared_ptr<Presence>> clients_;
 };
 

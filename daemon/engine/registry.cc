@@ -110,7 +110,7 @@ absl::Status Registry::RemoveModel(std::string_view id) {
   const MutexLock lock(mutex_);
   const auto it = models_.find(id);
   if (it == models_.end()) return ModelNotFound(ModelName(id));
-  const absl::Time now = clock_();
+  const SteadyTime now = clock_();
   const int64_t count = std::count_if(sequences_.begin(), sequences_.end(), [&](const auto& entry) {
     return entry.second->model == it->second && !HasExpired(*entry.second, now);
   });
@@ -175,7 +175,7 @@ absl::StatusOr<std::shared_ptr<Sequence>> Registry::FindSequence(std::string_vie
 absl::StatusOr<std::shared_ptr<Sequence>> Registry::UseSequence(
     std::string_view id, const std::shared_ptr<Presence>& client) const {
   const MutexLock lock(mutex_);
-  const absl::Time now = clock_();
+  const SteadyTime now = clock_();
   absl::StatusOr<std::shared_ptr<Sequence>> sequence = Find(id, now);
   if (!sequence.ok()) return sequence;
   (*sequence)->Use(client);
@@ -185,7 +185,7 @@ absl::StatusOr<std::shared_ptr<Sequence>> Registry::UseSequence(
 }
 
 absl::StatusOr<std::shared_ptr<Sequence>> Registry::Find(std::string_view id,
-                                                         absl::Time now) const {
+                                                         SteadyTime now) const {
   const auto it = sequences_.find(id);
   if (it == sequences_.end() || HasExpired(*it->second, now)) {
     return SequenceNotFound(SequenceName(id));
@@ -208,7 +208,7 @@ absl::StatusOr<std::shared_ptr<Sequence>> Registry::TakeSequence(std::string_vie
   return sequence;
 }
 
-std::vector<std::shared_ptr<Sequence>> Registry::TakeExpired(absl::Time now) {
+std::vector<std::shared_ptr<Sequence>> Registry::TakeExpired(SteadyTime now) {
   std::vector<std::shared_ptr<Sequence>> expired;
   const MutexLock lock(mutex_);
   for (auto it = sequences_.begin(); it != sequences_.end();) {
@@ -227,7 +227,7 @@ std::vector<std::shared_ptr<Sequence>> Registry::TakeExpired(absl::Time now) {
 Page<Sequence> Registry::ListSequences(const Model* model, std::string_view after,
                                        int64_t count) const {
   const MutexLock lock(mutex_);
-  const absl::Time now = clock_();
+  const SteadyTime now = clock_();
   return ListAfter<Sequence>(sequences_, after, count, [&](const Sequence& sequence) {
     return (model == nullptr || sequence.model.get() == model) && !HasExpired(sequence, now);
   });
@@ -236,7 +236,7 @@ Page<Sequence> Registry::ListSequences(const Model* model, std::string_view afte
 Page<Sequence> Registry::ListSequencesOf(std::string_view name_space, const Model* model,
                                          std::string_view after, int64_t count) const {
   const MutexLock lock(mutex_);
-  const absl::Time now = clock_();
+  const SteadyTime now = clock_();
   return ListAfter<Sequence>(
       sequences_, After(name_space, after), count, [&](const Sequence& sequence) {
         return NamespaceOf(sequence.id) == name_space &&

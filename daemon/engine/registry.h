@@ -13,6 +13,7 @@
 #include "absl/status/statusor.h"
 #include "daemon/engine/sequence.h"
 #include "host/base/mutex.h"
+#include "host/base/steady_time.h"
 
 namespace spillway {
 
@@ -27,7 +28,7 @@ struct Page {
 // removed stays alive while operations hold it. Thread-safe.
 class Registry {
  public:
-  using Clock = std::function<absl::Time()>;
+  using Clock = std::function<SteadyTime()>;
   // is_idle: whether no operation uses a sequence or waits for it. A sequence that is in use does
   // not expire.
   Registry(int64_t model_count_max, int64_t sequence_count_max, Clock clock,
@@ -71,7 +72,7 @@ class Registry {
   absl::StatusOr<std::shared_ptr<Sequence>> TakeSequence(std::string_view id,
                                                          const Sequence* only = nullptr);
   // Removes and returns all sequences that have expired by `now`.
-  std::vector<std::shared_ptr<Sequence>> TakeExpired(absl::Time now);
+  std::vector<std::shared_ptr<Sequence>> TakeExpired(SteadyTime now);
   // Up to count sequences whose id follows `after`, ordered by id; of one model unless `model` is
   // null. Leaves out expired sequences, and renews none.
   Page<Sequence> ListSequences(const Model* model, std::string_view after, int64_t count) const;
@@ -81,10 +82,10 @@ class Registry {
   int64_t sequence_count() const;
 
  private:
-  absl::StatusOr<std::shared_ptr<Sequence>> Find(std::string_view id, absl::Time now) const
+  absl::StatusOr<std::shared_ptr<Sequence>> Find(std::string_view id, SteadyTime now) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   absl::Status CheckNew(std::string_view id) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  bool HasExpired(const Sequence& sequence, absl::Time now) const {
+  bool HasExpired(const Sequence& sequence, SteadyTime now) const {
     return sequence.expire_time() <= now && is_idle_(sequence);
   }
 

@@ -148,7 +148,7 @@ absl::StatusOr<std::shared_ptr<Sequence>> Engine::Adopt(StoredSequence descripti
   if (!description.client.empty()) origin.client = ClientOf(description.client);
   auto sequence = std::make_shared<Sequence>(
       description.id, model, accounts_.Of(NamespaceOf(description.id)), description.policy,
-      description.ttl, description.create_time, origin, unnamed_grace_);
+      description.ttl, description.create_time, options_.clock(), origin, unnamed_grace_);
   if (record->marked()) sequence->Use(nullptr);
   sequence->record = std::move(record);
   sequence->generation = sequence->record->generation();
@@ -158,7 +158,6 @@ absl::StatusOr<std::shared_ptr<Sequence>> Engine::Adopt(StoredSequence descripti
     RETURN_IF_ERROR(rows.Adopt(sequence->record->layer(layer)));
   }
   ASSIGN_OR_RETURN(sequence->device, device_->CreateSequence(*model->device()));
-  sequence->Renew(options_.clock());
   sequence->PublishRecord();
   return sequence;
 }

@@ -26,7 +26,7 @@ int64_t RowBytes(const std::vector<LayerRows>& rows) {
 }  // namespace
 
 Sequence::Sequence(std::string id, std::shared_ptr<Model> model, std::shared_ptr<Account> account,
-                   const Policy& policy, absl::Duration ttl, absl::Time create_time,
+                   const Policy& policy, absl::Duration ttl, absl::Time create_time, SteadyTime now,
                    const Origin& origin, std::shared_ptr<const UnnamedGrace> grace)
     : id(std::move(id)),
       name("sequences/" + std::string(ClientIdOf(this->id))),
@@ -39,7 +39,7 @@ Sequence::Sequence(std::string id, std::shared_ptr<Model> model, std::shared_ptr
       trace(origin.trace),
       create_time(create_time),
       grace_(std::move(grace)),
-      last_use_ns_(absl::ToUnixNanos(create_time)) {
+      last_use_(now) {
   users_.Note(origin.client);
   this->model->sequence_count.fetch_add(1, std::memory_order_relaxed);
 }
@@ -62,20 +62,18 @@ void Sequence::Use(const std::shared_ptr<Presence>& client) {
 bool Sequence::abandoned() const {
   if (named) return false;
   const MutexLock lock(mutex_);
-  return users_.gone_time() < absl::InfiniteFuture();
+  return users_.gone_time() < kNever;
 }
 
-absl::Time Sequence::grace_end() const {
-  if (named) return absl::InfiniteFuture();
-  const absl::Duration grace = grace_->time();
-  if (grace == absl::InfiniteDuration()) return absl::InfiniteFuture();
-  absl::Time gone;
+SteadyTime Sequence::grace_end() const {
+  if (named) return kNever;
+  SteadyTime gone;
   {
     const MutexLock lock(mutex_);
     gone = users_.gone_time();
   }
   // If a client keeps no connection, the grace time begins again with each of its calls.
-  return std::max(gone, last_use_time()) + grace;
+  return After(std::max(gone, last_use_time()), grace_->time());
 }
 
 SequenceSnapshot Sequence::snapshot() const {

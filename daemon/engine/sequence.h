@@ -15,6 +15,7 @@
 #include "daemon/engine/ordered_queues.h"
 #include "daemon/engine/presence.h"
 #include "host/base/mutex.h"
+#include "host/base/steady_time.h"
 #include "host/memory/layer_rows.h"
 #include "host/memory/sequence_record.h"
 
@@ -45,10 +46,10 @@ struct Origin {
 class Sequence {
  public:
   // account: charged with the bytes that it holds. grace: how long unnamed sequences are kept
-  // without clients. REQUIRES: the model is ready.
+  // without clients. now: its ttl begins. REQUIRES: the model is ready.
   Sequence(std::string id, std::shared_ptr<Model> model, std::shared_ptr<Account> account,
-           const Policy& policy, absl::Duration ttl, absl::Time create_time, const Origin& origin,
-           std::shared_ptr<const UnnamedGrace> grace);
+           const Policy& policy, absl::Duration ttl, absl::Time create_time, SteadyTime now,
+           const Origin& origin, std::shared_ptr<const UnnamedGrace> grace);
   ~Sequence();
   Sequence(const Sequence&) = delete;
   Sequence& operator=(const Sequence&) = delete;
@@ -61,30 +62,26 @@ class Sequence {
   const std::shared_ptr<Model> model;
   const std::shared_ptr<Account> account;
   const Policy policy;
-  const absl::Duration ttl;  // infinite: never expires
-  const bool named;          // as Origin::named
-  const std::string client;  // engine's id of the client that created it; empty: unknown
-  const std::string trace;   // as Origin::trace
-  const absl::Time create_time;
+  const absl::Duration ttl;      // infinite: never expires
+  const bool named;              // as Origin::named
+  const std::string client;      // engine's id of the client that created it; empty: unknown
+  const std::string trace;       // as Origin::trace
+  const absl::Time create_time;  // a date, for people: the wall clock may have been set since
   WorkCounters work;
 
   // --- Time; thread-safe.
-  void Renew(absl::Time now) {
-    last_use_ns_.store(absl::ToUnixNanos(now), std::memory_order_relaxed);
-  }
-  absl::Time last_use_time() const {
-    return absl::FromUnixNanos(last_use_ns_.load(std::memory_order_relaxed));
-  }
+  void Renew(SteadyTime now) { last_use_.store(now, std::memory_order_relaxed); }
+  SteadyTime last_use_time() const { return last_use_.load(std::memory_order_relaxed); }
   // Records that a client uses it. Null: a client without an id, which never counts as gone.
   void Use(const std::shared_ptr<Presence>& client) ABSL_LOCKS_EXCLUDED(mutex_);
   // Whether it is unnamed and all clients that used it are gone.
   bool abandoned() const ABSL_LOCKS_EXCLUDED(mutex_);
-  // When its ttl ends; infinite if it has none.
-  absl::Time idle_end() const { return last_use_time() + ttl; }
-  // When its grace time ends; infinite unless it is abandoned.
-  absl::Time grace_end() const ABSL_LOCKS_EXCLUDED(mutex_);
+  // When its ttl ends; kNever if it has none.
+  SteadyTime idle_end() const { return After(last_use_time(), ttl); }
+  // When its grace time ends; kNever unless it is abandoned.
+  SteadyTime grace_end() const ABSL_LOCKS_EXCLUDED(mutex_);
   // The earlier of the two.
-  absl::Time expire_time() const { return std::min(idle_end(), grace_end()); }
+  SteadyTime expire_time() const { return std::min(idle_end(), grace_end()); }
 
   SequenceSnapshot snapshot() const;
 
@@ -130,7 +127,7 @@ class Sequence {
   int64_t charged_bytes_ = 0;  // to the account
   bool counted_ = true;        // in model->sequence_count
   const std::shared_ptr<const UnnamedGrace> grace_;
-  std::atomic<int64_t> last_use_ns_;
+  std::atomic<SteadyTime> last_use_;
   mutable Mutex mutex_;
   SequenceUsers users_ ABSL_GUARDED_BY(mutex_);
   SequenceSnapshot snapshot_ ABSL_GUARDED_BY(mutex_);

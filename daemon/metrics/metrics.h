@@ -66,7 +66,8 @@ class Metrics {
     NotReady not_ready;
     std::string version;
     std::string boot_id;
-    absl::Time start_time;
+    absl::Time start_time;  // a date; durations are measured from `started`
+    SteadyTime started;
     PastLosses losses;
   };
   // All objects in `sources` must outlive this.

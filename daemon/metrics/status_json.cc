@@ -115,7 +115,7 @@ std::string StatusJson(const Metrics& metrics) {
   const Json status = {
       {"version", sources.version},
       {"boot_id", sources.boot_id},
-      {"uptime_seconds", absl::ToDoubleSeconds(absl::Now() - sources.start_time)},
+      {"uptime_seconds", absl::ToDoubleSeconds(absl::FromChrono(SteadyNow() - sources.started))},
       {"not_ready", sources.not_ready()},
       {"memory", MemoryJson(engine)},
       {"model_count", holdings.models.size()},

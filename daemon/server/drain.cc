@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "daemon/server/logging.h"
+#include "host/base/steady_time.h"
 
 namespace spillway {
 namespace {
@@ -43,8 +44,8 @@ void DrainAndStop(Server& server, absl::Duration grace, const sigset_t& signals,
   server.BeginDrain(grace);
   DrainProgress progress = server.drain_progress();
   Tell(manager, progress);
-  absl::Time tell = absl::Now() + kTell;
-  absl::Time log = tell;
+  SteadyTime tell = After(SteadyNow(), kTell);
+  SteadyTime log = tell;
   absl::Duration log_pause = kTell;
   while (progress.open() && progress.seconds_left > 0) {
     const int signal = sigtimedwait(&signals, nullptr, &kLook);
@@ -55,15 +56,15 @@ void DrainAndStop(Server& server, absl::Duration grace, const sigset_t& signals,
       pthread_sigmask(SIG_UNBLOCK, &signals, nullptr);
       break;
     }
-    const absl::Time now = absl::Now();
+    const SteadyTime now = SteadyNow();
     if (now >= tell) {
       Tell(manager, progress);
-      tell = now + kTell;
+      tell = After(now, kTell);
     }
     if (now >= log) {
       LogInfo("still_draining", Fields(progress));
       log_pause = std::min(2 * log_pause, kLogMax);
-      log = now + log_pause;
+      log = After(now, log_pause);
     }
   }
   if (progress.open() && progress.seconds_left <= 0) {

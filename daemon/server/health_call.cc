@@ -10,7 +10,7 @@ namespace spillway {
 absl::Status AskHealth(const std::shared_ptr<grpc::Channel>& channel, absl::Duration timeout) {
   grpc::GenericStub stub(channel);
   grpc::ClientContext context;
-  context.set_deadline(absl::ToChronoTime(absl::Now() + timeout));
+  context.set_deadline(gpr_time_from_micros(absl::ToInt64Microseconds(timeout), GPR_TIMESPAN));
   // An empty HealthCheckRequest asks about the whole server.
   const grpc::Slice nothing;
   const grpc::ByteBuffer request(&nothing, 1);

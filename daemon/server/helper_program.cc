@@ -17,8 +17,8 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "host/base/descriptor.h"
+#include "host/base/steady_time.h"
 
 extern char** environ;
 
@@ -65,9 +65,9 @@ std::string Read(int fd) {
 }
 
 // Whether the process of the pidfd `process` ends before the deadline.
-bool EndsUntil(int process, absl::Time deadline) {
+bool EndsUntil(int process, SteadyTime deadline) {
   for (;;) {
-    const int64_t left_ms = absl::ToInt64Milliseconds(deadline - absl::Now());
+    const int64_t left_ms = absl::ToInt64Milliseconds(absl::FromChrono(deadline - SteadyNow()));
     pollfd wait = {process, POLLIN, 0};
     const int count =
         poll(&wait, 1, static_cast<int>(std::clamp<int64_t>(left_ms, 0, 60 * 60 * 1000)));
@@ -141,7 +141,8 @@ absl::StatusOr<HelperResult> RunHelper(const HelperProgram& program) {
 
   HelperResult result;
   const Descriptor process(static_cast<int>(syscall(SYS_pidfd_open, pid, 0)));
-  result.ended = process.get() >= 0 && EndsUntil(process.get(), absl::Now() + program.timeout);
+  result.ended =
+      process.get() >= 0 && EndsUntil(process.get(), After(SteadyNow(), program.timeout));
   if (result.ended) {
     result.exit_status = Reap(pid);
   } else if (!program.may_go_on) {

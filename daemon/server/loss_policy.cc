@@ -6,7 +6,6 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "absl/time/clock.h"
 #include "daemon/server/logging.h"
 
 namespace spillway {
@@ -42,7 +41,7 @@ void LossPolicy::Lost(const Config& config, const DeviceWatch::Loss& loss) const
   }
   Relaunch relaunch = relaunch_;
   absl::Status status =
-      relaunch.NoteLoss(absl::StrCat(loss.name, ": ", loss.why), loss.parts, absl::Now());
+      relaunch.NoteLoss(absl::StrCat(loss.name, ": ", loss.why), loss.parts, SteadyNow());
   if (status.ok()) {
     LogInfo("relaunching", {{"losses", absl::StrCat(relaunch.loss_count())}});
     status = TakePlace(relaunch);

@@ -14,6 +14,7 @@
 #include "absl/strings/str_split.h"
 #include "absl/time/clock.h"
 #include "daemon/server/helper_program.h"
+#include "host/base/steady_time.h"
 
 namespace spillway {
 namespace {
@@ -91,8 +92,8 @@ class NvidiaMps final : public MpsSystem {
           absl::StrCat("exit status ", started->exit_status, ": ",
                        std::string(absl::StripAsciiWhitespace(started->output))));
     }
-    for (const absl::Time deadline = absl::Now() + kAskTimeout;;) {
-      const absl::Duration left = deadline - absl::Now();
+    for (const SteadyTime deadline = After(SteadyNow(), kAskTimeout);;) {
+      const absl::Duration left = absl::FromChrono(deadline - SteadyNow());
       if (AskFor(std::max(left, absl::Milliseconds(100))).answer == MpsAnswer::kAnswers) {
         return absl::OkStatus();
       }

@@ -72,10 +72,12 @@ std::string Relaunch::ToText() const {
 }
 
 absl::Status Relaunch::NoteLoss(const std::string& reason, std::vector<std::string> devices,
-                                absl::Time now) {
-  const int64_t now_s = absl::ToUnixSeconds(now);
+                                SteadyTime now) {
+  const int64_t now_s =
+      std::chrono::duration_cast<std::chrono::seconds>(now.time_since_epoch()).count();
+  // An earlier version of the daemon wrote wall times, which are in the future here.
   std::erase_if(losses_s_, [&](int64_t loss_s) {
-    return now_s - loss_s >= absl::ToInt64Seconds(kLossWindow);
+    return now_s - loss_s >= absl::ToInt64Seconds(kLossWindow) || loss_s > now_s;
   });
   if (losses_s_.size() >= kLossCountMax) {
     return absl::ResourceExhaustedError(absl::StrCat("a device was lost ", losses_s_.size() + 1,

@@ -7,6 +7,7 @@
 
 #include "absl/status/status.h"
 #include "absl/time/time.h"
+#include "host/base/steady_time.h"
 
 namespace spillway {
 
@@ -37,7 +38,7 @@ class Relaunch {
 
   // Records a loss for the next process. RESOURCE_EXHAUSTED if there were too many recently.
   absl::Status NoteLoss(const std::string& reason, std::vector<std::string> devices,
-                        absl::Time now);
+                        SteadyTime now);
   void NoteAttempt() { ++attempt_count_; }
 
   // Replaces the process. Returns only if the system refuses. May be called by any thread. Exactly
@@ -49,7 +50,7 @@ class Relaunch {
   std::string reason_;
   std::vector<std::string> devices_;
   int64_t attempt_count_ = 0;
-  std::vector<int64_t> losses_s_;  // times of the last losses, seconds since 1970
+  std::vector<int64_t> losses_s_;  // times of the last losses, seconds of SteadyTime
 };
 
 }  // namespace spillway

@@ -134,6 +134,7 @@ struct Server::Impl {
                  .version = SPILLWAY_VERSION,
                  .boot_id = boot_id,
                  .start_time = absl::Now(),
+                 .started = SteadyNow(),
                  .losses = std::move(losses)}),
         context{engine,
                 OwnClient(config, engine),
@@ -416,7 +417,7 @@ void Server::Stop(absl::Duration last) {
   grpc_init();
   impl_->stopping = true;
   for (const std::unique_ptr<Acceptor>& acceptor : impl_->acceptors) acceptor->Stop();
-  impl_->server->Shutdown(absl::ToChronoTime(absl::Now() + last));
+  impl_->server->Shutdown(gpr_time_from_micros(absl::ToInt64Microseconds(last), GPR_TIMESPAN));
   impl_->server->Wait();
 }
 

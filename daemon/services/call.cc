@@ -9,19 +9,18 @@
 #include "daemon/convert/trace.h"
 #include "daemon/engine/errors.h"
 #include "host/base/status_macros.h"
+#include "host/base/steady_time.h"
 
 namespace spillway {
 namespace {
 
-CancelToken::Clock::time_point DeadlineOf(const grpc::CallbackServerContext& context) {
-  using System = std::chrono::system_clock;
+SteadyTime DeadlineOf(const grpc::CallbackServerContext& context) {
   // A deadline more than a year away counts as no deadline.
-  constexpr auto kFar = std::chrono::hours(24 * 365);
-  const System::time_point deadline = context.deadline();
-  const System::time_point now = System::now();
-  if (deadline > now + kFar) return CancelToken::Clock::time_point::max();
-  return CancelToken::Clock::now() +
-         std::chrono::duration_cast<CancelToken::Clock::duration>(deadline - now);
+  constexpr int64_t kFarSeconds = 365 * 24 * 3600;
+  // Not deadline(), which is on the wall clock.
+  const gpr_timespec left = gpr_convert_clock_type(context.raw_deadline(), GPR_TIMESPAN);
+  if (left.tv_sec > kFarSeconds) return kNever;
+  return SteadyNow() + std::chrono::seconds(left.tv_sec) + std::chrono::nanoseconds(left.tv_nsec);
 }
 
 // Reads the state of the call itself. Valid only as long as the call.

@@ -27,9 +27,9 @@ void Residency::End(Member& member) {
 
 bool Residency::MakeRoom() {
   const MutexLock lock(mutex_);
-  const absl::Time latest = now_() - kIdle;
+  const SteadyTime now = now_();
   for (Member* const member : members_) {
-    if (member->last_used_ > latest) return false;
+    if (now < After(member->last_used_, kIdle)) return false;
     if (member->use_count_ > 0 || member->held_bytes() == 0) continue;
     member->GiveUp();
     member->moved_bytes_ = 0;

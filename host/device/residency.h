@@ -6,9 +6,9 @@
 #include <utility>
 
 #include "absl/base/thread_annotations.h"
-#include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "host/base/mutex.h"
+#include "host/base/steady_time.h"
 
 namespace spillway {
 
@@ -36,12 +36,12 @@ class Residency {
     friend class Residency;
     std::list<Member*>::iterator place_;
     int use_count_ = 0;
-    absl::Time last_used_;
+    SteadyTime last_used_;
     int64_t moved_bytes_ = 0;  // over the link, since TakeTurn() was last true or GiveUp() called
   };
 
-  using Clock = std::function<absl::Time()>;
-  explicit Residency(Clock now = absl::Now) : now_(std::move(now)) {}
+  using Clock = std::function<SteadyTime()>;
+  explicit Residency(Clock now = SteadyNow) : now_(std::move(now)) {}
   Residency(const Residency&) = delete;
   Residency& operator=(const Residency&) = delete;
 

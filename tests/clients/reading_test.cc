@@ -32,7 +32,7 @@ v1::MetricFamily Histogram(const std::vector<int64_t>& cumulative_counts) {
 
 TEST(Reading, ValuesByLabels) {
   const Reading reading({Counter("tokens", {{"a", 3}, {"b", 4}}), Counter("all", {{"", 7}})},
-                        absl::UnixEpoch());
+                        SteadyTime());
   EXPECT_EQ(reading.Value("tokens", {{"model", "b"}}), 4);
   EXPECT_EQ(reading.Value("all"), 7);
   EXPECT_EQ(reading.Sum("tokens"), 7);
@@ -42,26 +42,29 @@ TEST(Reading, ValuesByLabels) {
 }
 
 TEST(Reading, RatesAreOfTheTimeBetween) {
-  const absl::Time start = absl::UnixEpoch();
+  const SteadyTime start;
   const Reading before({Counter("all", {{"", 10}})}, start);
-  EXPECT_EQ(Rate(before, Reading({Counter("all", {{"", 40}})}, start + absl::Seconds(2)), "all"),
-            15);
+  EXPECT_EQ(
+      Rate(before, Reading({Counter("all", {{"", 40}})}, start + std::chrono::seconds(2)), "all"),
+      15);
   // A counter that went down: the daemon was restarted.
-  EXPECT_EQ(Rate(before, Reading({Counter("all", {{"", 4}})}, start + absl::Seconds(2)), "all"), 0);
+  EXPECT_EQ(
+      Rate(before, Reading({Counter("all", {{"", 4}})}, start + std::chrono::seconds(2)), "all"),
+      0);
   EXPECT_EQ(Rate(before, Reading({Counter("all", {{"", 40}})}, start), "all"), 0);
 }
 
 TEST(Reading, PercentilesLieWithinTheirRange) {
-  const Reading before({Histogram({5, 5, 5, 5})}, absl::UnixEpoch());
+  const Reading before({Histogram({5, 5, 5, 5})}, SteadyTime());
   // New values: ten up to 1, ten between 2 and 4.
-  const Reading now({Histogram({15, 15, 25, 25})}, absl::UnixEpoch());
+  const Reading now({Histogram({15, 15, 25, 25})}, SteadyTime());
   EXPECT_EQ(now.Percentile(&before, "seconds", 0.25), 0.5);
   EXPECT_EQ(now.Percentile(&before, "seconds", 0.5), 1);
   EXPECT_EQ(now.Percentile(&before, "seconds", 0.75), 3);
   EXPECT_EQ(before.Percentile(&before, "seconds", 0.5), std::nullopt);
   EXPECT_EQ(now.Percentile(nullptr, "none", 0.5), std::nullopt);
   // Above the last finite bound, only that bound is known.
-  const Reading slow({Histogram({5, 5, 5, 9})}, absl::UnixEpoch());
+  const Reading slow({Histogram({5, 5, 5, 9})}, SteadyTime());
   EXPECT_EQ(slow.Percentile(&before, "seconds", 0.5), 4);
 }
 

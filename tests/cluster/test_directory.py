@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -272,7 +273,7 @@ def dealt(name: str, made: str) -> Dealt:
 
 def noted_long_ago(cluster: Cluster, name: str) -> None:
     named = cluster.directory._sequences[name]
-    cluster.directory._sequences[name] = named._replace(noted=0.0)
+    cluster.directory._sequences[name] = named._replace(noted=-math.inf)
 
 
 def test_names_that_have_expired_are_given_up(cluster: Cluster) -> None:
@@ -291,6 +292,16 @@ def test_names_that_have_expired_are_given_up(cluster: Cluster) -> None:
     cluster.directory.expire(list(first_parts), "daemon-0", 600)
     assert cluster.directory.first_parts("daemon-2", 600) == {"sequences/b": "sequences/b.0of2"}
     assert set(cluster.directory.sequences()) == {"sequences/b", "sequences/new"}
+
+
+def test_times_of_an_earlier_directory_do_not_count(cluster: Cluster) -> None:
+    cluster.directory.put("sequences/a", ["daemon-0"], "c")
+    for noted in (-math.inf, math.inf):  # of another machine, or of another start of this one
+        named = cluster.directory._sequences["sequences/a"]._replace(noted=noted)
+        cluster.directory._put("sequence", "sequences/a", named)
+        cluster.again()
+        assert cluster.directory.first_parts("daemon-0", 600) == {}
+        assert set(cluster.directory.first_parts("daemon-0", -1)) == {"sequences/a"}
 
 
 def test_parts_of_a_sequence_stay_on_different_daemons_where_that_goes(cluster: Cluster) -> None:

@@ -78,7 +78,7 @@ class EngineTest : public ::testing::Test {
     return result->status();
   }
 
-  absl::Time now = absl::FromUnixSeconds(1'000'000);
+  SteadyTime now = SteadyTime(std::chrono::hours(300));
   MemoryBudget budget;
   std::unique_ptr<Arena> arena;
   ToyDevice device;

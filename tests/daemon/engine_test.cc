@@ -335,9 +335,9 @@ TEST_F(EngineTest, IdleSequencesExpireAndUseRenews) {
   const std::vector<float> rows = Rows(1, 2);
   AppendResult running;
   engine->Append({busy, ChunkOf(rows, 0, 2), nullptr}, Into(&running));
-  now += absl::Seconds(6);
+  now += std::chrono::seconds(6);
   EXPECT_TRUE(engine->registry().UseSequence("used", nullptr).ok());
-  now += absl::Seconds(6);
+  now += std::chrono::seconds(6);
   EXPECT_TRUE(absl::IsNotFound(engine->registry().FindSequence("idle").status()));
   EXPECT_TRUE(engine->registry().FindSequence("busy").ok());
   EXPECT_TRUE(absl::IsAlreadyExists(
@@ -351,7 +351,7 @@ TEST_F(EngineTest, IdleSequencesExpireAndUseRenews) {
   EXPECT_EQ(engine->registry().sequence_count(), 2) << "one is used, one is busy";
   device.ReleaseAll();
   EXPECT_TRUE(engine->registry().FindSequence("busy").ok());
-  now += absl::Seconds(11);
+  now += std::chrono::seconds(11);
   EXPECT_EQ(engine->SweepExpired().size(), 2u);
   EXPECT_EQ(engine->registry().sequence_count(), 0);
   EXPECT_EQ(model->row_pool.used_page_count(), 0);

@@ -57,6 +57,7 @@ class MetricsTest : public EngineTest {
                    .version = "1.2.3",
                    .boot_id = "b",
                    .start_time = absl::FromUnixSeconds(1000),
+                   .started = SteadyNow(),
                    .losses = {}}};
 };
 
@@ -88,7 +89,7 @@ TEST_F(MetricsTest, ExpiriesAreCountedByWhy) {
   }
   engine->ClientGoes(*client);
   EXPECT_EQ(Value("spillway_clients"), 0);
-  now += absl::Seconds(60);
+  now += std::chrono::seconds(60);
   EXPECT_EQ(engine->SweepExpired().size(), 3);
   EXPECT_EQ(expired(), (std::map<std::string, double>{{"idle", 1}, {"abandoned", 2}}));
 }
@@ -172,7 +173,7 @@ TEST_F(MetricsTest, CallsAreToldByMethodAndStatus) {
 
 TEST_F(MetricsTest, ModelsHaveSeriesUpToABound) {
   for (int i = 0; i < 40; ++i) {
-    now += absl::Seconds(1);
+    now += std::chrono::seconds(1);
     ASSERT_TRUE(engine->CreateModel(absl::StrCat("a", i), model->spec, model->policy).ok());
   }
   EXPECT_EQ(Value("spillway_models"), 41);

@@ -13,7 +13,9 @@ namespace {
 using ::testing::ElementsAre;
 using ::testing::IsEmpty;
 
-constexpr absl::Time At(int64_t seconds) { return absl::FromUnixSeconds(1000 + seconds); }
+constexpr SteadyTime At(int64_t seconds) {
+  return SteadyTime(std::chrono::seconds(1000 + seconds));
+}
 
 TEST(PresenceTableTest, AClientIsThereWhileAnyOfItsConnectionsIs) {
   PresenceTable table;
@@ -21,10 +23,10 @@ TEST(PresenceTableTest, AClientIsThereWhileAnyOfItsConnectionsIs) {
   EXPECT_EQ(client->gone_time(), At(0)) << "heard of, and not there";
   table.Come(*client);
   table.Come(*client);
-  EXPECT_EQ(client->gone_time(), absl::InfiniteFuture());
+  EXPECT_EQ(client->gone_time(), kNever);
   EXPECT_EQ(table.there_count(), 1);
   table.Go(*client, At(5));
-  EXPECT_EQ(client->gone_time(), absl::InfiniteFuture());
+  EXPECT_EQ(client->gone_time(), kNever);
   table.Go(*client, At(7));
   EXPECT_EQ(client->gone_time(), At(7));
   EXPECT_EQ(table.there_count(), 0);
@@ -47,13 +49,13 @@ TEST(PresenceTableTest, NobodyGoesBecauseTheDaemonDoes) {
   table.Come(*client);
   table.Freeze();
   table.Go(*client, At(1));
-  EXPECT_EQ(client->gone_time(), absl::InfiniteFuture());
+  EXPECT_EQ(client->gone_time(), kNever);
 }
 
 TEST(SequenceUsersTest, TheLastToGoCounts) {
   PresenceTable table;
   SequenceUsers users;
-  EXPECT_EQ(users.gone_time(), absl::InfinitePast());
+  EXPECT_EQ(users.gone_time(), SteadyTime::min());
   const std::shared_ptr<Presence> a = table.Of("a", At(0)), b = table.Of("b", At(0));
   table.Come(*a);
   table.Come(*b);
@@ -61,11 +63,11 @@ TEST(SequenceUsersTest, TheLastToGoCounts) {
   users.Note(b);
   users.Note(a);
   table.Go(*b, At(3));
-  EXPECT_EQ(users.gone_time(), absl::InfiniteFuture());
+  EXPECT_EQ(users.gone_time(), kNever);
   table.Go(*a, At(2));
   EXPECT_EQ(users.gone_time(), At(3));
   users.Note(nullptr);
-  EXPECT_EQ(users.gone_time(), absl::InfiniteFuture()) << "who says nothing never goes";
+  EXPECT_EQ(users.gone_time(), kNever) << "who says nothing never goes";
 }
 
 TEST(SequenceUsersTest, KeepsFewOfThoseThatAreGoneAndAllThatAreThere) {
@@ -81,7 +83,7 @@ TEST(SequenceUsersTest, KeepsFewOfThoseThatAreGoneAndAllThatAreThere) {
     users.Note(client);
   }
   EXPECT_TRUE(first.expired());
-  EXPECT_EQ(users.gone_time(), absl::InfiniteFuture());
+  EXPECT_EQ(users.gone_time(), kNever);
   table.Go(*there, At(50));
   EXPECT_EQ(users.gone_time(), At(99));
 }
@@ -99,7 +101,7 @@ class AbandonedTest : public EngineTest {
   }
   // What has expired `seconds` later.
   std::vector<std::string> After(int64_t seconds) {
-    now += absl::Seconds(seconds);
+    now += std::chrono::seconds(seconds);
     std::vector<std::string> names;
     for (const ExpiredSequence& expired : engine->SweepExpired()) {
       names.push_back(absl::StrCat(
@@ -113,14 +115,14 @@ TEST_F(AbandonedTest, GoesAGraceTimeAfterItsClientUnlessItIsNamed) {
   const auto client = Come("c");
   const auto sequence = Make("s", client);
   Make("n", client, /*named=*/true);
+  EXPECT_EQ(sequence->expire_time(), now + std::chrono::hours(1));
   EXPECT_THAT(After(1000), IsEmpty());
   EXPECT_FALSE(sequence->abandoned());
-  EXPECT_EQ(sequence->expire_time(), sequence->create_time + absl::Hours(1));
   engine->ClientGoes(*client);
   EXPECT_TRUE(sequence->abandoned());
-  EXPECT_EQ(sequence->expire_time(), now + absl::Seconds(60));
+  EXPECT_EQ(sequence->expire_time(), now + std::chrono::seconds(60));
   EXPECT_THAT(After(59), IsEmpty());
-  now += absl::Seconds(1);
+  now += std::chrono::seconds(1);
   EXPECT_TRUE(absl::IsNotFound(engine->registry().UseSequence("s", nullptr).status()));
   EXPECT_THAT(After(0), ElementsAre("sequences/s"));
   EXPECT_THAT(After(3600), ElementsAre("sequences/n by its ttl"));
@@ -177,12 +179,13 @@ TEST_F(AbandonedTest, OfAClientThatDoesNotSayWhoItIsTheTtlCounts) {
 TEST_F(AbandonedTest, AGraceTimeThatChangesIsOfThoseTooThatAreThere) {
   const auto client = Come("c");
   const auto sequence = Make("s", client);
+  const SteadyTime made = now;
   engine->ClientGoes(*client);
   engine->SetUnnamedGrace(absl::InfiniteDuration());
-  EXPECT_EQ(sequence->expire_time(), sequence->create_time + absl::Hours(1));
+  EXPECT_EQ(sequence->expire_time(), made + std::chrono::hours(1));
   EXPECT_THAT(After(70), IsEmpty());
   engine->SetUnnamedGrace(absl::Seconds(90));
-  EXPECT_EQ(sequence->expire_time(), sequence->create_time + absl::Seconds(90));
+  EXPECT_EQ(sequence->expire_time(), made + std::chrono::seconds(90));
   engine->SetUnnamedGrace(absl::Milliseconds(1500));
   EXPECT_THAT(After(0), ElementsAre("sequences/s"));
 }
@@ -191,7 +194,7 @@ TEST_F(AbandonedTest, GoesByAnInfiniteTtlToo) {
   const auto client = Come("c");
   const auto sequence =
       *engine->CreateSequence("s", model, model->policy, absl::InfiniteDuration(), {false, client});
-  EXPECT_EQ(sequence->expire_time(), absl::InfiniteFuture());
+  EXPECT_EQ(sequence->expire_time(), kNever);
   engine->ClientGoes(*client);
   EXPECT_THAT(After(60), ElementsAre("sequences/s"));
 }

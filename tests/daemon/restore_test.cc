@@ -142,7 +142,7 @@ class RestoreTest : public ::testing::Test {
   }
 
   ScratchFolder scratch;
-  absl::Time now = absl::FromUnixSeconds(1'000'000);
+  SteadyTime now = SteadyTime(std::chrono::hours(300));
   std::vector<float> query = std::vector<float>(16, 1.0f);
 };
 
@@ -399,19 +399,19 @@ TEST_F(RestoreTest, TheGraceOfWhatNobodyNamedBeginsAnew) {
   make("of-unknown", {false, nullptr});
   make("kept", {false, gone});
   ASSERT_TRUE(first->engine->registry().UseSequence("kept", nullptr).ok());
-  now += absl::Seconds(50);
+  now += std::chrono::seconds(50);
   first.reset();
-  now += absl::Hours(1);
+  now += std::chrono::hours(1);
 
   auto second = Start();
   second->device.ReleaseAll();
-  now += absl::Seconds(59);
+  now += std::chrono::seconds(59);
   EXPECT_THAT(Swept(*second->engine), ElementsAre());
   // This client connects, but calls nothing that names its sequence.
   second->engine->clients().Come(*second->engine->ClientOf("there"));
-  now += absl::Seconds(1);
+  now += std::chrono::seconds(1);
   EXPECT_THAT(Swept(*second->engine), ElementsAre("sequences/of-gone"));
-  now += absl::Hours(10);
+  now += std::chrono::hours(10);
   EXPECT_THAT(Swept(*second->engine), ElementsAre());
   EXPECT_EQ(second->engine->registry().sequence_count(), 4);
   second.reset();
@@ -419,7 +419,7 @@ TEST_F(RestoreTest, TheGraceOfWhatNobodyNamedBeginsAnew) {
   // The others stay in later processes too. The client `there` has not connected to this one.
   auto third = Start();
   third->device.ReleaseAll();
-  now += absl::Hours(10);
+  now += std::chrono::hours(10);
   EXPECT_THAT(Swept(*third->engine), ElementsAre("sequences/of-there"));
   EXPECT_EQ(third->engine->registry().sequence_count(), 3);
 }

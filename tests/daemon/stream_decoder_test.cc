@@ -251,12 +251,12 @@ TEST_F(StreamDecoderTest, HoldsItsSequences) {
 TEST_F(StreamDecoderTest, IsHeldBeyondItsTtl) {
   const auto sequence = NewSequence("s", absl::Seconds(10));
   auto decoder = Open({PartOf(sequence)});
-  now += absl::Seconds(20);
+  now += std::chrono::seconds(20);
   EXPECT_TRUE(engine->SweepExpired().empty());
   ASSERT_TRUE(decoder->Next(nullptr).ok());  // this renews the ttl
   decoder.reset();
   EXPECT_TRUE(engine->SweepExpired().empty());
-  now += absl::Seconds(20);
+  now += std::chrono::seconds(20);
   EXPECT_EQ(engine->SweepExpired().size(), 1u);
 }
 

@@ -68,6 +68,33 @@ def test_the_container_for_developers_is_the_builds() -> None:
     assert set(command[1:]) <= TARGETS
 
 
+# Dates, for people. Durations are of clocks that nobody sets: SteadyTime, time.monotonic.
+DATES = {
+    "clients/cpp/cli/lists.cc",
+    "clients/cpp/cli/status.cc",
+    "clients/cpp/cli/top.cc",
+    "clients/lab/spillway_lab/bench/link.py",
+    "clients/lab/spillway_lab/evaluation/results.py",
+    "daemon/convert/model.cc",
+    "daemon/engine/engine.cc",
+    "daemon/server/server.cc",
+}
+WALL_CLOCK = re.compile(
+    r"absl::Now\b|system_clock|CLOCK_REALTIME|gettimeofday|\btime\.time\b|\bdatetime\.(utc)?now\b"
+)
+
+
+def test_durations_are_not_of_the_wall_clock() -> None:
+    read = {
+        str(path.relative_to(ROOT))
+        for folder in ("clients", "daemon", "gpu", "host")
+        for kind in ("cc", "cu", "cuh", "h", "py")
+        for path in (ROOT / folder).rglob(f"*.{kind}")
+        if WALL_CLOCK.search(path.read_text())
+    }
+    assert read == DATES
+
+
 def test_forms_are_forms() -> None:
     for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("[!c]*.yml"):
         form = yaml.safe_load(path.read_text())

@@ -60,6 +60,8 @@ class Directory:
             name, record = pickle.loads(value)  # noqa: S301  (of this cluster's own)
             tables[table][name] = record  # type: ignore[index]
         for name, named in self._sequences.items():
+            # Times of the last process, perhaps on another machine, say nothing here.
+            self._sequences[name] = named._replace(noted=time.monotonic())
             first = part_name(name, 0, len(named.daemons))
             self._set_first(name, self._place(first, named.daemons[0]))
 
@@ -300,7 +302,7 @@ class Directory:
         """See `Placement.put`. claim: as for `choose`."""
         if self._is_claimed(sequence, claim):
             return
-        record = Named(claim, tuple(daemons), time.time())
+        record = Named(claim, tuple(daemons), time.monotonic())
         self._put("sequence", sequence, record)
         self._sequences[sequence] = record
         self._set_first(sequence, daemons[0])
@@ -329,7 +331,7 @@ class Directory:
         """
         found = self._sequences.get(sequence)
         if found is not None and (
-            time.time() - found.noted < older_than
+            time.monotonic() - found.noted < older_than
             or (owner is not None and found.claim.rpartition(".")[0] != owner)
         ):
             return
@@ -360,7 +362,7 @@ class Directory:
             daemon: Name of the daemon.
             older_than: Only sequences that were named at least this many seconds ago.
         """
-        before = time.time() - older_than
+        before = time.monotonic() - older_than
         found = {}
         for name in self._first_on.get(daemon, ()):
             named = self._sequences[name]

@@ -65,7 +65,11 @@ class MoveUnderWay:
 
 
 class Named(NamedTuple):
-    """A named sequence: the id of the call that took the name, the parts' daemons, and the time."""
+    """A named sequence: the id of the call that took the name, the parts' daemons, and the time.
+
+    The time is one of `time.monotonic()` in the directory's process: when the sequence was named,
+    or when the directory started.
+    """
 
     claim: str
     daemons: tuple[str, ...]

@@ -6,13 +6,13 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
-#include "absl/time/clock.h"
 #include "cli/cleanup.h"
 #include "cli/commands.h"
 #include "cli/json.h"
 #include "cli/output.h"
 #include "cli/random_rows.h"
 #include "host/base/status_macros.h"
+#include "host/base/steady_time.h"
 #include "spillway/error.h"
 #include "spillway/tensor.h"
 
@@ -147,9 +147,9 @@ class Bench {
     v1::AttendItem& item = *request.add_items();
     item.set_sequence(sequence_.name());
     *item.mutable_q() = Queries();
-    const absl::Time start = absl::Now();
+    const SteadyTime start = SteadyNow();
     absl::StatusOr<v1::AttendResponse> response = client_.Attend(request, call_);
-    round_trip_us = absl::ToDoubleMicroseconds(absl::Now() - start);
+    round_trip_us = absl::ToDoubleMicroseconds(absl::FromChrono(SteadyNow() - start));
     if (!response.ok()) return response.status();
     return std::move(*response->mutable_results(0));
   }
@@ -171,9 +171,9 @@ class Bench {
                            {options_.kv_head_count, options_.query_count, options_.head_dim},
                            rows_.Draw(RowElementCount(options_.query_count)));
     }
-    const absl::Time start = absl::Now();
+    const SteadyTime start = SteadyNow();
     const absl::Status status = stream.Step(request, decode_response_);
-    round_trip_us = absl::ToDoubleMicroseconds(absl::Now() - start);
+    round_trip_us = absl::ToDoubleMicroseconds(absl::FromChrono(SteadyNow() - start));
     // The stream's own status says more than the UNAVAILABLE of Step().
     if (absl::IsUnavailable(status)) {
       RETURN_IF_ERROR(stream.Finish());

@@ -5,7 +5,7 @@
 
 namespace spillway::cli {
 
-Reading::Reading(const std::vector<v1::MetricFamily>& families, absl::Time time) : time_(time) {
+Reading::Reading(const std::vector<v1::MetricFamily>& families, SteadyTime time) : time_(time) {
   for (const v1::MetricFamily& family : families) {
     std::vector<Series>& all = families_[family.name()];
     for (const v1::Metric& metric : family.metrics()) {
@@ -85,7 +85,7 @@ std::optional<double> Reading::Percentile(const Reading* before, const std::stri
 
 double Rate(const Reading& before, const Reading& now, const std::string& name,
             const Reading::Labels& labels) {
-  const double seconds = absl::ToDoubleSeconds(now.time() - before.time());
+  const double seconds = absl::ToDoubleSeconds(absl::FromChrono(now.time() - before.time()));
   const double rise = now.Value(name, labels) - before.Value(name, labels);
   return seconds > 0 && rise > 0 ? rise / seconds : 0;
 }

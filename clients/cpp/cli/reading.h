@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "absl/time/time.h"
+#include "host/base/steady_time.h"
 #include "spillway/v1/admin_service.pb.h"
 
 namespace spillway::cli {
@@ -16,9 +16,9 @@ class Reading {
  public:
   using Labels = std::map<std::string, std::string>;
 
-  Reading(const std::vector<v1::MetricFamily>& families, absl::Time time);
+  Reading(const std::vector<v1::MetricFamily>& families, SteadyTime time);
 
-  absl::Time time() const { return time_; }
+  SteadyTime time() const { return time_; }
   // Value of a counter or gauge; 0 if it does not exist.
   double Value(const std::string& name, const Labels& labels = {}) const;
   // Sum over all series of a metric.
@@ -40,7 +40,7 @@ class Reading {
 
   const Series* Find(const std::string& name, const Labels& labels) const;
 
-  absl::Time time_;
+  SteadyTime time_;
   std::map<std::string, std::vector<Series>> families_;
 };
 

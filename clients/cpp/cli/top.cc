@@ -68,7 +68,7 @@ void PrintTop(const std::string& version, const Reading& before, const Reading& 
       absl::FromUnixSeconds(static_cast<int64_t>(now.Value("spillway_start_time_seconds")));
   out << "spillwayd " << version << ", "
       << (now.Value("spillway_ready") > 0 ? "ready" : "not ready") << ", up "
-      << FormatAge(now.time() - start) << '\n'
+      << FormatAge(absl::Now() - start) << '\n'
       << "tokens    " << FormatRate(rate) << "/s attended; " << Count(now.Value("spillway_tokens"))
       << " held by " << Count(now.Value("spillway_sequences")) << " sequences\n"
       << "attends   p50 " << percentile("spillway_attend_duration_seconds", 0.5) << ", p99 "
@@ -134,7 +134,7 @@ Json TopJson(const Reading& before, const Reading& now) {
                       {"tokens_per_second", model.rate}});
   }
   return {{"ready", now.Value("spillway_ready") > 0},
-          {"seconds", absl::ToDoubleSeconds(now.time() - before.time())},
+          {"seconds", absl::ToDoubleSeconds(absl::FromChrono(now.time() - before.time()))},
           {"attend_seconds", percentiles("spillway_attend_duration_seconds")},
           {"attend_device_seconds", percentiles("spillway_attend_device_seconds")},
           {"attend_wait_seconds", percentiles("spillway_attend_wait_seconds")},
@@ -149,7 +149,7 @@ Json TopJson(const Reading& before, const Reading& now) {
 absl::Status Top(Client& client, bool once, const CallOptions& call, const Output& output) {
   const auto look = [&]() -> absl::StatusOr<Reading> {
     ASSIGN_OR_RETURN(const std::vector<v1::MetricFamily> families, client.GetMetrics(call));
-    return Reading(families, absl::Now());
+    return Reading(families, SteadyNow());
   };
   ASSIGN_OR_RETURN(Reading before, look());
   // Every figure is a difference between two readings.

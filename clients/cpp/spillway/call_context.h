@@ -19,7 +19,8 @@ class CallContext {
       : on_stop_(std::move(stop), [this] { context_.TryCancel(); }) {
     context_.AddMetadata(kClientMetadata, client_id);
     if (timeout != absl::InfiniteDuration()) {
-      context_.set_deadline(absl::ToChronoTime(absl::Now() + timeout));
+      // A time from now, so that setting the wall clock does not matter.
+      context_.set_deadline(gpr_time_from_micros(absl::ToInt64Microseconds(timeout), GPR_TIMESPAN));
     }
   }
 

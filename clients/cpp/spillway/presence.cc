@@ -52,7 +52,7 @@ class PresenceKeeper::Connection {
   std::optional<grpc::StatusCode> Look() {
     void* tag;
     bool ok;
-    while (queue_.AsyncNext(&tag, &ok, std::chrono::system_clock::time_point()) ==
+    while (queue_.AsyncNext(&tag, &ok, gpr_time_0(GPR_TIMESPAN)) ==
            grpc::CompletionQueue::GOT_EVENT) {
       if (tag == Tag(Event::kEnded)) return status_.error_code();
       stream_->Finish(&status_, Tag(Event::kEnded));

@@ -35,9 +35,9 @@ class ResidencyTest : public ::testing::Test {
  protected:
   using Names = std::vector<std::string>;
 
-  void Pass(absl::Duration time) { now_ += time; }
+  void Pass(absl::Duration time) { now_ = After(now_, time); }
 
-  absl::Time now_ = absl::UnixEpoch();
+  SteadyTime now_;
   Residency residency_{[this] { return now_; }};
   Names given_up_;
   Holder a_{&residency_, "a", &given_up_};
