@@ -3,12 +3,14 @@
 #include <fcntl.h>
 #include <grp.h>
 #include <sys/file.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/un.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
+#include <cstring>
 #include <filesystem>
 #include <system_error>
 #include <utility>
@@ -82,6 +84,28 @@ absl::StatusOr<bool> FindSocket(const std::string& path) {
                                                : " exists and is not a socket"));
 }
 
+absl::Status AnotherListens(const std::string& path) {
+  return absl::AlreadyExistsError(absl::StrCat("another daemon listens on ", path));
+}
+
+// Whether a living process listens at the path. Its type of socket does not matter.
+bool Answers(const std::string& path) {
+  sockaddr_un address = {};
+  address.sun_family = AF_UNIX;
+  std::memcpy(address.sun_path, path.data(), path.size());  // CheckPath() has checked the size
+  const Descriptor probe(socket(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0));
+  return connect(probe.get(), reinterpret_cast<const sockaddr*>(&address), sizeof(address)) == 0 ||
+         (errno != ECONNREFUSED && errno != ENOENT);
+}
+
+// Whether a socket that a dead daemon left is at the path. An error if another file is there, or a
+// process answers.
+absl::StatusOr<bool> FindLeft(const std::string& path) {
+  ASSIGN_OR_RETURN(const bool found, FindSocket(path));
+  if (found && Answers(path)) return AnotherListens(path);
+  return found;
+}
+
 // A daemon that ends removes its lock file. So after locking, check that the file still has this
 // name, and try again if not.
 absl::StatusOr<Descriptor> Lock(const std::string& path) {
@@ -90,9 +114,8 @@ absl::StatusOr<Descriptor> Lock(const std::string& path) {
     Descriptor lock(open(lock_path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600));
     if (!lock.valid()) return SystemError(absl::StrCat("cannot open ", lock_path));
     if (flock(lock.get(), LOCK_EX | LOCK_NB) != 0) {
-      return errno == EWOULDBLOCK
-                 ? absl::AlreadyExistsError(absl::StrCat("another daemon listens on ", path))
-                 : SystemError(absl::StrCat("cannot lock ", lock_path));
+      return errno == EWOULDBLOCK ? AnotherListens(path)
+                                  : SystemError(absl::StrCat("cannot lock ", lock_path));
     }
     struct stat held {};
     struct stat there {};
@@ -131,21 +154,58 @@ absl::StatusOr<SocketAccess> SocketAccessOf(const Config& config) {
 absl::StatusOr<SocketPath> SocketPath::Claim(const std::string& path, const SocketAccess& access) {
   RETURN_IF_ERROR(CheckPath(path));
   // Checked before anything is created, and again with the lock.
-  RETURN_IF_ERROR(FindSocket(path).status());
+  RETURN_IF_ERROR(FindLeft(path).status());
   RETURN_IF_ERROR(PrepareDirectory(std::filesystem::path(path).parent_path().string(), access));
   ASSIGN_OR_RETURN(Descriptor lock, Lock(path));
-  SocketPath claimed(path, std::move(lock));
-  ASSIGN_OR_RETURN(const bool is_left, FindSocket(path));
-  // We hold the lock, so no other daemon uses this socket.
-  if (is_left) unlink(path.c_str());
+  SocketPath claimed(path, access, std::move(lock));
+  // The lock is not enough: somebody may have removed the lock file of a daemon that lives.
+  for (const std::string& socket : {path, absl::StrCat(path, kRegionsSuffix)}) {
+    ASSIGN_OR_RETURN(const bool is_left, FindLeft(socket));
+    if (is_left) unlink(socket.c_str());
+  }
   return claimed;
 }
 
 SocketPath::~SocketPath() {
   if (!lock_.valid()) return;
+  for (const auto& [path, id] : noted_) {
+    if (FileAt(path) == id) unlink(path.c_str());
+  }
+  if (HasLock()) unlink(LockPath(path_).c_str());
+}
+
+std::optional<SocketPath::FileId> SocketPath::FileAt(const std::string& path) {
   struct stat info {};
-  if (lstat(path_.c_str(), &info) == 0 && S_ISSOCK(info.st_mode)) unlink(path_.c_str());
-  unlink(LockPath(path_).c_str());
+  if (lstat(path.c_str(), &info) != 0) return std::nullopt;
+  return FileId(info.st_dev, info.st_ino);
+}
+
+bool SocketPath::HasLock() const {
+  struct stat held {};
+  return fstat(lock_.get(), &held) == 0 &&
+         FileAt(LockPath(path_)) == FileId(held.st_dev, held.st_ino);
+}
+
+void SocketPath::NoteOwn(const std::string& path) {
+  if (const std::optional<FileId> id = FileAt(path)) noted_.insert_or_assign(path, *id);
+}
+
+absl::StatusOr<std::vector<std::string>> SocketPath::FindGone() {
+  std::vector<std::string> gone;
+  if (!HasLock()) {
+    RETURN_IF_ERROR(PrepareDirectory(std::filesystem::path(path_).parent_path().string(), access_));
+    ASSIGN_OR_RETURN(lock_, Lock(path_));
+    gone.push_back(LockPath(path_));
+  }
+  for (const auto& [path, id] : noted_) {
+    const std::optional<FileId> there = FileAt(path);
+    if (there && *there != id) {
+      return absl::FailedPreconditionError(
+          absl::StrCat(path, " is not this daemon's socket any more: another file is there"));
+    }
+    if (!there) gone.push_back(path);
+  }
+  return gone;
 }
 
 absl::StatusOr<std::string> TcpAddress(const std::string& listen, bool allow_remote) {

@@ -2,8 +2,11 @@
 
 #include <sys/types.h>
 
+#include <map>
 #include <optional>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -26,24 +29,43 @@ struct SocketAccess {
 // group.
 absl::StatusOr<SocketAccess> SocketAccessOf(const Config& config);
 
-// The path of a unix socket, reserved for one daemon. A lock file next to it keeps other daemons
-// away; the lock ends with the process. The destructor removes both files.
+// The path of a unix socket, and that of its regions, reserved for one daemon. A lock file next to
+// them keeps other daemons away; the lock ends with the process. Others may remove these files or
+// put theirs there, so this knows its own by their inodes. The destructor removes its own files.
+// Not thread-safe.
 class SocketPath {
  public:
-  // Creates the directory if it is missing, with mode 0700, or 0710 for a group. Removes a socket
+  // Creates the directory if it is missing, with mode 0700, or 0710 for a group. Removes sockets
   // that a dead daemon left. On an error, no lock file is left. Errors: PERMISSION_DENIED if the
   // directory belongs to another user or others may write to it; ALREADY_EXISTS if another daemon
-  // holds the path; INVALID_ARGUMENT if the path does not name a file, or is too long for a socket
-  // with kRegionsSuffix; FAILED_PRECONDITION if something other than a socket exists there.
+  // holds the path, or a process answers there; INVALID_ARGUMENT if the path does not name a file,
+  // or is too long for a socket with kRegionsSuffix; FAILED_PRECONDITION if something other than a
+  // socket exists there.
   static absl::StatusOr<SocketPath> Claim(const std::string& path, const SocketAccess& access);
   SocketPath(SocketPath&& other) noexcept = default;
   SocketPath& operator=(SocketPath&&) = delete;
   ~SocketPath();
 
+  // Notes that the file at this path, with or without kRegionsSuffix, is a socket of the daemon.
+  void NoteOwn(const std::string& path);
+  // Looks whether the files are still there. If the lock file is gone, makes it again. Returns the
+  // paths at which noted sockets, or the lock file, were gone. The caller listens there again.
+  // Errors as Claim() if another daemon has the lock now, or if another file is at one of the
+  // paths.
+  absl::StatusOr<std::vector<std::string>> FindGone();
+
  private:
-  SocketPath(std::string path, Descriptor lock) : path_(std::move(path)), lock_(std::move(lock)) {}
+  using FileId = std::pair<dev_t, ino_t>;
+
+  SocketPath(std::string path, const SocketAccess& access, Descriptor lock)
+      : path_(std::move(path)), access_(access), lock_(std::move(lock)) {}
+  static std::optional<FileId> FileAt(const std::string& path);  // nullopt: there is none
+  bool HasLock() const;
+
   std::string path_;
-  Descriptor lock_;  // not valid after a move
+  SocketAccess access_;
+  Descriptor lock_;                      // not valid after a move
+  std::map<std::string, FileId> noted_;  // the daemon's sockets
 };
 
 // Whether host:port can be reached only from this machine.

@@ -1,5 +1,6 @@
 #include "daemon/server/acceptor.h"
 
+#include <fcntl.h>
 #include <poll.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
@@ -51,7 +52,15 @@ void Acceptor::Stop() {
     Wake();
     thread_.join();
   }
+  const MutexLock lock(mutex_);
   listeners_.clear();
+}
+
+void Acceptor::Replace(Descriptor listener) {
+  const MutexLock lock(mutex_);
+  if (listeners_.empty()) return;
+  // Under the same number, which the thread polls again after it wakes.
+  if (dup3(listener.get(), listeners_.front().get(), O_CLOEXEC) >= 0) Wake();
 }
 
 void Acceptor::Wake() {

@@ -38,6 +38,9 @@ class Acceptor {
   // Closes the sockets, so that new connections are refused. REQUIRES: the server is not shut down
   // yet. A second call does nothing.
   void Stop();
+  // Accepts from another socket from now on, because the file of the first is gone. After Stop(),
+  // does nothing. REQUIRES: made with one socket.
+  void Replace(Descriptor listener) ABSL_LOCKS_EXCLUDED(mutex_);
 
   // Checks that the thread is running. DEADLINE_EXCEEDED if it does not answer within the timeout.
   // OK after Stop(). REQUIRES: started.
@@ -60,7 +63,7 @@ class Acceptor {
   std::atomic<int64_t> connection_count_max_;
   const std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor> server_;
   EventLog& events_;
-  std::vector<Descriptor> listeners_;
+  std::vector<Descriptor> listeners_;  // changes after the start are made under the lock
   const Descriptor wake_;
   std::thread thread_;
   std::atomic<int64_t> shed_connection_count_{0};

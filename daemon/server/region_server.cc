@@ -14,8 +14,6 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "daemon/server/listeners.h"
-#include "host/base/descriptor.h"
 #include "host/base/status_macros.h"
 
 namespace spillway {
@@ -71,12 +69,11 @@ class RegionServer::Loop {
     for (const auto& [fd, session] : sessions_) regions_->CloseSession(session.id);
   }
 
-  absl::Status Listen(const std::string& path, const SocketAccess& access) {
+  absl::Status Listen(Descriptor listener) {
     epoll_ = Descriptor(epoll_create1(EPOLL_CLOEXEC));
     stop_ = Descriptor(eventfd(0, EFD_CLOEXEC));
     if (!epoll_.valid() || !stop_.valid()) return Failed("regions");
-    unlink(path.c_str());
-    ASSIGN_OR_RETURN(listener_, ListenAtPath(path, SOCK_SEQPACKET, access));
+    listener_ = std::move(listener);
     Watch(listener_.get());
     Watch(stop_.get());
     return absl::OkStatus();
@@ -103,6 +100,11 @@ class RegionServer::Loop {
         break;
       }
     }
+  }
+
+  // Under the same number, so that the thread needs no notice.
+  void Replace(const Descriptor& listener) {
+    if (dup3(listener.get(), listener_.get(), O_CLOEXEC) >= 0) Watch(listener_.get());
   }
 
   void Stop() {
@@ -184,21 +186,21 @@ class RegionServer::Loop {
   std::map<int, int> processes_;     // key: pidfd; value: descriptor of the connection
 };
 
-absl::StatusOr<std::unique_ptr<RegionServer>> RegionServer::Start(const std::string& path,
-                                                                  const SocketAccess& access,
+absl::StatusOr<std::unique_ptr<RegionServer>> RegionServer::Start(Descriptor listener,
                                                                   RegionTable* regions) {
   auto loop = std::make_unique<Loop>(regions);
-  RETURN_IF_ERROR(loop->Listen(path, access));
-  return std::unique_ptr<RegionServer>(new RegionServer(path, std::move(loop)));
+  RETURN_IF_ERROR(loop->Listen(std::move(listener)));
+  return std::unique_ptr<RegionServer>(new RegionServer(std::move(loop)));
 }
 
-RegionServer::RegionServer(std::string path, std::unique_ptr<Loop> loop)
-    : path_(std::move(path)), loop_(std::move(loop)), thread_([this] { loop_->Run(); }) {}
+RegionServer::RegionServer(std::unique_ptr<Loop> loop)
+    : loop_(std::move(loop)), thread_([this] { loop_->Run(); }) {}
 
 RegionServer::~RegionServer() {
-  unlink(path_.c_str());
   loop_->Stop();
   thread_.join();
 }
+
+void RegionServer::Replace(Descriptor listener) { loop_->Replace(listener); }
 
 }  // namespace spillway

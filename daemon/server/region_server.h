@@ -1,12 +1,11 @@
 #pragma once
 
 #include <memory>
-#include <string>
 #include <thread>
 
 #include "absl/status/statusor.h"
-#include "daemon/config/socket_path.h"
 #include "daemon/engine/regions.h"
+#include "host/base/descriptor.h"
 
 namespace spillway {
 
@@ -15,21 +14,20 @@ namespace spillway {
 // its process ends. Uses one thread.
 class RegionServer {
  public:
-  // Listens at `path`, for the users that `access` allows. The directory of `path` belongs to the
-  // daemon. A socket that a dead daemon left there is removed. The table must outlive the server.
-  static absl::StatusOr<std::unique_ptr<RegionServer>> Start(const std::string& path,
-                                                             const SocketAccess& access,
+  // listener: a socket of SOCK_SEQPACKET. The table must outlive the server.
+  static absl::StatusOr<std::unique_ptr<RegionServer>> Start(Descriptor listener,
                                                              RegionTable* regions);
   // Ends every session.
   ~RegionServer();
+  // Accepts from another socket from now on, because the file of the first is gone. Sessions stay.
+  void Replace(Descriptor listener);
   RegionServer(const RegionServer&) = delete;
   RegionServer& operator=(const RegionServer&) = delete;
 
  private:
   class Loop;
-  RegionServer(std::string path, std::unique_ptr<Loop> loop);
+  explicit RegionServer(std::unique_ptr<Loop> loop);
 
-  const std::string path_;
   const std::unique_ptr<Loop> loop_;
   std::thread thread_;
 };

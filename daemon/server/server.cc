@@ -1,7 +1,5 @@
 #include "daemon/server/server.h"
 
-#include <sys/socket.h>
-
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -23,9 +21,9 @@
 #include "daemon/server/health_call.h"
 #include "daemon/server/home.h"
 #include "daemon/server/listeners.h"
+#include "daemon/server/local_sockets.h"
 #include "daemon/server/logging.h"
 #include "daemon/server/memory_watch.h"
-#include "daemon/server/region_server.h"
 #include "daemon/server/sweeper.h"
 #include "daemon/server/tls.h"
 #include "daemon/services/admin_service.h"
@@ -166,6 +164,7 @@ struct Server::Impl {
         sweeper(sweep_period, engine, events, streams, [this, &engine] {
           Reload();
           engine.CheckDevices();
+          KeepSockets();
           ReportReadiness();
           EndSilent();
         }) {}
@@ -202,6 +201,11 @@ struct Server::Impl {
     }
   }
 
+  // Until the server has started, another thread makes the sockets.
+  void KeepSockets() {
+    if (started && sockets != nullptr) sockets->Keep(*acceptors.front());
+  }
+
   // Why the daemon should get no new work; empty if it is ready.
   std::string NotReady() const {
     if (drain.begun()) {
@@ -214,9 +218,11 @@ struct Server::Impl {
       if (!state.why.empty()) return absl::StrCat(state.name, " is lost: ", state.why);
       if (state.lost) return absl::StrCat(state.name, " only fails: see the daemon's log");
     }
-    return "";
+    return sockets == nullptr ? "" : sockets->trouble();
   }
-  void ReportReadiness() { health.SetServing(kReadiness, NotReady().empty()); }
+  void ReportReadiness() {
+    if (started) health.SetServing(kReadiness, NotReady().empty());
+  }
   ServerCounts Counts() const {
     ServerCounts counts;
     counts.dropped_log_line_count = DroppedLogLineCount();
@@ -246,6 +252,7 @@ struct Server::Impl {
   CallThreads file_threads;
   CallThreads model_threads;
   DrainState drain;
+  std::atomic<bool> started{false};
   std::atomic<bool> stopping{false};
   CallCounters calls;
   const Metrics metrics;
@@ -256,11 +263,11 @@ struct Server::Impl {
   AttentionService attention;
   AdminService admin;
   HealthService health;
-  std::optional<SocketPath> socket;
-  std::unique_ptr<RegionServer> region_server;
+  std::unique_ptr<LocalSockets> sockets;  // null: no unix socket
   std::string address;
   std::unique_ptr<grpc::Server> server;
-  // One for the unix socket and one for the TCP address, as far as the server listens there.
+  // One for the unix socket, which is the first, and one for the TCP address, as far as the server
+  // listens there.
   // Declared after `server`, to which they pass connections, so that they are destroyed before it.
   std::vector<std::unique_ptr<Acceptor>> acceptors;
   // Null if connections are not shielded.
@@ -286,12 +293,8 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Config& config, Engi
   std::vector<Descriptor> local, remote;
   if (const std::string path = UnixPath(config); !path.empty()) {
     ASSIGN_OR_RETURN(const SocketAccess access, SocketAccessOf(config));
-    ASSIGN_OR_RETURN(SocketPath socket, SocketPath::Claim(path, access));
-    impl->socket.emplace(std::move(socket));
-    ASSIGN_OR_RETURN(impl->region_server,
-                     RegionServer::Start(RegionSocket(config), access, &impl->regions));
-    ASSIGN_OR_RETURN(Descriptor listener, ListenAtPath(path, SOCK_STREAM, access));
-    local.push_back(std::move(listener));
+    ASSIGN_OR_RETURN(impl->sockets, LocalSockets::Open(path, access, &impl->regions, impl->events));
+    local.push_back(impl->sockets->TakeListener());
   }
   if (IsUnix(config)) {
     impl->address = config.listen;
@@ -346,6 +349,7 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Config& config, Engi
   impl->server = builder.BuildAndStart();
   if (impl->server == nullptr) return absl::UnavailableError("the gRPC server did not start");
   impl->health.SetServing("", true);
+  impl->started = true;
   impl->ReportReadiness();
   if (ConnectionShield::Get().enabled()) {
     impl->memory_watch =

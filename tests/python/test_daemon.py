@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import signal
+import socket
 import stat
 import subprocess
 import threading
@@ -302,6 +304,58 @@ def test_one_daemon_a_socket_and_the_next_after_a_crash(tmp_path: Path) -> None:
         first.wait()
     with process(*flags) as (_, address), spillway.connect(address) as client:
         assert client.health()
+
+
+def test_files_of_its_sockets_that_others_remove(tmp_path: Path) -> None:
+    path = tmp_path / "spillwayd.sock"
+    lock = tmp_path / "spillwayd.sock.lock"
+    flags = ("--listen", f"unix:{path}", "--http-listen", "tcp:127.0.0.1:0")
+
+    def readiness() -> int:
+        found = http.client.HTTPConnection(page, timeout=10)
+        found.request("GET", "/readyz")
+        return found.getresponse().status
+
+    with process(*flags) as (daemon, address):
+        assert daemon.stdout is not None
+        events = (json.loads(line) for line in daemon.stdout)
+        page = next(e["address"] for e in events if e["event"] == "serving_http")
+        # The lock file alone: the next daemon sees that this one lives.
+        lock.unlink()
+        refused = run(*flags)
+        assert "another daemon listens on" in refused.stdout + refused.stderr
+        with spillway.connect(address) as client:
+            assert client.health()
+        # The folder's contents: the daemon listens there again. Open sessions stay.
+        with spillway.connect(address) as before:
+            region = before.attach_region(4096)
+            for file in tmp_path.iterdir():
+                file.unlink()
+            gone = next(
+                e for e in events if e["event"] == "socket_restored" and "sock," in e["removed"]
+            )
+            assert gone["removed"] == f"{lock}, {path}, {path}.regions"
+            assert modes(tmp_path)["spillwayd.sock"][0] == 0o600
+            with spillway.connect(address) as client:
+                assert client.health()
+                client.attach_region(4096)
+            region.detach()
+        # Somebody else's file is left alone, and new clients are sent elsewhere.
+        path.unlink()
+        other = socket.socket(socket.AF_UNIX)
+        other.bind(str(path))
+        assert next(e for e in events if e["event"] == "socket_lost")["error"].startswith(str(path))
+        assert readiness() == 503
+        path.unlink()
+        assert next(e for e in events if e["event"] == "socket_back")
+        assert readiness() == 200
+        # At the end it removes its own files alone.
+        path.unlink()
+        other = socket.socket(socket.AF_UNIX)
+        other.bind(str(path))
+        daemon.terminate()
+        assert daemon.wait(timeout=30) == 0
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_what_is_no_socket_stays(tmp_path: Path) -> None:
