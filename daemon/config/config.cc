@@ -1,7 +1,5 @@
 #include "daemon/config/config.h"
 
-#include <unistd.h>
-
 #include <cassert>
 #include <cmath>
 #include <cstdlib>
@@ -16,6 +14,7 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "daemon/config/socket_path.h"
+#include "host/base/default_socket.h"
 #include "host/base/status_macros.h"
 #include "toml.hpp"
 
@@ -539,14 +538,6 @@ absl::Status ReadFile(const std::string& path, const Topology& topology, Config&
 
 std::string ModeName(MpsMode mode) { return MpsNames()[static_cast<size_t>(mode)]; }
 
-std::string DefaultListen() {
-  const char* runtime = std::getenv("XDG_RUNTIME_DIR");
-  if (runtime != nullptr && *runtime == '/') {
-    return absl::StrCat("unix:", runtime, "/spillway/spillwayd.sock");
-  }
-  return absl::StrCat("unix:/tmp/spillway-", getuid(), "/spillwayd.sock");
-}
-
 std::string DefaultSnapshotFolder() {
   for (const auto& [variable, below] : {std::pair("STATE_DIRECTORY", "/snapshots"),
                                         std::pair("XDG_STATE_HOME", "/spillway/snapshots"),
@@ -562,7 +553,7 @@ std::string DefaultSnapshotFolder() {
 absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv,
                                              const Topology& topology, const std::string& version) {
   CommandLine line;
-  line.config.listen = DefaultListen();
+  line.config.listen = absl::StrCat("unix:", DefaultSocketPath());
   line.config.snapshot_folder = DefaultSnapshotFolder();
   line.config.memory_limit_bytes = DefaultMemoryLimit(topology);
 

@@ -36,6 +36,7 @@ enum class WhenLost {
 // see SettingChange.
 struct Config {
   // unix:/path, or tcp:host:port (port 0: any free port); empty: the daemon listens nowhere.
+  // Default: host/base/default_socket.h.
   std::string listen;
   // unix:/path of a second socket, if `listen` is a TCP address. Clients on this machine use it to
   // share memory with the daemon. Empty: none.
@@ -108,10 +109,6 @@ struct Config {
   double slow_attend_ms = 1000;
   LogFormat log_format = LogFormat::kText;
 };
-
-// unix:$XDG_RUNTIME_DIR/spillway/spillwayd.sock; without that variable
-// unix:/tmp/spillway-$UID/spillwayd.sock.
-std::string DefaultListen();
 
 // The first of $STATE_DIRECTORY/snapshots (set by systemd), $XDG_STATE_HOME/spillway/snapshots and
 // $HOME/.local/state/spillway/snapshots whose variable is an absolute path; empty if there is none.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 import spillway
 import torch
+from daemon_process import binary
 from reference import dense_attention
 from spillway import BFloat16, Client, Model, Policy, Sequence, TopK, TopP
 from spillway._proto import admin_service_pb2 as admin
@@ -48,6 +51,20 @@ def test_target_by_environment(target: str, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delenv("SPILLWAY_TARGET")
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/7")
     assert spillway.default_target() == "unix:/run/user/7/spillway/spillwayd.sock"
+    # Without it, the folder is the user's own too, and the daemon's default is the same.
+    monkeypatch.setenv("HOME", "/home/her")
+    for runtime in ("", "relative"):
+        monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
+        config = subprocess.run([binary(), "--print-config"], capture_output=True, check=True)
+        default = spillway.default_target()
+        assert f'listen = "{default}"' in config.stdout.decode()
+        user = f"/run/user/{os.geteuid()}"
+        if os.geteuid() == 0:
+            assert default == "unix:/run/spillway/spillwayd.sock"
+        elif Path(user).exists():
+            assert default == f"unix:{user}/spillway/spillwayd.sock"
+        else:
+            assert default == "unix:/home/her/.spillway/spillwayd.sock"
 
 
 def test_models(client: Client) -> None:

@@ -1,10 +1,9 @@
-#include <unistd.h>
-
 #include <cstdlib>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
+#include "host/base/default_socket.h"
 #include "spillway/client.h"
 
 namespace spillway {
@@ -12,11 +11,7 @@ namespace spillway {
 std::string DefaultTarget() {
   const char* named = std::getenv("SPILLWAY_TARGET");
   if (named != nullptr && *named != '\0') return named;
-  const char* runtime = std::getenv("XDG_RUNTIME_DIR");
-  if (runtime != nullptr && *runtime == '/') {
-    return absl::StrCat("unix:", runtime, "/spillway/spillwayd.sock");
-  }
-  return absl::StrCat("unix:/tmp/spillway-", getuid(), "/spillwayd.sock");
+  return absl::StrCat("unix:", DefaultSocketPath());
 }
 
 std::string NormalizeTarget(const std::string& target) {

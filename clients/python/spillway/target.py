@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 
 _ENVIRONMENT = "SPILLWAY_TARGET"
 
@@ -10,15 +11,32 @@ _ENVIRONMENT = "SPILLWAY_TARGET"
 def default_target() -> str:
     """Returns the target that is used if none is named.
 
-    `SPILLWAY_TARGET` if it is set. Otherwise the default socket of the daemon: in
-    `$XDG_RUNTIME_DIR/spillway`, or without that variable in `/tmp/spillway-<uid>`.
+    `SPILLWAY_TARGET` if it is set. Otherwise the default socket of the daemon, `spillwayd.sock` in
+    `$XDG_RUNTIME_DIR/spillway`. Without that variable, the folder is `/run/spillway` for root, and
+    for others `/run/user/<uid>/spillway`, or `$HOME/.spillway` if there is no `/run/user/<uid>`.
     """
     named = os.environ.get(_ENVIRONMENT)
     if named:
         return named if named.startswith("tcp:") else normalize_target(named)
-    runtime = os.environ.get("XDG_RUNTIME_DIR")
-    folder = f"{runtime}/spillway" if runtime else f"/tmp/spillway-{os.getuid()}"
-    return f"unix:{folder}/spillwayd.sock"
+    return f"unix:{_default_folder()}/spillwayd.sock"
+
+
+def _default_folder() -> str:
+    # The same rules as host/base/default_socket.h.
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    if runtime.startswith("/"):
+        return f"{runtime}/spillway"
+    if os.geteuid() == 0:
+        return "/run/spillway"
+    user = f"/run/user/{os.geteuid()}"
+    home = os.environ.get("HOME", "")
+    try:
+        found = os.stat(user)
+    except OSError:
+        owned = False
+    else:
+        owned = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+    return f"{user}/spillway" if owned or not home.startswith("/") else f"{home}/.spillway"
 
 
 def normalize_target(target: str) -> str:
