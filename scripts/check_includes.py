@@ -45,7 +45,7 @@ MAY_INCLUDE: dict[str, tuple[str, ...]] = {
     "gpu/methods": (*HOST, "host/methods", "gpu/kernels", *METHOD_HEADERS),
     "daemon/config": ("host/base", "host/memory"),
     "daemon/store": HOST,
-    "daemon/access": ("host/base", "daemon/config/config.h", "daemon/engine"),
+    "daemon/access": ("host/base", "daemon/config", "daemon/engine"),
     "daemon/engine": (*HOST, "daemon/store"),
     "daemon/snapshot": (*HOST, "daemon/engine"),
     "daemon/metrics": (*HOST, "daemon/engine"),

@@ -1,30 +1,20 @@
 #include "daemon/access/token_file.h"
 
-#include <fcntl.h>
 #include <openssl/sha.h>
 #include <sys/stat.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
-#include <cstring>
-#include <limits>
-#include <set>
-#include <sstream>
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "daemon/config/config.h"
+#include "daemon/config/toml_text.h"
 #include "daemon/engine/registry.h"
-#include "host/base/descriptor.h"
 #include "host/base/status_macros.h"
-#include "toml.hpp"
 
 namespace spillway {
 namespace {
-
-constexpr int64_t kFileBytesMax = int64_t{16} << 20;
 
 absl::Status Wrong(const std::string& path, const std::string& what) {
   return absl::InvalidArgumentError(absl::StrCat(path, ": ", what));
@@ -122,57 +112,29 @@ TokenDigest DigestOf(std::string_view token) {
   return digest;
 }
 
-absl::StatusOr<std::string> ReadTokenFile(const std::string& path) {
-  const Descriptor file(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
-  struct stat info {};
-  if (!file.valid() || fstat(file.get(), &info) != 0) {
-    return Wrong(path, absl::StrCat("cannot be read: ", std::strerror(errno)));
-  }
-  if (!S_ISREG(info.st_mode)) return Wrong(path, "is not a regular file");
-  if ((info.st_mode & (S_IROTH | S_IWOTH)) != 0) {
+absl::StatusOr<std::vector<TokenEntry>> ParseTokens(const RegularFile& file,
+                                                    const std::string& path) {
+  if ((file.mode & (S_IROTH | S_IWOTH)) != 0) {
     return Wrong(path, "others may read or write it: chmod o-rw it");
   }
-  if (info.st_size > kFileBytesMax) {
-    return Wrong(path, absl::StrCat("has ", info.st_size, " bytes, more than ", kFileBytesMax));
-  }
-  std::string text(static_cast<size_t>(info.st_size), '\0');
-  size_t size = 0;
-  while (size < text.size()) {
-    const ssize_t count = read(file.get(), text.data() + size, text.size() - size);
-    if (count < 0 && errno == EINTR) continue;
-    if (count < 0) return Wrong(path, absl::StrCat("cannot be read: ", std::strerror(errno)));
-    if (count == 0) break;
-    size += static_cast<size_t>(count);
-  }
-  text.resize(size);
-  return text;
-}
-
-absl::StatusOr<std::vector<TokenEntry>> ParseTokens(const std::string& text,
-                                                    const std::string& path) {
+  ASSIGN_OR_RETURN(const toml::value toml, ParseToml(file.text, path));
   std::vector<TokenEntry> entries;
-  try {
-    std::istringstream stream(text);
-    const toml::value file = toml::parse(stream, path);
-    for (const auto& [key, value] : file.as_table()) {
-      if (key != "token" || !value.is_array()) {
-        return Wrong(path, absl::StrCat("\"", key, "\" is unknown: entries are [[token]]"));
-      }
-      for (const toml::value& table : value.as_array()) {
-        const std::string number = absl::StrCat("token ", entries.size() + 1);
-        absl::StatusOr<TokenEntry> entry = EntryFrom(table);
-        absl::Status status = entry.status();
-        if (status.ok()) status = Compare(*entry, entries);
-        if (!status.ok()) {
-          return Wrong(
-              path, absl::StrCat(number, entry.ok() ? absl::StrCat(" \"", entry->name, "\"") : "",
-                                 ": ", status.message()));
-        }
-        entries.push_back(*std::move(entry));
-      }
+  for (const auto& [key, value] : toml.as_table()) {
+    if (key != "token" || !value.is_array()) {
+      return Wrong(path, absl::StrCat("\"", key, "\" is unknown: entries are [[token]]"));
     }
-  } catch (const std::exception& error) {
-    return Wrong(path, error.what());
+    for (const toml::value& table : value.as_array()) {
+      const std::string number = absl::StrCat("token ", entries.size() + 1);
+      absl::StatusOr<TokenEntry> entry = EntryFrom(table);
+      absl::Status status = entry.status();
+      if (status.ok()) status = Compare(*entry, entries);
+      if (!status.ok()) {
+        return Wrong(path,
+                     absl::StrCat(number, entry.ok() ? absl::StrCat(" \"", entry->name, "\"") : "",
+                                  ": ", status.message()));
+      }
+      entries.push_back(*std::move(entry));
+    }
   }
   return entries;
 }

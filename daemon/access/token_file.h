@@ -8,6 +8,7 @@
 
 #include "absl/status/statusor.h"
 #include "daemon/engine/account.h"
+#include "host/base/regular_file.h"
 
 namespace spillway {
 
@@ -24,11 +25,10 @@ struct TokenEntry {
   Quota quota;
 };
 
-// The text of a file that only its owner and group may read or write. INVALID_ARGUMENT, with the
-// path, if others may too, or it cannot be read.
-absl::StatusOr<std::string> ReadTokenFile(const std::string& path);
+// The most bytes of a tokens file: some 10,000 tokens, which take the parser a second or two.
+inline constexpr int64_t kTokenFileBytesMax = int64_t{1} << 20;
 
-// The entries of such a text, in TOML:
+// The entries of a tokens file, which only its owner and group may read or write, in TOML:
 //
 //   [[token]]
 //   name = "alice"
@@ -37,9 +37,10 @@ absl::StatusOr<std::string> ReadTokenFile(const std::string& path);
 //   bytes_max = "64GiB"       # rows and index of the namespace's sequences; default: no limit
 //   sequence_count_max = 100  # default: no limit
 //
-// INVALID_ARGUMENT names the entry and the key if a key is unknown, missing or wrong, if two
-// entries have the same name or digest, or if two entries of a namespace have different quotas.
-absl::StatusOr<std::vector<TokenEntry>> ParseTokens(const std::string& text,
+// INVALID_ARGUMENT, with the path, if others may read or write it. It names the entry and the key
+// if a key is unknown, missing or wrong, if two entries have the same name or digest, or if two
+// entries of a namespace have different quotas.
+absl::StatusOr<std::vector<TokenEntry>> ParseTokens(const RegularFile& file,
                                                     const std::string& path);
 
 }  // namespace spillway

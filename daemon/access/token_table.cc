@@ -18,8 +18,9 @@ constexpr std::string_view kScheme = "Bearer ";
 absl::StatusOr<std::unique_ptr<TokenTable>> TokenTable::Open(const std::string& path,
                                                              AccountTable* accounts) {
   std::unique_ptr<TokenTable> table(new TokenTable(path, accounts));
-  ASSIGN_OR_RETURN(table->seen_, ReadTokenFile(path));
-  RETURN_IF_ERROR(table->Take(table->seen_));
+  table->seen_ = table->file_.Read(WatchedFile::kNeeded);
+  RETURN_IF_ERROR(table->seen_.status());
+  RETURN_IF_ERROR(table->Take(*table->seen_));
   return table;
 }
 
@@ -47,8 +48,8 @@ absl::StatusOr<Caller> TokenTable::Authenticate(std::string_view authorization) 
                     "TOKEN_UNKNOWN");
 }
 
-absl::Status TokenTable::Take(const std::string& text) {
-  ASSIGN_OR_RETURN(const std::vector<TokenEntry> entries, ParseTokens(text, path_));
+absl::Status TokenTable::Take(const RegularFile& file) {
+  ASSIGN_OR_RETURN(const std::vector<TokenEntry> entries, ParseTokens(file, file_.path()));
   std::vector<Token> tokens;
   const MutexLock lock(mutex_);
   for (const TokenEntry& entry : entries) {
@@ -72,12 +73,11 @@ absl::Status TokenTable::Take(const std::string& text) {
 }
 
 absl::StatusOr<bool> TokenTable::Reload() {
-  const absl::StatusOr<std::string> text = ReadTokenFile(path_);
-  const std::string seen = text.ok() ? *text : std::string(text.status().message());
-  if (seen == seen_) return false;
-  seen_ = seen;
-  RETURN_IF_ERROR(text.status());
-  RETURN_IF_ERROR(Take(*text));
+  absl::StatusOr<RegularFile> read = file_.Read(WatchedFile::kTurn);
+  if (read == seen_) return false;
+  seen_ = std::move(read);
+  RETURN_IF_ERROR(seen_.status());
+  RETURN_IF_ERROR(Take(*seen_));
   return true;
 }
 

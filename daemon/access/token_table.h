@@ -3,13 +3,13 @@
 #include <memory>
 #include <string>
 #include <string_view>
-#include <utility>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "daemon/access/token_file.h"
+#include "daemon/config/watched_file.h"
 #include "daemon/engine/account.h"
 #include "daemon/engine/caller.h"
 #include "host/base/mutex.h"
@@ -20,8 +20,8 @@ namespace spillway {
 // except for Reload().
 class TokenTable {
  public:
-  // accounts: receive the quotas in the file; must outlive the table. INVALID_ARGUMENT as
-  // ReadTokenFile and ParseTokens.
+  // accounts: receive the quotas in the file; must outlive the table. Errors as
+  // WatchedFile::Read and ParseTokens.
   static absl::StatusOr<std::unique_ptr<TokenTable>> Open(const std::string& path,
                                                           AccountTable* accounts);
   TokenTable(const TokenTable&) = delete;
@@ -44,13 +44,13 @@ class TokenTable {
     std::shared_ptr<Grant> grant;
   };
 
-  TokenTable(std::string path, AccountTable* accounts)
-      : path_(std::move(path)), accounts_(accounts) {}
-  absl::Status Take(const std::string& text) ABSL_LOCKS_EXCLUDED(mutex_);
+  TokenTable(const std::string& path, AccountTable* accounts)
+      : file_(path, kTokenFileBytesMax), accounts_(accounts) {}
+  absl::Status Take(const RegularFile& file) ABSL_LOCKS_EXCLUDED(mutex_);
 
-  const std::string path_;
+  WatchedFile file_;
   AccountTable* const accounts_;
-  std::string seen_;  // the text read last, or the error
+  absl::StatusOr<RegularFile> seen_;  // what was read last
   mutable Mutex mutex_;
   std::vector<Token> tokens_ ABSL_GUARDED_BY(mutex_);
 };

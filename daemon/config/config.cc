@@ -14,6 +14,8 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "daemon/config/socket_path.h"
+#include "daemon/config/toml_text.h"
+#include "daemon/config/watched_file.h"
 #include "host/base/default_socket.h"
 #include "host/base/status_macros.h"
 #include "toml.hpp"
@@ -22,6 +24,7 @@ namespace spillway {
 namespace {
 
 constexpr char kMemoryLimitKey[] = "memory.limit";
+constexpr int64_t kFileBytesMax = int64_t{1} << 20;
 
 // A setting: its names in the file and on the command line, and the conversion between text and
 // value. In the file, numbers and booleans have no quotes.
@@ -514,22 +517,20 @@ absl::Status CheckTokens(const Config& config) {
 }
 
 absl::Status ReadFile(const std::string& path, const Topology& topology, Config& config) {
-  try {
-    const toml::value file = toml::parse(path);
-    for (const auto& [section, value] : file.as_table()) {
-      if (!value.is_table()) {
-        return absl::InvalidArgumentError(absl::StrCat(path, ": unknown key ", section));
-      }
-      for (const auto& [name, inner] : value.as_table()) {
-        absl::Status status =
-            Set(absl::StrCat(section, ".", name), ValueText(inner), topology, config);
-        if (!status.ok()) {
-          return absl::InvalidArgumentError(absl::StrCat(path, ": ", status.message()));
-        }
+  ASSIGN_OR_RETURN(const RegularFile read,
+                   WatchedFile(path, kFileBytesMax).Read(WatchedFile::kNeeded));
+  ASSIGN_OR_RETURN(const toml::value file, ParseToml(read.text, path));
+  for (const auto& [section, value] : file.as_table()) {
+    if (!value.is_table()) {
+      return absl::InvalidArgumentError(absl::StrCat(path, ": unknown key ", section));
+    }
+    for (const auto& [name, inner] : value.as_table()) {
+      absl::Status status =
+          Set(absl::StrCat(section, ".", name), ValueText(inner), topology, config);
+      if (!status.ok()) {
+        return absl::InvalidArgumentError(absl::StrCat(path, ": ", status.message()));
       }
     }
-  } catch (const std::exception& error) {
-    return absl::InvalidArgumentError(absl::StrCat(path, ": ", error.what()));
   }
   return absl::OkStatus();
 }

@@ -8,8 +8,6 @@
 
 #include <cerrno>
 #include <cstring>
-#include <fstream>
-#include <sstream>
 
 #include "absl/strings/str_cat.h"
 #include "grpcpp/security/tls_certificate_provider.h"
@@ -20,6 +18,7 @@ namespace spillway {
 namespace {
 
 constexpr unsigned kReadSeconds = 1;
+constexpr int64_t kFileBytesMax = int64_t{4} << 20;
 constexpr std::array<const char*, 3> kSettings = {"tls.certificate (--tls-certificate)",
                                                   "tls.key (--tls-key)",
                                                   "tls.client_ca (--tls-client-ca)"};
@@ -47,19 +46,16 @@ absl::StatusOr<Descriptor> Hold(const std::string& text) {
 
 }  // namespace
 
-absl::StatusOr<Tls::Texts> Tls::Read() const {
+absl::StatusOr<Tls::Texts> Tls::Read(absl::Duration wait) {
   Texts texts;
   for (int part = 0; part < kPartCount; ++part) {
-    if (paths_[part].empty()) continue;
-    std::ifstream file(paths_[part]);
-    std::ostringstream text;
-    if (!(text << file.rdbuf())) {
-      const int error = errno;
-      return absl::InvalidArgumentError(
-          absl::StrCat(kSettings[part], ": cannot read ", paths_[part],
-                       file.is_open() ? "" : absl::StrCat(": ", std::strerror(error))));
+    if (files_[part].path().empty()) continue;
+    absl::StatusOr<RegularFile> file = files_[part].Read(wait);
+    if (!file.ok()) {
+      return absl::Status(file.status().code(),
+                          absl::StrCat(kSettings[part], ": ", file.status().message()));
     }
-    texts[part] = std::move(text).str();
+    texts[part] = std::move(file->text);
   }
   return texts;
 }
@@ -72,7 +68,7 @@ absl::StatusOr<std::vector<Descriptor>> Tls::Check(const Texts& texts) const {
   ERR_clear_error();
   const auto wrong = [this](Part part, const std::string& what) {
     return absl::InvalidArgumentError(
-        absl::StrCat(kSettings[part], ": ", paths_[part], " ", what, ": ", Reason()));
+        absl::StrCat(kSettings[part], ": ", files_[part].path(), " ", what, ": ", Reason()));
   };
   std::vector<Descriptor> files;
   for (const std::string& text : texts) {
@@ -86,11 +82,10 @@ absl::StatusOr<std::vector<Descriptor>> Tls::Check(const Texts& texts) const {
   if (SSL_CTX_use_PrivateKey_file(context.get(), FileOf(files[kKey]).c_str(), SSL_FILETYPE_PEM) !=
       1) {
     return wrong(kKey, absl::StrCat("holds no key in PEM, without a password, of the certificate ",
-                                    paths_[kCertificate]));
+                                    files_[kCertificate].path()));
   }
-  if (!paths_[kClientCa].empty() &&
-      SSL_CTX_load_verify_locations(context.get(), FileOf(files[kClientCa]).c_str(), nullptr) !=
-          1) {
+  if (is_mutual() && SSL_CTX_load_verify_locations(context.get(), FileOf(files[kClientCa]).c_str(),
+                                                   nullptr) != 1) {
     return wrong(kClientCa, "holds no certificates in PEM");
   }
   return files;
@@ -112,9 +107,12 @@ absl::Status Tls::Take(const Texts& texts) {
 
 absl::StatusOr<std::unique_ptr<Tls>> Tls::Open(const Config& config) {
   if (config.tls_certificate.empty()) return nullptr;
-  std::unique_ptr<Tls> tls(new Tls({config.tls_certificate, config.tls_key, config.tls_client_ca}));
-  ASSIGN_OR_RETURN(tls->seen_, tls->Read());
-  RETURN_IF_ERROR(tls->Take(tls->seen_));
+  std::unique_ptr<Tls> tls(new Tls({WatchedFile(config.tls_certificate, kFileBytesMax),
+                                    WatchedFile(config.tls_key, kFileBytesMax),
+                                    WatchedFile(config.tls_client_ca, kFileBytesMax)}));
+  tls->seen_ = tls->Read(WatchedFile::kNeeded);
+  RETURN_IF_ERROR(tls->seen_.status());
+  RETURN_IF_ERROR(tls->Take(*tls->seen_));
   return tls;
 }
 
@@ -134,11 +132,11 @@ std::shared_ptr<grpc::ServerCredentials> Tls::Credentials() const {
 }
 
 absl::StatusOr<bool> Tls::Reload() {
-  absl::StatusOr<Texts> texts = Read();
-  // A file that is missing now is probably being replaced.
-  if (!texts.ok() || *texts == seen_) return false;
-  seen_ = *std::move(texts);
-  RETURN_IF_ERROR(Take(seen_));
+  absl::StatusOr<Texts> read = Read(WatchedFile::kTurn);
+  if (read == seen_) return false;
+  seen_ = std::move(read);
+  RETURN_IF_ERROR(seen_.status());
+  RETURN_IF_ERROR(Take(*seen_));
   return true;
 }
 

@@ -125,6 +125,7 @@ def test_flags_win_over_the_file(tmp_path: Path) -> None:
         ("[sequences]\nunnamed_grace_seconds = -1\n", "sequences.unnamed_grace_seconds"),
         ("[log]\nlevel = 'loud'\n", "log.level"),
         ("[server\n", "spillwayd.toml"),
+        ("[server]\nlisten = " + "[\n" * 100_000, "is nested more than 16 levels deep"),
     ],
 )
 def test_bad_files_are_refused_by_name(tmp_path: Path, text: str, named: str) -> None:
@@ -136,6 +137,7 @@ def test_bad_files_are_refused_by_name(tmp_path: Path, text: str, named: str) ->
 @pytest.mark.parametrize(
     "flags",
     [
+        ("--config", "/dev/zero"),
         ("--threads", "-1"),
         ("--memory-limit", "0"),
         ("--no-such-flag",),

@@ -118,6 +118,8 @@ def test_what_may_change_changes_and_the_rest_waits(reloading: Reloading) -> Non
         ("[sequences]\nttl_seconds = 40\ncount = 3\n", "unknown key sequences.count"),
         # Each setting is valid, but not both together.
         ("[sequences]\nttl_seconds = 40\n[tls]\nclient_ca = '/ca.pem'\n", "tls.client_ca"),
+        ("[sequences]\nttl_seconds = " + "[\n" * 100_000, "is nested more than 16 levels"),
+        ("[sequences]\nttl_seconds = 40\n" + "#" * (1 << 20), "has more than 1048576 bytes"),
     ],
 )
 def test_a_file_that_is_wrong_changes_nothing(reloading: Reloading, text: str, error: str) -> None:

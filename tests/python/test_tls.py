@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,7 @@ def test_the_tool_takes_the_files(daemon: Served, folder: Path) -> None:
     assert refused.returncode == 3
     missing = run_cli(daemon.address, "--tls-ca", "/nowhere.pem", *own, "models")
     assert missing.returncode == 2
-    assert "cannot read the authorities /nowhere.pem: No such file" in missing.stderr
+    assert "the authorities: /nowhere.pem: cannot be read: No such file" in missing.stderr
     halved = run_cli(daemon.address, "--tls-ca", named["ca"], *own[:2], "models")
     assert halved.returncode == 2
     assert "must both be set" in halved.stderr
@@ -196,12 +197,58 @@ def test_certificates_change_while_clients_are_connected(folder: Path, tmp_path:
         by_old.close()
 
 
+def test_what_is_no_certificate_stops_nothing_and_is_told(folder: Path, tmp_path: Path) -> None:
+    certificate, key = tmp_path / "server.pem", tmp_path / "server.key"
+    for path in (certificate, key):
+        shutil.copy(folder / path.name, path)
+    flags = ("--tls-certificate", str(certificate), "--tls-key", str(key))
+    with served(tmp_path, *flags) as daemon:
+
+        def replaced(make: Callable[[Path], object], said: str) -> None:
+            before = len(daemon.log.read_text())
+            make(tmp_path / "new")
+            (tmp_path / "new").replace(certificate)  # never missing in between
+            await_alone(said, before)
+
+        def await_alone(said: str, before: int) -> None:
+            daemon.await_log(said, since=before)
+            # The daemon's turns go on, and in each of them it finds the same file.
+            with spillway.connect(daemon.address, ca=folder / "ca.pem") as client:
+                model = client.create_model(
+                    layer_count=1, query_head_count=1, kv_head_count=1, head_dim=16
+                )
+                client.create_sequence(model, ttl=0.01)
+                daemon.await_log("expired", since=before)
+                delete_model(client, model)
+            assert daemon.log.read_text()[before:].count("tls_") == 1
+
+        replaced(os.mkfifo, f"{certificate}: is not a regular file")
+        replaced(lambda new: new.write_text(""), f"{certificate} holds no certificate in PEM")
+        replaced(lambda new: new.symlink_to("/dev/zero"), f"{certificate}: is not a regular file")
+        before = len(daemon.log.read_text())
+        certificate.unlink()
+        await_alone(f"{certificate}: cannot be read: No such file", before)
+        replaced(lambda new: shutil.copy(folder / "server.pem", new), "tls_reloaded")
+        replaced(os.mkfifo, f"{certificate}: is not a regular file")
+    # It has ended in good order.
+
+
 @pytest.mark.parametrize(
     ("certificate", "key", "client_ca", "said"),
     [
-        ("missing", "server.key", "", "tls.certificate (--tls-certificate): cannot read {}/"),
-        ("server.pem", "missing", "", "tls.key (--tls-key): cannot read {}/missing"),
-        ("server.pem", "server.key", "missing", "tls.client_ca (--tls-client-ca): cannot read"),
+        (
+            "missing",
+            "server.key",
+            "",
+            "tls.certificate (--tls-certificate): {}/missing: cannot be read",
+        ),
+        ("server.pem", "missing", "", "tls.key (--tls-key): {}/missing: cannot be read"),
+        (
+            "server.pem",
+            "server.key",
+            "missing",
+            "tls.client_ca (--tls-client-ca): {}/missing: cannot",
+        ),
         ("server.key", "server.key", "", "{}/server.key holds no certificate in PEM"),
         ("server.pem", "server.pem", "", "{}/server.pem holds no key in PEM"),
         ("server.pem", "client.key", "", "of the certificate {}/server.pem: key values mismatch"),

@@ -441,9 +441,17 @@ def test_tokens_change_while_streams_are_open(daemon: Daemon, alice: spillway.Cl
             daemon.tokens_file.chmod(0o604)
             daemon.served.await_log("chmod o-rw", since=before)
             assert bob.get_model(model.name).name == model.name
+            # Neither does one that is nested deeper than the parser's stack.
+            before = len(log.read_text())
+            deep = daemon.tokens_file.with_name("deep")
+            deep.write_text("a = " + "[\n" * 100_000)
+            deep.chmod(0o600)
+            deep.replace(daemon.tokens_file)
+            daemon.served.await_log("is nested more than 16 levels deep", since=before)
+            assert bob.get_model(model.name).name == model.name
             # Bob's token is removed.
             before = len(log.read_text())
-            daemon.tokens_file.chmod(0o600)
+            write_tokens(daemon.tokens_file, ENTRIES[0])
             daemon.served.await_log("tokens_reloaded", since=before)
             assert refused(lambda: bob.get_model(model.name)).reason == "TOKEN_UNKNOWN"
             assert refused(lambda: stream.step(sequence, 0, q, one, one)).reason == "TOKEN_REVOKED"

@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
+#include <array>
 #include <cstdlib>
 #include <fstream>
 #include <iostream>
@@ -144,12 +145,17 @@ int Main(int argc, char** argv) {
     return finish(made, made.ok() ? kOk : absl::IsInvalidArgument(made) ? kUsage : kFailed);
   }
   if (!token_file.empty()) {
+    // It may be a pipe, but not an endless line.
     std::ifstream file(token_file);
-    if (!std::getline(file, access.token)) {
-      return finish(absl::InvalidArgumentError(
-                        absl::StrCat("--token-file: ", token_file, " cannot be read or is empty")),
-                    kUsage);
+    std::array<char, 4096> line;
+    if (!file.getline(line.data(), line.size())) {
+      return finish(
+          absl::InvalidArgumentError(absl::StrCat("--token-file: ", token_file,
+                                                  " cannot be read, is empty, or has a line of ",
+                                                  line.size(), " bytes or more")),
+          kUsage);
     }
+    access.token = line.data();
   }
   if (doctor->parsed()) {
     Doctor(target, access, output);

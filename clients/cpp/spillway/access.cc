@@ -1,11 +1,8 @@
 #include "spillway/access.h"
 
 #include <algorithm>
-#include <cerrno>
 #include <cstdlib>
 #include <cstring>
-#include <fstream>
-#include <sstream>
 #include <utility>
 #include <vector>
 
@@ -16,6 +13,7 @@
 #include "grpcpp/create_channel.h"
 #include "grpcpp/security/credentials.h"
 #include "grpcpp/support/client_interceptor.h"
+#include "host/base/regular_file.h"
 #include "host/base/status_macros.h"
 #include "spillway/client.h"
 
@@ -30,12 +28,11 @@ std::string Environment(const char* name) {
 }
 
 absl::StatusOr<std::string> Read(const std::string& path, const char* what) {
+  constexpr int64_t kBytesMax = int64_t{4} << 20;
   if (path.empty()) return "";
-  std::ifstream file(path);
-  std::ostringstream text;
-  if (file.is_open() && text << file.rdbuf()) return std::move(text).str();
-  return absl::InvalidArgumentError(
-      absl::StrCat("TLS: cannot read the ", what, " ", path, ": ", std::strerror(errno)));
+  absl::StatusOr<RegularFile> file = ReadRegularFile(path, kBytesMax);
+  if (file.ok()) return std::move(file->text);
+  return absl::InvalidArgumentError(absl::StrCat("TLS: the ", what, ": ", file.status().message()));
 }
 
 bool SpeaksTls(const std::string& target, const Access& access) {

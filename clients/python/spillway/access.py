@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
+import stat
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +15,7 @@ import grpc
 
 _TLS = "tls:"
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]*")
+_FILE_BYTES_MAX = 4 << 20
 _PLAIN = ("tcp:", "unix:", "/")
 
 
@@ -91,17 +94,29 @@ class Access:
         """
         address = target.removeprefix(_TLS)
         if self.tls:
-
-            def read(path: str) -> bytes | None:
-                return Path(path).read_bytes() if path else None
-
             credentials = grpc.ssl_channel_credentials(
-                read(self.ca), read(self.key), read(self.cert)
+                *(_read(path) if path else None for path in (self.ca, self.key, self.cert))
             )
             channel = grpc.secure_channel(address, credentials, options=options)
         else:
             channel = grpc.insecure_channel(address, options=options)
         return grpc.intercept_channel(channel, _TokenSender(self.token)) if self.token else channel
+
+
+def _read(path: str) -> bytes:
+    """Reads a file as libspillway does: only a regular one, which has an end, and not too much.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    # Non-blocking, because opening a pipe would wait for a writer.
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", path)
+        data = file.read(_FILE_BYTES_MAX + 1)
+    if len(data) > _FILE_BYTES_MAX:
+        raise OSError(errno.EFBIG, f"more than {_FILE_BYTES_MAX} bytes", path)
+    return data
 
 
 class _Details(NamedTuple):
