@@ -299,8 +299,18 @@ absl::StatusOr<std::unique_ptr<Doorbell>> DaemonSession::Take(int64_t data_bytes
   request.set_byte_count(data_bytes);
   v1::AttachDoorbellResponse response;
   const auto stub = v1::MemoryService::NewStub(channel_);
-  RETURN_IF_ERROR(Called<v1::MemoryService::Stub>(*stub, &v1::MemoryService::Stub::AttachDoorbell,
-                                                  request, response, true, client_id_));
+  const auto attach = [&] {
+    return Called<v1::MemoryService::Stub>(*stub, &v1::MemoryService::Stub::AttachDoorbell, request,
+                                           response, true, client_id_);
+  };
+  absl::Status status = attach();
+  if (absl::IsNotFound(status) && !socket->alive()) {
+    // The daemon has just ended the session, because no call had named it.
+    ASSIGN_OR_RETURN(socket, Connected());
+    request.set_session(socket->session());
+    status = attach();
+  }
+  RETURN_IF_ERROR(status);
   const v1::Region& region = response.region();
   ASSIGN_OR_RETURN(const Descriptor descriptor, socket->Receive(region.name()));
   return Doorbell::Map(std::move(socket), region.name(), descriptor, region.byte_count());
@@ -319,13 +329,15 @@ void DaemonSession::Give(std::unique_ptr<Doorbell> doorbell) {
         std::find_if(idle_.begin(), idle_.end(), [](const auto& idle) { return idle->busy(); });
     if (!doorbell->broken() && busy != idle_.end()) std::swap(doorbell, *busy);
   }
-  Detach(*doorbell);
+  Detach(std::move(doorbell));
 }
 
-void DaemonSession::Detach(const Doorbell& doorbell) {
+void DaemonSession::Detach(std::unique_ptr<Doorbell> doorbell) {
   v1::DetachRegionRequest request;
-  request.set_session(doorbell.socket()->session());
-  request.set_name(doorbell.name());
+  request.set_session(doorbell->socket()->session());
+  request.set_name(doorbell->name());
+  // Before the call, because the memory is charged as long as it is mapped here.
+  doorbell.reset();
   v1::DetachRegionResponse response;
   const auto stub = v1::MemoryService::NewStub(channel_);
   // If this fails, the end of the session detaches the region.

@@ -130,7 +130,7 @@ class DaemonSession {
 
  private:
   absl::StatusOr<std::shared_ptr<SessionSocket>> Connected() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void Detach(const Doorbell& doorbell);
+  void Detach(std::unique_ptr<Doorbell> doorbell);
 
   const std::string target_;
   const std::shared_ptr<grpc::Channel> channel_;

@@ -34,12 +34,26 @@ std::shared_ptr<Region> ProcessRegion(const char* id, bool on_gpu) {
   return region;
 }
 
+absl::Status TooMany(const char* whose, int64_t count, const char* why) {
+  return WithReason(absl::ResourceExhaustedError(absl::StrCat(
+                        whose, " has ", count, " regions already, the most that ", why)),
+                    "REGION_COUNT_EXHAUSTED");
+}
+
 }  // namespace
 
-RegionTable::RegionTable(Kind kind, MemoryBudget* budget, Device* device)
+Region::~Region() {
+  if (memory == nullptr || ended == nullptr) return;
+  ended->Take({std::move(memory), std::move(reservation), std::move(charge)});
+}
+
+RegionTable::RegionTable(Kind kind, MemoryBudget* budget, AccountTable* accounts, Device* device,
+                         int64_t region_count_max)
     : kind_(kind),
       budget_(budget),
+      accounts_(accounts),
       device_(device),
+      region_count_max_(region_count_max),
       process_(kind == Kind::kProcess ? ProcessRegion(kProcessRegion, false) : nullptr),
       gpu_(kind == Kind::kProcess ? ProcessRegion(kGpuRegion, true) : nullptr) {}
 
@@ -73,20 +87,36 @@ void RegionTable::CloseSession(const std::string& session) {
   for (const auto& [id, region] : gone) Detached(*region);
 }
 
+RegionTable::SessionUse RegionTable::UseOf(const std::string& session) const {
+  const MutexLock lock(mutex_);
+  const Session& found = sessions_.at(session);
+  return {!found.regions.empty(), found.named};
+}
+
+absl::StatusOr<RegionTable::Session*> RegionTable::SessionOf(const Caller& caller,
+                                                             const std::string& session) {
+  const auto found = sessions_.find(session);
+  if (found == sessions_.end() || found->second.IsOthers(caller)) return SessionNotFound();
+  found->second.named = Clock::now();
+  return &found->second;
+}
+
 absl::Status RegionTable::CheckAttach(const Caller& caller, const std::string& session,
-                                      int64_t bytes) const {
+                                      int64_t bytes) {
   RETURN_IF_ERROR(CheckSessions());
   if (bytes <= 0) {
     return InvalidField("byte_count", absl::StrCat("value ", bytes, " is not positive"));
   }
+  if (ended_->count() > 0) ended_->Collect();
   const MutexLock lock(mutex_);
-  const auto found = sessions_.find(session);
-  if (found == sessions_.end() || found->second.IsOthers(caller)) return SessionNotFound();
-  if (static_cast<int64_t>(found->second.regions.size()) < kRegionCountMax) return absl::OkStatus();
-  return WithReason(
-      absl::ResourceExhaustedError(absl::StrCat("the session has ", kRegionCountMax,
-                                                " regions already, the most that it may have")),
-      "REGION_COUNT_EXHAUSTED");
+  ASSIGN_OR_RETURN(const Session* const found, SessionOf(caller, session));
+  if (static_cast<int64_t>(found->regions.size()) >= kRegionCountMax) {
+    return TooMany("the session", kRegionCountMax, "it may have");
+  }
+  if (static_cast<int64_t>(regions_.size()) + ended_->count() >= region_count_max_) {
+    return TooMany("the daemon", region_count_max_, "its limit of open files allows");
+  }
+  return absl::OkStatus();
 }
 
 absl::StatusOr<std::shared_ptr<Region>> RegionTable::Add(const std::string& session,
@@ -106,16 +136,27 @@ absl::StatusOr<std::shared_ptr<Region>> RegionTable::Add(const std::string& sess
   return SessionNotFound();
 }
 
+absl::StatusOr<std::shared_ptr<Region>> RegionTable::Charged(const Caller& caller, int64_t bytes,
+                                                             bool on_gpu) {
+  auto region = std::make_shared<Region>();
+  region->id = RandomId();
+  region->name_space = caller.name_space();
+  region->on_gpu = on_gpu;
+  region->charge = AccountCharge(accounts_->Of(caller.name_space()));
+  RETURN_IF_ERROR(region->charge.Add(bytes));
+  if (on_gpu) return region;
+  ASSIGN_OR_RETURN(region->reservation, budget_->Reserve(bytes, "a region", MemoryUse::kOther));
+  return region;
+}
+
 absl::StatusOr<std::shared_ptr<Region>> RegionTable::Attach(
     const Caller& caller, const std::string& session, int64_t bytes,
     const std::function<void(const std::shared_ptr<Region>&)>& ready) {
   RETURN_IF_ERROR(CheckAttach(caller, session, bytes));
-  auto region = std::make_shared<Region>();
-  region->id = RandomId();
-  region->name_space = caller.name_space();
-  ASSIGN_OR_RETURN(region->reservation, budget_->Reserve(bytes, "a region", MemoryUse::kOther));
+  ASSIGN_OR_RETURN(std::shared_ptr<Region> region, Charged(caller, bytes, false));
   ASSIGN_OR_RETURN(region->memory, SharedMemory::Create(bytes));
   region->bytes = region->memory->bytes();
+  region->ended = ended_;
   if (ready != nullptr) ready(region);
   return Add(session, std::move(region));
 }
@@ -126,10 +167,7 @@ absl::StatusOr<std::shared_ptr<Region>> RegionTable::AttachGpu(const Caller& cal
                                                                const std::string& device) {
   RETURN_IF_ERROR(CheckAttach(caller, session, bytes));
   if (device_ == nullptr) return InvalidField("device", "the daemon has no device");
-  auto region = std::make_shared<Region>();
-  region->id = RandomId();
-  region->name_space = caller.name_space();
-  region->on_gpu = true;
+  ASSIGN_OR_RETURN(std::shared_ptr<Region> region, Charged(caller, bytes, true));
   absl::StatusOr<std::unique_ptr<SharedDeviceMemory>> memory =
       device_->AllocateShared(device, bytes);
   if (absl::IsInvalidArgument(memory.status())) {
@@ -138,16 +176,16 @@ absl::StatusOr<std::shared_ptr<Region>> RegionTable::AttachGpu(const Caller& cal
   RETURN_IF_ERROR(memory.status());
   region->gpu_memory = *std::move(memory);
   region->bytes = region->gpu_memory->bytes();
+  region->charge.Settle(static_cast<int64_t>(region->bytes.size()));
   return Add(session, std::move(region));
 }
 
-absl::StatusOr<std::vector<std::shared_ptr<Region>>> RegionTable::List(
-    const Caller& caller, const std::string& session) const {
+absl::StatusOr<std::vector<std::shared_ptr<Region>>> RegionTable::List(const Caller& caller,
+                                                                       const std::string& session) {
   RETURN_IF_ERROR(CheckSessions());
   {
     const MutexLock lock(mutex_);
-    const auto found = sessions_.find(session);
-    if (found == sessions_.end() || found->second.IsOthers(caller)) return SessionNotFound();
+    RETURN_IF_ERROR(SessionOf(caller, session).status());
   }
   return ListOf(session);
 }
@@ -169,9 +207,8 @@ absl::Status RegionTable::Detach(const Caller& caller, const std::string& sessio
   std::shared_ptr<Region> gone;  // freed after the lock is released
   {
     const MutexLock lock(mutex_);
-    const auto found = sessions_.find(session);
-    if (found == sessions_.end() || found->second.IsOthers(caller)) return SessionNotFound();
-    Regions& regions = found->second.regions;
+    ASSIGN_OR_RETURN(Session* const found, SessionOf(caller, session));
+    Regions& regions = found->regions;
     const auto region = regions.find(id);
     if (region == regions.end()) return RegionNotFound(id);
     gone = region->second;

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -14,7 +15,10 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "daemon/engine/account.h"
+#include "daemon/engine/account_charge.h"
 #include "daemon/engine/caller.h"
+#include "daemon/engine/detached_regions.h"
 #include "host/base/mutex.h"
 #include "host/device/device.h"
 #include "host/memory/memory_budget.h"
@@ -25,6 +29,11 @@ namespace spillway {
 // Memory that requests can name instead of carrying bytes. Its client may write to it at any time.
 // It stays alive while requests hold it.
 struct Region {
+  Region() = default;
+  ~Region();
+  Region(const Region&) = delete;
+  Region& operator=(const Region&) = delete;
+
   std::string id;
   // The namespace whose callers may name it.
   std::string name_space;
@@ -36,6 +45,9 @@ struct Region {
   // Whether it is GPU memory, which the host cannot read.
   bool on_gpu = false;
   MemoryReservation reservation;
+  AccountCharge charge;  // of the namespace's account
+  // Takes `memory` at the end; null: the memory just ends.
+  std::shared_ptr<DetachedRegions> ended = nullptr;
 
   // The GPU whose memory it is; null: unknown, or host memory.
   const Device* gpu() const { return gpu_memory == nullptr ? nullptr : &gpu_memory->device(); }
@@ -60,21 +72,37 @@ class RegionTable {
   // kNone: every region is refused. kProcess: for an engine in its client's process. kSessions: for
   // clients that get file descriptors of the memory.
   enum class Kind { kNone, kProcess, kSessions };
+  using Clock = std::chrono::steady_clock;
 
-  // budget and device must outlive the table. device: for regions in its memory; null: there are
-  // none.
-  RegionTable(Kind kind, MemoryBudget* budget, Device* device = nullptr);
+  // What a session is used for.
+  struct SessionUse {
+    bool has_regions = false;
+    // When a call named it last; empty: none has.
+    std::optional<Clock::time_point> named = {};
+  };
+
+  // All must outlive the table. accounts: charged with the regions. device: for regions in its
+  // memory; null: there are none. region_count_max: regions of all sessions together, with those
+  // that were detached while clients hold their memory.
+  RegionTable(Kind kind, MemoryBudget* budget, AccountTable* accounts, Device* device = nullptr,
+              int64_t region_count_max = 16384);
 
   // Opens a session, and returns its id.
   std::string OpenSession() ABSL_LOCKS_EXCLUDED(mutex_);
   // Detaches all regions of the session.
   void CloseSession(const std::string& session) ABSL_LOCKS_EXCLUDED(mutex_);
+  // What would be lost if the session were closed. REQUIRES: the session is open.
+  SessionUse UseOf(const std::string& session) const ABSL_LOCKS_EXCLUDED(mutex_);
+  // Ends the charges for memory of earlier regions that no client holds any more.
+  void Collect() { ended_->Collect(); }
+  // From now on, memory of regions that end keeps its content, because this process ends.
+  void KeepContent() { ended_->KeepContent(); }
 
-  // Creates a region of host memory, which is charged to the budget. NOT_FOUND, reason
-  // SESSION_NOT_FOUND; RESOURCE_EXHAUSTED if memory is exhausted or the session has kRegionCountMax
-  // regions; UNIMPLEMENTED without sessions; INVALID_ARGUMENT unless bytes is positive. `ready`,
-  // which may be null, is called with the region before anybody can name it, and may set
-  // `detached`.
+  // Creates a region of host memory, which is charged to the budget and to the caller's account.
+  // NOT_FOUND, reason SESSION_NOT_FOUND; RESOURCE_EXHAUSTED if memory or the account's quota is
+  // exhausted, or the session has kRegionCountMax regions, or all have region_count_max;
+  // UNIMPLEMENTED without sessions; INVALID_ARGUMENT unless bytes is positive. `ready`, which may
+  // be null, is called with the region before anybody can name it, and may set `detached`.
   absl::StatusOr<std::shared_ptr<Region>> Attach(
       const Caller& caller, const std::string& session, int64_t bytes,
       const std::function<void(const std::shared_ptr<Region>&)>& ready = nullptr)
@@ -88,13 +116,13 @@ class RegionTable {
   // The session's regions, ordered by id. NOT_FOUND, reason SESSION_NOT_FOUND; UNIMPLEMENTED
   // without sessions.
   absl::StatusOr<std::vector<std::shared_ptr<Region>>> List(const Caller& caller,
-                                                            const std::string& session) const
+                                                            const std::string& session)
       ABSL_LOCKS_EXCLUDED(mutex_);
   // The same for the client at the session's socket, without a check of its namespace.
   absl::StatusOr<std::vector<std::shared_ptr<Region>>> ListOf(const std::string& session) const
       ABSL_LOCKS_EXCLUDED(mutex_);
-  // From then on, nobody can name the region; its memory is freed when no request uses it.
-  // NOT_FOUND, reason SESSION_NOT_FOUND or REGION_NOT_FOUND.
+  // From then on, nobody can name the region; its memory is freed when no request uses it, and it
+  // is charged until no process holds it. NOT_FOUND, reason SESSION_NOT_FOUND or REGION_NOT_FOUND.
   absl::Status Detach(const Caller& caller, const std::string& session, std::string_view id)
       ABSL_LOCKS_EXCLUDED(mutex_);
   // NOT_FOUND, reason REGION_NOT_FOUND; UNIMPLEMENTED for kNone.
@@ -108,6 +136,7 @@ class RegionTable {
     // The namespace of the caller that attached the first region: only its callers may use the
     // session.
     std::optional<std::string> name_space;
+    std::optional<Clock::time_point> named;  // SessionUse::named
 
     bool IsOthers(const Caller& caller) const {
       return name_space.has_value() && *name_space != caller.name_space();
@@ -115,9 +144,14 @@ class RegionTable {
   };
 
   absl::Status CheckSessions() const;
+  // The session, if it is open and may be the caller's. SESSION_NOT_FOUND.
+  absl::StatusOr<Session*> SessionOf(const Caller& caller, const std::string& session)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Whether the caller can attach one more region of `bytes` bytes to the session.
-  absl::Status CheckAttach(const Caller& caller, const std::string& session, int64_t bytes) const
+  absl::Status CheckAttach(const Caller& caller, const std::string& session, int64_t bytes)
       ABSL_LOCKS_EXCLUDED(mutex_);
+  // A region of the caller, charged to its account and, if it is in host memory, to the budget.
+  absl::StatusOr<std::shared_ptr<Region>> Charged(const Caller& caller, int64_t bytes, bool on_gpu);
   // Makes the region known by name. If the session is gone, detaches it and returns NOT_FOUND.
   absl::StatusOr<std::shared_ptr<Region>> Add(const std::string& session,
                                               std::shared_ptr<Region> region)
@@ -127,7 +161,10 @@ class RegionTable {
 
   const Kind kind_;
   MemoryBudget* const budget_;
+  AccountTable* const accounts_;
   Device* const device_;
+  const int64_t region_count_max_;
+  const std::shared_ptr<DetachedRegions> ended_ = std::make_shared<DetachedRegions>();
   const std::shared_ptr<Region> process_;
   const std::shared_ptr<Region> gpu_;
   mutable Mutex mutex_;

@@ -28,10 +28,14 @@ int64_t RaiseDescriptorLimit() {
   return Limit(setrlimit(RLIMIT_NOFILE, &limit) == 0 ? limit.rlim_cur : before);
 }
 
-bool IsShortOfDescriptors() {
+int64_t DescriptorLimit() {
   rlimit limit = {};
   getrlimit(RLIMIT_NOFILE, &limit);
-  const int64_t count = Limit(limit.rlim_cur);
+  return Limit(limit.rlim_cur);
+}
+
+bool IsShortOfDescriptors() {
+  const int64_t count = DescriptorLimit();
   // A new descriptor has the lowest number that is free: all below it are in use.
   const Descriptor lowest(eventfd(0, EFD_CLOEXEC));
   return !lowest.valid() || lowest.get() >= count - std::min(kMarginMax, count / kMarginShare);

@@ -66,6 +66,8 @@ class RegionServer::Loop {
  public:
   explicit Loop(RegionTable* regions) : regions_(regions) {}
   ~Loop() {
+    // A client may still be reading the answer to its last call at a doorbell.
+    regions_->KeepContent();
     for (const auto& [fd, session] : sessions_) regions_->CloseSession(session.id);
   }
 
@@ -158,16 +160,21 @@ class RegionServer::Loop {
     if (regions.ok() && name.starts_with(kCollection)) {
       for (const std::shared_ptr<Region>& region : *regions) {
         if (region->id != name.substr(kCollection.size())) continue;
-        if (region->memory == nullptr) {
-          Send(fd, "this region is in GPU memory: AttachRegion returned its handle");
-        } else {
-          Send(fd, "ok", region->memory->descriptor());
-        }
+        SendDescriptor(fd, *region);
         return true;
       }
     }
     Send(fd, "this session has no such region");
     return true;
+  }
+
+  static void SendDescriptor(int fd, const Region& region) {
+    if (region.memory == nullptr) {
+      return Send(fd, "this region is in GPU memory: AttachRegion returned its handle");
+    }
+    const absl::StatusOr<Descriptor> shared = region.memory->Share();
+    if (!shared.ok()) return Send(fd, std::string(shared.status().message()));
+    Send(fd, "ok", shared->get());
   }
 
   // Closing the descriptors also removes them from epoll.

@@ -17,6 +17,7 @@
 #include "daemon/engine/holders.h"
 #include "daemon/server/acceptor.h"
 #include "daemon/server/connection_shield.h"
+#include "daemon/server/descriptors.h"
 #include "daemon/server/event_log.h"
 #include "daemon/server/health_call.h"
 #include "daemon/server/home.h"
@@ -80,6 +81,9 @@ RegionTable::Kind RegionsOf(const Config& config) {
   return UnixPath(config).empty() ? RegionTable::Kind::kNone : RegionTable::Kind::kSessions;
 }
 
+// Each region keeps a descriptor open. A quarter of those that the process may open is for them.
+int64_t RegionCountMax() { return std::min<int64_t>(DescriptorLimit() / 4, 16384); }
+
 CallLimits::Values LimitsOf(const Config& config) {
   return {.ttl_seconds = config.ttl_seconds,
           .stream_idle_seconds = config.stream_idle_seconds,
@@ -120,7 +124,8 @@ struct Server::Impl {
         streams(config.open_stream_count_max),
         waiting(kWaitingCountMax),
         public_waiting(kPublicWaitingCountMax),
-        regions(RegionsOf(config), &engine.budget(), &engine.device()),
+        regions(RegionsOf(config), &engine.budget(), &engine.accounts(), &engine.device(),
+                RegionCountMax()),
         doorbells(&engine, &regions, &status),
         background(kBackgroundThreadCount, 0),
         file_threads(kFileThreadCountMax, "sequences are being saved or loaded"),
@@ -165,6 +170,7 @@ struct Server::Impl {
           Reload();
           engine.CheckDevices();
           KeepSockets();
+          regions.Collect();
           ReportReadiness();
           EndSilent();
         }) {}

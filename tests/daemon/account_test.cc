@@ -121,7 +121,7 @@ TEST_F(NamespaceTest, AnAppendBeyondTheQuotaLeavesNothing) {
 }
 
 TEST_F(NamespaceTest, RegionsAreOfWhoAttachedThem) {
-  RegionTable regions(RegionTable::Kind::kSessions, &budget);
+  RegionTable regions(RegionTable::Kind::kSessions, &budget, &engine->accounts());
   const Caller a(std::make_shared<Grant>("a", "a"));
   const Caller b(std::make_shared<Grant>("b", "b"));
   const std::string session = regions.OpenSession();

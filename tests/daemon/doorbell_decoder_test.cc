@@ -182,7 +182,7 @@ class DoorbellDecoderTest : public EngineTest {
   }
 
   SharedToy gpu{"cuda:0", "GPU-a"};
-  RegionTable regions{RegionTable::Kind::kSessions, &budget, &gpu};
+  RegionTable regions{RegionTable::Kind::kSessions, &budget, &engine->accounts(), &gpu};
   std::vector<std::string> traces;  // traces of the refused calls, in order
   const StatusConverter status{"boot", "", [](const absl::Status& error) { return error; },
                                [this](const absl::Status&, const std::string&,

@@ -22,7 +22,7 @@ class GpuRegionsTest : public EngineTest {
  protected:
   SharedToy gpu{"cuda:0", "GPU-a"};
   const Caller caller;
-  RegionTable regions{RegionTable::Kind::kSessions, &budget, &gpu};
+  RegionTable regions{RegionTable::Kind::kSessions, &budget, &engine->accounts(), &gpu};
   std::string session = regions.OpenSession();
 };
 
@@ -52,7 +52,7 @@ TEST_F(GpuRegionsTest, ADeviceThatIsNotThereIsNamed) {
     EXPECT_THAT(status.message(), HasSubstr("device"));
     EXPECT_THAT(status.message(), HasSubstr(told));
   }
-  RegionTable of_toy(RegionTable::Kind::kSessions, &budget, &device);
+  RegionTable of_toy(RegionTable::Kind::kSessions, &budget, &engine->accounts(), &device);
   EXPECT_THAT(of_toy.AttachGpu(caller, of_toy.OpenSession(), 1, "toy:0").status().message(),
               HasSubstr("toy:0 has no memory of its own"));
   EXPECT_THAT(*regions.List(caller, session), SizeIs(0));
@@ -62,7 +62,7 @@ TEST_F(GpuRegionsTest, AreRefusedAsOthersAre) {
   EXPECT_TRUE(absl::IsInvalidArgument(regions.AttachGpu(caller, session, 0, "cuda:0").status()));
   EXPECT_TRUE(absl::IsInvalidArgument(regions.AttachGpu(caller, session, -1, "cuda:0").status()));
   EXPECT_TRUE(absl::IsNotFound(regions.AttachGpu(caller, "none", 1, "cuda:0").status()));
-  RegionTable none(RegionTable::Kind::kNone, &budget, &gpu);
+  RegionTable none(RegionTable::Kind::kNone, &budget, &engine->accounts(), &gpu);
   EXPECT_TRUE(absl::IsUnimplemented(none.AttachGpu(caller, session, 1, "cuda:0").status()));
   for (int64_t i = 0; i < RegionTable::kRegionCountMax; ++i) {
     ASSERT_TRUE(regions.AttachGpu(caller, session, 1, "cuda:0").ok());

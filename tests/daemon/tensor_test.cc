@@ -53,7 +53,8 @@ class GpuTensorTest : public ::testing::Test {
   MemoryBudget budget{int64_t{64} << 20};
   SharedToy gpu{"cuda:0", "GPU-a"};
   const Caller caller;
-  RegionTable regions{RegionTable::Kind::kSessions, &budget, &gpu};
+  AccountTable accounts;
+  RegionTable regions{RegionTable::Kind::kSessions, &budget, &accounts, &gpu};
   const std::string session;
   std::shared_ptr<Region> region;
 };
@@ -124,7 +125,7 @@ TEST_F(GpuTensorTest, ResultsAreWrittenThere) {
 
 // In an embedded engine, tensors may have addresses in GPU memory, from which it copies only rows.
 TEST_F(GpuTensorTest, AnEmbeddedEnginesGpuIsForRowsAlone) {
-  RegionTable process(RegionTable::Kind::kProcess, &budget);
+  RegionTable process(RegionTable::Kind::kProcess, &budget, &accounts);
   v1::Tensor tensor = Tensor(64, {});
   tensor.mutable_slice()->set_region("regions/gpu");
   const absl::Status status =

@@ -323,6 +323,7 @@ def test_a_detached_or_closed_one_is_freed(client: Client, no_leak: Callable[[],
         else:
             request = memory.DetachRegionRequest(session=raw.session, name=raw.region.name)
             client._stubs.memory.DetachRegion(request)
+            raw.memory.close()
         assert settles(lambda: other_memory(client) <= before)
 
 

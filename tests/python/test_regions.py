@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import re
 import signal
@@ -358,6 +359,61 @@ def test_detached_while_in_use(client: Client, model: Model, rng: np.random.Gene
         assert (got[got != sent] == 7).all()
     # Only the page tables of appended rows may remain.
     wait_for(lambda: other_bytes(client) < held - 60 * MIB)
+
+
+def test_a_client_that_keeps_its_descriptors_holds_no_more_than_the_limit(tmp_path: Path) -> None:
+    with (
+        running_daemon(tmp_path, "--memory-limit", "64MiB") as target,
+        spillway.connect(target) as client,
+    ):
+        kept: list[mmap.mmap] = []
+        with pytest.raises(spillway.ResourceExhausted, match="a region needs"):
+            while len(kept) < 10:
+                region = client.attach_region(16 * MIB)
+                connection = client._regions._socket
+                assert connection is not None
+                connection.send(region.name.encode())
+                _, (descriptor,), _, _ = socket.recv_fds(connection, 256, 1)
+                kept.append(mmap.mmap(descriptor, region.byte_count))
+                kept[-1].write(b"\7" * region.byte_count)
+                region.detach()
+                assert os.fstat(descriptor).st_blocks == 0
+                assert kept[-1][0] == kept[-1][-1] == 0
+                kept[-1].seek(0)
+                kept[-1].write(b"\7" * region.byte_count)
+                os.close(descriptor)
+        assert len(kept) == 3
+        assert client.statistics().memory.used_bytes >= 48 * MIB
+        for memory_of_region in kept:
+            memory_of_region.close()
+        client.attach_region(48 * MIB)
+
+
+def test_arrays_in_a_detached_region_keep_their_content(client: Client, target: str) -> None:
+    before = other_bytes(client)
+    with spillway.connect(target) as other:
+        detached, closed = (other.attach_region(4 * MIB) for _ in range(2))
+        arrays = [region.array((1000,)) for region in (detached, closed)]
+        tensors_ = [region.tensor((1000,), "float32") for region in (detached, closed)]
+        for value in (*arrays, *tensors_):
+            value[:] = 3
+        detached.detach()
+        detached.detach()
+    for value in (*arrays, *tensors_):
+        assert (value == 3).all()
+        value[:] = 4
+        assert (value == 4).all()
+    # Nothing of the regions is left in the daemon.
+    wait_for(lambda: other_bytes(client) < before + MIB)
+
+
+def test_a_detached_region_has_no_new_arrays(client: Client) -> None:
+    region = client.attach_region(4096)
+    region.detach()
+    with pytest.raises(ValueError, match=f"{region.name} is detached"):
+        region.array((1,))
+    with pytest.raises(ValueError, match=f"{region.name} is detached"):
+        region.tensor((1,))
 
 
 def test_changed_while_in_use(client: Client, model: Model, rng: np.random.Generator) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-import mmap
 import os
 import socket
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -26,6 +26,7 @@ from spillway.errors import (
     SpillwayError,
     Unavailable,
 )
+from spillway.mapping import Mapping
 from spillway.tensors import (
     Array,
     BFloat16,
@@ -158,21 +159,23 @@ class Region(_Shared):
         byte_count: Size of the region.
     """
 
-    def __init__(self, regions: Regions, name: str, memory: mmap.mmap) -> None:
-        self._memory = memory
-        self._bytes = np.frombuffer(memory, np.uint8)
-        address: int = self._bytes.__array_interface__["data"][0]
-        super().__init__(regions, name, len(memory), address)
+    def __init__(self, regions: Regions, name: str, mapping: Mapping) -> None:
+        super().__init__(regions, name, mapping.byte_count, mapping.address)
+        self._mapping: Mapping | None = mapping
+        self._used_max = 0
 
     def _take(self, byte_count: int) -> Any:
+        if self._mapping is None:
+            raise ValueError(f"{self.name} is detached")
         start = self._place(byte_count)
-        return self._bytes[start : start + byte_count]
+        self._used_max = max(self._used_max, self._used)
+        return np.asarray(self._mapping)[start : start + byte_count]
 
     def array(self, shape: tuple[int, ...], dtype: Any = np.float32) -> Any:
         """Returns a numpy array in the region. Its content is undefined.
 
         Raises:
-            ValueError: The region has not enough free memory.
+            ValueError: The region has not enough free memory, or is detached.
         """
         dtype = np.dtype(dtype)
         return self._take(int(np.prod(shape)) * dtype.itemsize).view(dtype).reshape(shape)
@@ -181,7 +184,7 @@ class Region(_Shared):
         """Returns a torch tensor in the region. Its content is undefined.
 
         Raises:
-            ValueError: The region has not enough free memory.
+            ValueError: The region has not enough free memory, or is detached.
         """
         import torch
 
@@ -192,9 +195,20 @@ class Region(_Shared):
     def detach(self) -> None:
         """Gives the region back. The daemon frees it when no call uses it.
 
-        Arrays in it stay readable, but are no longer shared with the daemon.
+        Arrays in it stay readable, but are no longer shared with the daemon: their content is
+        copied to memory of this process.
         """
+        self._leave()
         self._regions.detach(self)
+
+    def _leave(self) -> None:
+        """Unmaps the region: the daemon counts it as long as it is mapped."""
+        if self._mapping is None:
+            return
+        mapping = weakref.ref(self._mapping)
+        self._mapping = None
+        if (left := mapping()) is not None:  # there are arrays in it
+            left.leave(self._used_max)
 
 
 class _GpuBytes:
@@ -487,10 +501,10 @@ class Regions:
             if not descriptors:
                 raise Unavailable(f"{made.name} was not passed to this process: {told.decode()}")
             try:
-                memory = mmap.mmap(descriptors[0], made.byte_count)
+                mapping = Mapping(descriptors[0], made.byte_count)
             finally:
                 os.close(descriptors[0])
-            region = Region(self, made.name, memory)
+            region = Region(self, made.name, mapping)
             self._attached[made.name] = region
             return region
 
@@ -555,6 +569,9 @@ class Regions:
             self._end_session()
 
     def _end_session(self) -> None:
+        for region in self._attached.values():
+            if isinstance(region, Region):
+                region._leave()
         self._attached.clear()
         for staging in self._staging.values():
             if staging is not None:
