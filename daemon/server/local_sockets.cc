@@ -18,7 +18,9 @@ absl::StatusOr<std::unique_ptr<LocalSockets>> LocalSockets::Open(const std::stri
   std::unique_ptr<LocalSockets> sockets(new LocalSockets(path, access, std::move(files), events));
   ASSIGN_OR_RETURN(Descriptor listener,
                    sockets->Listen(absl::StrCat(path, kRegionsSuffix), SOCK_SEQPACKET));
-  ASSIGN_OR_RETURN(sockets->region_server_, RegionServer::Start(std::move(listener), regions));
+  ASSIGN_OR_RETURN(
+      sockets->region_server_,
+      RegionServer::Start(std::move(listener), RegionServer::Limits::OfProcess(), regions));
   ASSIGN_OR_RETURN(sockets->listener_, sockets->Listen(path, SOCK_STREAM));
   return sockets;
 }

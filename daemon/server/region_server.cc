@@ -7,13 +7,16 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
+#include <compare>
 #include <cstring>
 #include <map>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "daemon/server/descriptors.h"
 #include "host/base/status_macros.h"
 
 namespace spillway {
@@ -21,24 +24,34 @@ namespace {
 
 constexpr size_t kNameBytesMax = 256;
 constexpr std::string_view kCollection = "regions/";
-// Most sessions at the same time; further connections are closed at once.
-constexpr size_t kSessionCountMax = 1024;
 // Pause between two attempts to accept while too few descriptors are free.
 constexpr int kRetryMs = 50;
+
+using Clock = std::chrono::steady_clock;
 
 absl::Status Failed(const std::string& what) {
   return absl::UnavailableError(absl::StrCat(what, ": ", std::strerror(errno)));
 }
 
-// A pidfd of the process at the other end; not valid if the kernel does not report the process.
-Descriptor ProcessOf(int connection) {
-  ucred peer = {};
-  socklen_t size = sizeof(peer);
-  if (getsockopt(connection, SOL_SOCKET, SO_PEERCRED, &peer, &size) != 0 || peer.pid <= 0) {
-    return Descriptor();
+// The process at the other end of a connection. If the kernel does not report it, id is 0, and all
+// processes of a user are equal.
+struct Peer {
+  explicit Peer(int connection) {
+    ucred credentials = {};
+    socklen_t size = sizeof(credentials);
+    if (getsockopt(connection, SOL_SOCKET, SO_PEERCRED, &credentials, &size) != 0) return;
+    id = std::max(credentials.pid, 0);
+    if (id == 0) user = credentials.uid;
   }
-  return Descriptor(static_cast<int>(syscall(SYS_pidfd_open, peer.pid, 0)));
-}
+  // A pidfd of it; not valid if the kernel does not report the process.
+  Descriptor Open() const {
+    return Descriptor(id == 0 ? -1 : static_cast<int>(syscall(SYS_pidfd_open, id, 0)));
+  }
+  friend auto operator<=>(const Peer&, const Peer&) = default;
+
+  pid_t id = 0;
+  uid_t user = 0;
+};
 
 // Sends one message, with `descriptor` unless that is -1. If the client does not read, the message
 // is lost.
@@ -64,11 +77,11 @@ void Send(int connection, const std::string& text, int descriptor = -1) {
 
 class RegionServer::Loop {
  public:
-  explicit Loop(RegionTable* regions) : regions_(regions) {}
+  Loop(const Limits& limits, RegionTable* regions) : limits_(limits), regions_(regions) {}
   ~Loop() {
     // A client may still be reading the answer to its last call at a doorbell.
     regions_->KeepContent();
-    for (const auto& [fd, session] : sessions_) regions_->CloseSession(session.id);
+    for (const auto& [number, session] : sessions_) regions_->CloseSession(session.id);
   }
 
   absl::Status Listen(Descriptor listener) {
@@ -76,37 +89,37 @@ class RegionServer::Loop {
     stop_ = Descriptor(eventfd(0, EFD_CLOEXEC));
     if (!epoll_.valid() || !stop_.valid()) return Failed("regions");
     listener_ = std::move(listener);
-    Watch(listener_.get());
-    Watch(stop_.get());
+    Watch(listener_.get(), kListenerEvent);
+    Watch(stop_.get(), kStopEvent);
     return absl::OkStatus();
   }
 
   void Run() {
     for (;;) {
       std::array<epoll_event, 16> events;
-      const int count =
-          epoll_wait(epoll_.get(), events.data(), events.size(), is_short_ ? kRetryMs : -1);
-      if (std::exchange(is_short_, false)) Watch(listener_.get());
+      const int count = epoll_wait(epoll_.get(), events.data(), events.size(), TimeoutMs());
+      if (std::exchange(is_short_, false)) Watch(listener_.get(), kListenerEvent);
       for (int i = 0; i < count; ++i) {
-        const int fd = events[i].data.fd;
-        if (fd == stop_.get()) return;
-        if (fd == listener_.get()) {
+        const uint64_t event = events[i].data.u64;
+        if (event == kStopEvent) return;
+        if (event == kListenerEvent) {
           Accept();
           continue;
         }
-        const auto process = processes_.find(fd);
-        if (process == processes_.end() && Serve(fd)) continue;
-        Close(process == processes_.end() ? fd : process->second);
-        // Descriptor numbers in the other events may belong to new sessions by then: wait for new
-        // events.
-        break;
+        // Earlier events of this batch may have ended the session.
+        const auto session = sessions_.find(event & ~kProcessBit);
+        if (session == sessions_.end()) continue;
+        if ((event & kProcessBit) != 0 || !Serve(session->second)) Close(session);
       }
+      CloseNeverNamed();
     }
   }
 
   // Under the same number, so that the thread needs no notice.
   void Replace(const Descriptor& listener) {
-    if (dup3(listener.get(), listener_.get(), O_CLOEXEC) >= 0) Watch(listener_.get());
+    if (dup3(listener.get(), listener_.get(), O_CLOEXEC) >= 0) {
+      Watch(listener_.get(), kListenerEvent);
+    }
   }
 
   void Stop() {
@@ -117,46 +130,76 @@ class RegionServer::Loop {
  private:
   struct Session {
     Descriptor connection;
+    Peer peer;
     Descriptor process;
     std::string id;
   };
+  // Key: the number of the session, which is also what its events have. Numbers grow.
+  using Sessions = std::map<uint64_t, Session>;
 
-  void Watch(int fd) {
+  // Events of the two other descriptors, and the bit of events that are about a session's process.
+  static constexpr uint64_t kListenerEvent = 0;
+  static constexpr uint64_t kStopEvent = 1;
+  static constexpr uint64_t kProcessBit = 1;
+  static constexpr uint64_t kNumberStep = 2;
+
+  void Watch(int fd, uint64_t about) {
     epoll_event event = {};
     event.events = EPOLLIN;
-    event.data.fd = fd;
+    event.data.u64 = about;
     epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event);
   }
 
+  int TimeoutMs() const {
+    if (is_short_) return kRetryMs;
+    if (new_.empty()) return -1;
+    const auto wait =
+        std::chrono::ceil<std::chrono::milliseconds>(new_.begin()->second - Clock::now());
+    return static_cast<int>(std::clamp<int64_t>(wait.count(), 0, limits_.unused_max.count()));
+  }
+
   void Accept() {
+    // The listener stays ready as long as no descriptor is free. So do not watch it until the next
+    // retry.
+    if (IsShortOfDescriptors() && !CloseUnused(nullptr)) return Pause();
     Descriptor connection(accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
-    if (!connection.valid() && (errno == EMFILE || errno == ENFILE)) {
-      // The listener stays ready as long as no descriptor is free. So do not watch it until the
-      // next retry.
-      epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, listener_.get(), nullptr);
-      is_short_ = true;
+    if (!connection.valid()) {
+      if (errno == EMFILE || errno == ENFILE) Pause();
+      return;
     }
-    if (!connection.valid() || sessions_.size() >= kSessionCountMax) return;
-    const int fd = connection.get();
-    Session session{std::move(connection), ProcessOf(fd), regions_->OpenSession()};
-    Send(fd, session.id);
-    Watch(fd);
-    if (session.process.valid()) {
-      Watch(session.process.get());
-      processes_.emplace(session.process.get(), fd);
+    const Peer peer(connection.get());
+    const auto of_peer = counts_.find(peer);
+    if (of_peer != counts_.end() && of_peer->second >= limits_.peer_session_count_max &&
+        !CloseUnused(&peer)) {
+      return;
     }
-    sessions_.emplace(fd, std::move(session));
+    if (std::ssize(sessions_) >= limits_.session_count_max && !CloseUnused(nullptr)) return;
+    const uint64_t number = next_number_;
+    next_number_ += kNumberStep;
+    Session session{std::move(connection), peer, peer.Open(), regions_->OpenSession()};
+    Send(session.connection.get(), session.id);
+    Watch(session.connection.get(), number);
+    if (session.process.valid()) Watch(session.process.get(), number | kProcessBit);
+    ++counts_[peer];
+    new_.emplace(number, Clock::now() + limits_.unused_max);
+    sessions_.emplace(number, std::move(session));
+  }
+
+  void Pause() {
+    epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, listener_.get(), nullptr);
+    is_short_ = true;
   }
 
   // Answers one message; false if the connection has ended.
-  bool Serve(int fd) {
+  bool Serve(const Session& session) {
+    const int fd = session.connection.get();
     std::array<char, kNameBytesMax> buffer;
     const ssize_t size = recv(fd, buffer.data(), buffer.size(), MSG_DONTWAIT);
     if (size < 0) return errno == EAGAIN || errno == EINTR;
     if (size == 0) return false;
     const std::string name(buffer.data(), static_cast<size_t>(size));
     const absl::StatusOr<std::vector<std::shared_ptr<Region>>> regions =
-        regions_->ListOf(sessions_.at(fd).id);
+        regions_->ListOf(session.id);
     if (regions.ok() && name.starts_with(kCollection)) {
       for (const std::shared_ptr<Region>& region : *regions) {
         if (region->id != name.substr(kCollection.size())) continue;
@@ -177,25 +220,66 @@ class RegionServer::Loop {
     Send(fd, "ok", shared->get());
   }
 
+  // Closes the session that is missed least, if there is one: of this peer, or of any if it is
+  // null. Returns whether it did.
+  bool CloseUnused(const Peer* peer) {
+    const Clock::time_point before = Clock::now() - limits_.unused_max;
+    auto least = sessions_.end();
+    int64_t count = 0;
+    for (auto session = sessions_.begin(); session != sessions_.end(); ++session) {
+      const int64_t count_of_peer = counts_.at(session->second.peer);
+      if ((peer != nullptr && session->second.peer != *peer) || count_of_peer <= count) continue;
+      const RegionTable::SessionUse use = regions_->UseOf(session->second.id);
+      if (use.has_regions || (use.named && *use.named > before)) continue;
+      least = session;
+      count = count_of_peer;
+    }
+    if (least == sessions_.end()) return false;
+    Close(least);
+    return true;
+  }
+
+  // Closes the sessions that no call has named in time.
+  void CloseNeverNamed() {
+    const Clock::time_point now = Clock::now();
+    while (!new_.empty() && new_.begin()->second <= now) {
+      const auto session = sessions_.find(new_.begin()->first);
+      new_.erase(new_.begin());
+      if (!regions_->UseOf(session->second.id).named) Close(session);
+    }
+  }
+
   // Closing the descriptors also removes them from epoll.
-  void Close(int fd) {
-    const auto session = sessions_.find(fd);
-    if (session == sessions_.end()) return;
+  void Close(Sessions::iterator session) {
     regions_->CloseSession(session->second.id);
-    processes_.erase(session->second.process.get());
+    const auto count = counts_.find(session->second.peer);
+    if (--count->second == 0) counts_.erase(count);
+    new_.erase(session->first);
     sessions_.erase(session);
   }
 
+  const Limits limits_;
   RegionTable* const regions_;
   Descriptor listener_, epoll_, stop_;
-  bool is_short_ = false;            // too few descriptors are free
-  std::map<int, Session> sessions_;  // key: descriptor of the connection
-  std::map<int, int> processes_;     // key: pidfd; value: descriptor of the connection
+  bool is_short_ = false;  // too few descriptors are free
+  uint64_t next_number_ = kNumberStep;
+  Sessions sessions_;
+  std::map<Peer, int64_t> counts_;             // of the sessions
+  std::map<uint64_t, Clock::time_point> new_;  // until when a call must have named these sessions
 };
 
+RegionServer::Limits RegionServer::Limits::OfProcess() {
+  Limits limits;
+  limits.session_count_max = std::min(limits.session_count_max, DescriptorLimit() / 8);
+  limits.peer_session_count_max =
+      std::min(limits.peer_session_count_max, std::max<int64_t>(limits.session_count_max / 2, 1));
+  return limits;
+}
+
 absl::StatusOr<std::unique_ptr<RegionServer>> RegionServer::Start(Descriptor listener,
+                                                                  const Limits& limits,
                                                                   RegionTable* regions) {
-  auto loop = std::make_unique<Loop>(regions);
+  auto loop = std::make_unique<Loop>(limits, regions);
   RETURN_IF_ERROR(loop->Listen(std::move(listener)));
   return std::unique_ptr<RegionServer>(new RegionServer(std::move(loop)));
 }

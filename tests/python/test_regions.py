@@ -416,6 +416,23 @@ def test_a_detached_region_has_no_new_arrays(client: Client) -> None:
         region.tensor((1,))
 
 
+def test_sessions_that_own_nothing_keep_nobody_out(client: Client, target: str) -> None:
+    path = target.removeprefix("unix:") + ".regions"
+    silent: list[socket.socket] = []
+    try:
+        for _ in range(1100):
+            silent.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            silent[-1].connect(path)
+            assert silent[-1].recv(256)
+        with spillway.connect(target) as other:
+            other.attach_region(4096).detach()
+        # The daemon has closed the oldest ones.
+        assert silent[0].recv(1) == b""
+    finally:
+        for connection in silent:
+            connection.close()
+
+
 def test_changed_while_in_use(client: Client, model: Model, rng: np.random.Generator) -> None:
     region = client.attach_region(16 * MIB)
     count = 50_000
