@@ -82,6 +82,7 @@ class DoorbellServer::Line {
     CloseDecoder();
     inputs_ = {};
     inputs_reservation_ = MemoryReservation();
+    inputs_charge_ = AccountCharge();
     region_.reset();
     ended_ = true;
   }
@@ -209,7 +210,11 @@ class DoorbellServer::Line {
                      DecoderFromProto(*server_.engine_, caller_, message, call.offset));
     const StepShape shape = ShapeOf(*decoder);
     const StepLayout layout = LargestLayout(shape, decoder->model().spec.dtype);
+    // The memory that it shares, and the copy of its inputs.
+    AccountCharge charge(account());
+    RETURN_IF_ERROR(charge.Add(layout.byte_count + layout.out_offset));
     ASSIGN_OR_RETURN(exchange_, decoder->home().OpenExchange(layout.byte_count, layout.out_offset));
+    exchange_charge_ = std::move(charge);
     decoder_ = std::move(decoder);
     waiter_.SetSpinMax(kDecoderSpinMax);
     answer.shape = shape_ = shape;
@@ -230,6 +235,7 @@ class DoorbellServer::Line {
     // First, because it ends its step on the exchange's stream.
     decoder_.reset();
     exchange_.reset();
+    exchange_charge_ = AccountCharge();
     results_.reset();
     waiter_.SetSpinMax(BellWaiter::kSpinMax);
   }
@@ -260,6 +266,11 @@ class DoorbellServer::Line {
     return absl::OkStatus();
   }
 
+  // Charged with what the doorbell holds beside its region.
+  std::shared_ptr<Account> account() const {
+    return server_.engine_->accounts().Of(caller_.name_space());
+  }
+
   absl::Status CheckStep() const {
     return step_ != nullptr ? absl::OkStatus()
                             : absl::FailedPreconditionError("no step has begun at this doorbell");
@@ -278,6 +289,9 @@ class DoorbellServer::Line {
     }
     // Inputs are copied first, so that the client cannot change them while they are used.
     if (layout.out_offset > static_cast<int64_t>(inputs_.size())) {
+      AccountCharge charge(account());
+      RETURN_IF_ERROR(charge.Add(layout.out_offset));
+      inputs_charge_ = std::move(charge);
       ASSIGN_OR_RETURN(inputs_reservation_,
                        server_.engine_->budget().Reserve(layout.out_offset, "a step's tensors"));
     }
@@ -325,6 +339,7 @@ class DoorbellServer::Line {
   std::unique_ptr<StreamDecoder> decoder_;
   std::vector<std::byte> inputs_;
   MemoryReservation inputs_reservation_;
+  AccountCharge exchange_charge_, inputs_charge_;
   std::optional<std::string> results_;
   // Last, because it uses the members above.
   std::thread thread_;

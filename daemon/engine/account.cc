@@ -7,16 +7,16 @@ namespace spillway {
 namespace {
 
 absl::Status Exhausted(const std::string& name_space, const char* quota, int64_t needed,
-                       int64_t used, int64_t most, const char* what) {
-  return WithReason(absl::ResourceExhaustedError(absl::StrCat(
-                        "the quota ", quota, " of namespace ", name_space, " is ", most, what, ": ",
-                        used, " are in use, and ", needed,
-                        " more are needed; delete or truncate sequences of this namespace")),
-                    "QUOTA_EXHAUSTED",
-                    {{"quota", quota},
-                     {"limit", absl::StrCat(most)},
-                     {"used", absl::StrCat(used)},
-                     {"needed", absl::StrCat(needed)}});
+                       int64_t used, int64_t most, const char* what, const char* advice) {
+  return WithReason(
+      absl::ResourceExhaustedError(absl::StrCat(
+          "the quota ", quota, " of namespace ", name_space, " is ", most, what, ": ", used,
+          " are in use, and ", needed, " more are needed; ", advice, " of this namespace")),
+      "QUOTA_EXHAUSTED",
+      {{"quota", quota},
+       {"limit", absl::StrCat(most)},
+       {"used", absl::StrCat(used)},
+       {"needed", absl::StrCat(needed)}});
 }
 
 }  // namespace
@@ -26,7 +26,8 @@ absl::Status Account::Charge(int64_t bytes) {
   int64_t used = used_bytes_;
   do {
     if (bytes > 0 && most > 0 && used + bytes > most) {
-      return Exhausted(name_space_, "bytes_max", bytes, used, most, " bytes");
+      return Exhausted(name_space_, "bytes_max", bytes, used, most, " bytes",
+                       "delete or truncate sequences, or delete snapshots, models or regions");
     }
   } while (!used_bytes_.compare_exchange_weak(used, used + bytes));
   return absl::OkStatus();
@@ -37,7 +38,8 @@ absl::Status Account::AddSequence() {
   int64_t count = sequence_count_;
   do {
     if (most > 0 && count >= most) {
-      return Exhausted(name_space_, "sequence_count_max", 1, count, most, " sequences");
+      return Exhausted(name_space_, "sequence_count_max", 1, count, most, " sequences",
+                       "delete sequences");
     }
   } while (!sequence_count_.compare_exchange_weak(count, count + 1));
   return absl::OkStatus();

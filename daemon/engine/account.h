@@ -15,14 +15,15 @@
 
 namespace spillway {
 
-// Limits on all sequences of a namespace together. 0: no limit.
+// Limits on what a namespace has. 0: no limit.
 struct Quota {
-  int64_t bytes_max = 0;           // rows and index
+  // Rows, index, models, regions, and the files of snapshots.
+  int64_t bytes_max = 0;
   int64_t sequence_count_max = 0;  // in the registry
   friend bool operator==(const Quota&, const Quota&) = default;
 };
 
-// What all sequences of a namespace use together. Thread-safe.
+// What a namespace uses. Thread-safe.
 class Account {
  public:
   explicit Account(std::string name_space, int64_t number = 0)

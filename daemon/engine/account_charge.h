@@ -31,6 +31,8 @@ class AccountCharge {
     if (status.ok()) bytes_ += bytes;
     return status;
   }
+  // Takes over the charge of `other`, which has the same account.
+  void Absorb(AccountCharge&& other) { bytes_ += std::exchange(other.bytes_, 0); }
   // Sets the charge to `bytes` without a check of the quota.
   void Settle(int64_t bytes) {
     if (account_ != nullptr) account_->Settle(bytes - bytes_);

@@ -47,9 +47,12 @@ absl::StatusOr<std::shared_ptr<Model>> Engine::MakeModel(const std::string& id,
                                                          absl::Time create_time) {
   int64_t table_bytes = kModelTableBytes;
   if (auditor() != nullptr && auditor()->share() > 0) table_bytes += AuditTable::BytesOf(spec);
+  AccountCharge charge(accounts_.Of(NamespaceOf(id)));
+  RETURN_IF_ERROR(charge.Add(table_bytes));
   ASSIGN_OR_RETURN(MemoryReservation tables,
                    budget_->Reserve(table_bytes, "the tables of a model", MemoryUse::kModels));
   auto model = std::make_shared<Model>(id, spec, policy, arena_, create_time);
+  model->charge = std::move(charge);
   model->table_reservation = std::move(tables);
   return model;
 }
@@ -81,6 +84,8 @@ absl::Status Engine::UploadWeights(Model& model, std::span<const std::byte> safe
         "WEIGHTS_NOT_AWAITED");
   }
   const int64_t bytes = device_->WeightBytes(model.spec);
+  AccountCharge charge(accounts_.Of(NamespaceOf(model.id)));
+  RETURN_IF_ERROR(charge.Add(bytes));
   ASSIGN_OR_RETURN(MemoryReservation reservation,
                    budget_->Reserve(bytes, "the hash weights of a model", MemoryUse::kModels));
   ASSIGN_OR_RETURN(std::unique_ptr<DeviceModel> device,
@@ -92,6 +97,7 @@ absl::Status Engine::UploadWeights(Model& model, std::span<const std::byte> safe
     RETURN_IF_ERROR(model.record->SetWeights(
         {reinterpret_cast<const char*>(safetensors.data()), safetensors.size()}));
   }
+  model.charge.Absorb(std::move(charge));
   model.SetDevice(std::move(device), std::move(reservation), std::move(sha256));
   return absl::OkStatus();
 }

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "absl/time/time.h"
+#include "daemon/engine/account_charge.h"
 #include "daemon/engine/audit_table.h"
 #include "daemon/engine/caller.h"
 #include "daemon/engine/work_counters.h"
@@ -38,6 +39,8 @@ class Model {
 
   // Memory of the model without weights; set before the model is in the registry.
   MemoryReservation table_reservation;
+  // The same and the weights, in the account of its namespace. Changes with SetDevice() only.
+  AccountCharge charge;
 
   // Pages for the rows of all its sequences.
   PagePool row_pool;

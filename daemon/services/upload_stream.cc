@@ -24,6 +24,7 @@ UploadStream::UploadStream(const ServiceContext& services,
       caller_(std::move(caller)),
       response_(response),
       cancel_(MakeCancelToken(context)),
+      charge_(services.engine.accounts().Of(caller_.name_space())),
       idle_(services.limits.stream_idle_max()) {
   if (absl::Status status = services_.streams.Add(this); !status.ok()) {
     End(status);
@@ -105,6 +106,7 @@ absl::Status UploadStream::Take() {
   if (bytes > total_bytes_ - static_cast<int64_t>(file_.size())) {
     return InvalidField("data", absl::StrCat("more bytes than total_bytes ", total_bytes_));
   }
+  RETURN_IF_ERROR(charge_.Add(bytes));
   ASSIGN_OR_RETURN(MemoryReservation more,
                    services_.engine.budget().Reserve(bytes, kUpload, MemoryUse::kModels));
   reservation_.Absorb(std::move(more));
@@ -145,6 +147,7 @@ void UploadStream::End(const absl::Status& status) {
   // Before the client gets the answer, because it may then try again.
   file_ = {};
   reservation_.Release();
+  charge_.Settle(0);
   if (owns_upload_) model_->uploading.clear(std::memory_order_release);
   Finish(services_.status.ToGrpc(status, caller_.trace()));
 }

@@ -38,8 +38,10 @@ class UploadStream final : public grpc::ServerReadReactor<grpc::ByteBuffer>, pub
   const std::shared_ptr<CancelToken> cancel_;
   grpc::ByteBuffer received_;
   std::shared_ptr<Model> model_;
-  bool owns_upload_ = false;       // this stream has set model_->uploading
-  MemoryReservation reservation_;  // charges the bytes that have arrived
+  bool owns_upload_ = false;  // this stream has set model_->uploading
+  // Both charge the bytes that have arrived.
+  MemoryReservation reservation_;
+  AccountCharge charge_;
   std::vector<std::byte> file_;
   int64_t total_bytes_ = 0;
 
