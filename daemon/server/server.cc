@@ -35,6 +35,7 @@
 #include "daemon/services/memory_service.h"
 #include "daemon/services/model_service.h"
 #include "daemon/services/sequence_service.h"
+#include "daemon/snapshot/folder_charge.h"
 #include "grpcpp/grpcpp.h"
 #include "grpcpp/resource_quota.h"
 #include "host/base/random_id.h"
@@ -293,6 +294,9 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const Config& config, Engi
   std::unique_ptr<TokenTable> tokens;
   if (!config.tokens_file.empty()) {
     ASSIGN_OR_RETURN(tokens, TokenTable::Open(config.tokens_file, &engine.accounts()));
+    if (!config.snapshot_folder.empty() && config.snapshot_folder != "/") {
+      ChargeSnapshots(config.snapshot_folder, engine.accounts());
+    }
   }
   auto impl = std::make_unique<Impl>(config, engine, std::move(losses), sweep_period,
                                      std::move(tls), std::move(tokens));

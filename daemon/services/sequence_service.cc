@@ -23,6 +23,7 @@ SequenceService::SequenceService(const ServiceContext& services) : Service(servi
   Unary("/spillway.v1.SequenceService/DeleteSequence", &SequenceService::DeleteSequence);
   Unary("/spillway.v1.SequenceService/SaveSequence", &SequenceService::SaveSequence);
   Unary("/spillway.v1.SequenceService/LoadSequence", &SequenceService::LoadSequence);
+  Unary("/spillway.v1.SequenceService/DeleteSnapshot", &SequenceService::DeleteSnapshot);
   ServerStream<v1::ConnectRequest, v1::ConnectResponse>(
       "/spillway.v1.SequenceService/Connect",
       [this](grpc::CallbackServerContext*, const Caller& caller,
@@ -181,6 +182,15 @@ grpc::ServerUnaryReactor* SequenceService::LoadSequence(grpc::CallbackServerCont
                                                         v1::LoadSequenceResponse* response) {
   return AnswerLater(context, [this, caller, request, response](const auto& cancel) {
     return spillway::LoadSequence(services_, caller, *request, cancel, *response);
+  });
+}
+
+grpc::ServerUnaryReactor* SequenceService::DeleteSnapshot(grpc::CallbackServerContext* context,
+                                                          const Caller& caller,
+                                                          const v1::DeleteSnapshotRequest* request,
+                                                          v1::DeleteSnapshotResponse*) {
+  return AnswerLater(context, [this, caller, request](const auto&) {
+    return spillway::DeleteSnapshot(services_, caller, *request);
   });
 }
 

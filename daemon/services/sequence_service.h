@@ -41,6 +41,10 @@ class SequenceService final : public Service {
   grpc::ServerUnaryReactor* LoadSequence(grpc::CallbackServerContext* context, const Caller& caller,
                                          const v1::LoadSequenceRequest* request,
                                          v1::LoadSequenceResponse* response);
+  grpc::ServerUnaryReactor* DeleteSnapshot(grpc::CallbackServerContext* context,
+                                           const Caller& caller,
+                                           const v1::DeleteSnapshotRequest* request,
+                                           v1::DeleteSnapshotResponse* response);
 
   // Runs `work`, which waits for files, in its own thread, and answers with its result.
   template <typename Work>

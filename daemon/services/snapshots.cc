@@ -10,6 +10,7 @@
 #include "daemon/engine/errors.h"
 #include "daemon/snapshot/description.h"
 #include "daemon/snapshot/load.h"
+#include "daemon/snapshot/remove.h"
 #include "daemon/snapshot/save.h"
 #include "host/base/status_macros.h"
 
@@ -39,6 +40,11 @@ absl::StatusOr<std::string> FolderOf(const ServiceContext& services, const Calle
         "snapshots then");
   }
   return absl::StrCat(std::string(caller.name_space()), "/", asked);
+}
+
+// Charged with the files of a tenant's snapshots; null if the daemon has no tenants.
+std::shared_ptr<Account> AccountOf(const ServiceContext& services, const Caller& caller) {
+  return caller.is_tenant() ? services.engine.accounts().Of(caller.name_space()) : nullptr;
 }
 
 // The model into which the rows are loaded. It is created if the request names no model and it does
@@ -97,8 +103,8 @@ absl::Status SaveSequence(const ServiceContext& services, const Caller& caller,
                                                     kClientDataBytesMax));
   }
   ASSIGN_OR_RETURN(const std::string name, FolderOf(services, caller, request.folder()));
-  ASSIGN_OR_RETURN(SnapshotFolder folder,
-                   SnapshotFolder::OpenToSave(services.snapshot_folder, name));
+  ASSIGN_OR_RETURN(SnapshotFolder folder, SnapshotFolder::OpenToSave(services.snapshot_folder, name,
+                                                                     AccountOf(services, caller)));
   const auto answered = std::make_shared<std::promise<absl::StatusOr<SharedSequence>>>();
   services.engine.ShareSequence(sequence, [answered](absl::StatusOr<SharedSequence> shared) {
     answered->set_value(std::move(shared));
@@ -190,6 +196,12 @@ absl::Status LoadSequence(const ServiceContext& services, const Caller& caller,
   RETURN_IF_ERROR(engine.ListSequence(sequence));
   *response.mutable_sequence() = ToProto(*sequence);
   return absl::OkStatus();
+}
+
+absl::Status DeleteSnapshot(const ServiceContext& services, const Caller& caller,
+                            const v1::DeleteSnapshotRequest& request) {
+  ASSIGN_OR_RETURN(const std::string name, FolderOf(services, caller, request.folder()));
+  return RemoveSnapshot(services.snapshot_folder, name, AccountOf(services, caller));
 }
 
 }  // namespace spillway

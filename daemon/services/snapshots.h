@@ -12,7 +12,7 @@
 
 namespace spillway {
 
-// The two calls about snapshots. They run in the calling thread, which waits for files and for the
+// The calls about snapshots. They run in the calling thread, which waits for files and for the
 // turn of the sequence. Errors as the API says. Thread-safe.
 absl::Status SaveSequence(const ServiceContext& services, const Caller& caller,
                           const v1::SaveSequenceRequest& request,
@@ -22,5 +22,7 @@ absl::Status LoadSequence(const ServiceContext& services, const Caller& caller,
                           const v1::LoadSequenceRequest& request,
                           const std::shared_ptr<CancelToken>& cancel,
                           v1::LoadSequenceResponse& response);
+absl::Status DeleteSnapshot(const ServiceContext& services, const Caller& caller,
+                            const v1::DeleteSnapshotRequest& request);
 
 }  // namespace spillway

@@ -34,9 +34,10 @@ absl::Status BadName(const std::string& name, const std::string& wanted) {
       "folder", absl::StrCat("\"", absl::CHexEscape(name.substr(0, 100)), "\" is not ", wanted));
 }
 
-absl::Status NoSnapshot(const std::string& path) {
-  return WithReason(absl::NotFoundError(absl::StrCat("there is no snapshot at ", path)),
-                    "SNAPSHOT_NOT_FOUND", {{"folder", path}});
+absl::Status Busy(const std::string& path, const char* use) {
+  return WithReason(absl::AbortedError(absl::StrCat("the snapshot at ", path, " is being ", use,
+                                                    " by another call")),
+                    "SNAPSHOT_BUSY", {{"folder", path}});
 }
 
 absl::StatusOr<std::vector<std::string>> PartsOf(const std::string& name) {
@@ -72,11 +73,29 @@ absl::StatusOr<Descriptor> OpenFolder(int at, const std::string& name, const std
                                       int flags) {
   Descriptor folder(openat(at, name.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC | flags));
   if (folder.valid()) return folder;
-  if (errno == ENOENT) return NoSnapshot(path);
+  if (errno == ENOENT) return SnapshotNotFound(path);
   return SystemError(absl::StrCat("cannot open the folder ", path));
 }
 
+// Makes a folder if there is none. The folder `at` may be removed at the same time.
+absl::Status MakeFolder(int at, const std::string& name, const std::string& path,
+                        Account* account) {
+  if (faccessat(at, name.c_str(), F_OK, AT_SYMLINK_NOFOLLOW) == 0) return absl::OkStatus();
+  if (account != nullptr) RETURN_IF_ERROR(account->Charge(kFolderBytes));
+  if (mkdirat(at, name.c_str(), kFolderMode) == 0) return absl::OkStatus();
+  const int error = errno;
+  if (account != nullptr) account->Settle(-kFolderBytes);
+  if (error == EEXIST) return absl::OkStatus();
+  if (error == ENOENT) return Busy(path, "removed");
+  return absl::ErrnoToStatus(error, absl::StrCat("cannot make ", path));
+}
+
 }  // namespace
+
+absl::Status SnapshotNotFound(const std::string& path) {
+  return WithReason(absl::NotFoundError(absl::StrCat("there is no snapshot at ", path)),
+                    "SNAPSHOT_NOT_FOUND", {{"folder", path}});
+}
 
 absl::Status SnapshotFile::Read(std::span<std::byte> into) {
   while (!into.empty()) {
@@ -93,23 +112,31 @@ absl::Status SnapshotFile::Read(std::span<std::byte> into) {
 }
 
 absl::StatusOr<SnapshotFolder> SnapshotFolder::OpenToSave(const std::string& root,
-                                                          const std::string& name) {
-  return Open(root, name, true);
+                                                          const std::string& name,
+                                                          const std::shared_ptr<Account>& account) {
+  return Open(root, name, Use::kSave, account);
 }
 
 absl::StatusOr<SnapshotFolder> SnapshotFolder::OpenToLoad(const std::string& root,
                                                           const std::string& name) {
-  return Open(root, name, false);
+  return Open(root, name, Use::kLoad, nullptr);
+}
+
+absl::StatusOr<SnapshotFolder> SnapshotFolder::OpenToRemove(
+    const std::string& root, const std::string& name, const std::shared_ptr<Account>& account) {
+  return Open(root, name, Use::kRemove, account);
 }
 
 absl::StatusOr<SnapshotFolder> SnapshotFolder::Open(const std::string& root,
-                                                    const std::string& name, bool to_save) {
+                                                    const std::string& name, Use use,
+                                                    const std::shared_ptr<Account>& account) {
   if (root.empty()) {
     return WithReason(
         absl::FailedPreconditionError(
             "the daemon has no folder for snapshots: set snapshots.folder (--snapshot-folder)"),
         "NO_SNAPSHOT_FOLDER");
   }
+  const bool to_save = use == Use::kSave;
   Descriptor folder;
   std::string path;
   if (root == "/") {
@@ -123,20 +150,23 @@ absl::StatusOr<SnapshotFolder> SnapshotFolder::Open(const std::string& root,
     if (to_save) RETURN_IF_ERROR(MakePath(root));
     ASSIGN_OR_RETURN(folder, OpenFolder(AT_FDCWD, root, path, 0));
     for (const std::string& part : parts) {
-      if (to_save && mkdirat(folder.get(), part.c_str(), kFolderMode) != 0 && errno != EEXIST) {
-        return SystemError(absl::StrCat("cannot make ", path));
-      }
+      if (to_save) RETURN_IF_ERROR(MakeFolder(folder.get(), part, path, account.get()));
       ASSIGN_OR_RETURN(folder, OpenFolder(folder.get(), part, path, O_NOFOLLOW));
     }
   }
-  if (flock(folder.get(), (to_save ? LOCK_EX : LOCK_SH) | LOCK_NB) != 0) {
+  if (flock(folder.get(), (use == Use::kLoad ? LOCK_SH : LOCK_EX) | LOCK_NB) != 0) {
     if (errno != EWOULDBLOCK) return SystemError(absl::StrCat("cannot lock ", path));
-    return WithReason(
-        absl::AbortedError(absl::StrCat("the snapshot at ", path, " is being ",
-                                        to_save ? "saved or loaded" : "saved", " by another call")),
-        "SNAPSHOT_BUSY", {{"folder", path}});
+    return Busy(path, use == Use::kLoad ? "saved or deleted" : "saved, loaded or deleted");
   }
-  return SnapshotFolder(std::move(folder), std::move(path));
+  struct stat info {};
+  if (fstat(folder.get(), &info) != 0 || info.st_nlink == 0) return Busy(path, "deleted");
+  SnapshotFolder opened(std::move(folder), std::move(path));
+  if (account != nullptr) {
+    Descriptor own(fcntl(opened.folder_.get(), F_DUPFD_CLOEXEC, 0));
+    if (!own.valid()) return SystemError(absl::StrCat("cannot open ", opened.path_));
+    opened.charge_ = std::make_unique<FolderCharge>(account, std::move(own));
+  }
+  return opened;
 }
 
 std::string SnapshotFolder::PathOf(std::string_view name) const {
@@ -172,8 +202,9 @@ absl::StatusOr<std::vector<std::string>> SnapshotFolder::List() const {
   return names;
 }
 
-absl::Status SnapshotFolder::Begin() {
-  Remove(kPartialName);
+absl::Status SnapshotFolder::Begin(int64_t byte_count) {
+  RETURN_IF_ERROR(Remove(kPartialName));
+  if (charge_ != nullptr) RETURN_IF_ERROR(charge_->Add(byte_count));
   written_ = Descriptor(openat(folder_.get(), kPartialName,
                                O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, kFileMode));
   if (written_.valid()) return absl::OkStatus();
@@ -206,8 +237,23 @@ absl::Status SnapshotFolder::Sync() const {
   return SystemError(absl::StrCat("cannot write ", path_));
 }
 
-void SnapshotFolder::Remove(const std::string& name) const {
-  unlinkat(folder_.get(), name.c_str(), 0);
+absl::Status SnapshotFolder::Remove(const std::string& name) const {
+  if (unlinkat(folder_.get(), name.c_str(), 0) == 0 || errno == ENOENT) return absl::OkStatus();
+  return SystemError(absl::StrCat("cannot remove ", PathOf(name)));
+}
+
+bool SnapshotFolder::RemoveIfEmpty(const std::string& root, const std::string& name,
+                                   const std::shared_ptr<Account>& account) {
+  if (root == "/") return false;
+  bool removed = false;
+  for (std::string path = name; rmdir(absl::StrCat(root, "/", path).c_str()) == 0;) {
+    removed = true;
+    if (account != nullptr) account->Settle(-kFolderBytes);
+    const size_t slash = path.rfind('/');
+    if (slash == std::string::npos) break;
+    path.resize(slash);
+  }
+  return removed;
 }
 
 }  // namespace spillway

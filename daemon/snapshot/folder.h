@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <string>
 #include <string_view>
@@ -9,6 +10,8 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "daemon/engine/account.h"
+#include "daemon/snapshot/folder_charge.h"
 #include "host/base/descriptor.h"
 
 namespace spillway {
@@ -41,11 +44,18 @@ class SnapshotFolder {
   // name has at most 16 parts, separated by slashes, each valid for Registry::IsValidId.
   // INVALID_ARGUMENT, field "folder", for other names; FAILED_PRECONDITION, reason
   // NO_SNAPSHOT_FOLDER, for an empty root; ABORTED, reason SNAPSHOT_BUSY, if the folder is locked.
-  static absl::StatusOr<SnapshotFolder> OpenToSave(const std::string& root,
-                                                   const std::string& name);
+  // account: charged with the folders and files that are made, before they are; null: none.
+  // RESOURCE_EXHAUSTED, reason QUOTA_EXHAUSTED.
+  static absl::StatusOr<SnapshotFolder> OpenToSave(
+      const std::string& root, const std::string& name,
+      const std::shared_ptr<Account>& account = nullptr);
   // Errors as OpenToSave, and NOT_FOUND, reason SNAPSHOT_NOT_FOUND, if there is no such folder.
   static absl::StatusOr<SnapshotFolder> OpenToLoad(const std::string& root,
                                                    const std::string& name);
+  // Errors as OpenToLoad; locked as for a save. account: as for OpenToSave.
+  static absl::StatusOr<SnapshotFolder> OpenToRemove(const std::string& root,
+                                                     const std::string& name,
+                                                     const std::shared_ptr<Account>& account);
 
   const std::string& path() const { return path_; }
   std::string PathOf(std::string_view name) const;
@@ -55,25 +65,37 @@ class SnapshotFolder {
   // The names of all entries, in no particular order.
   absl::StatusOr<std::vector<std::string>> List() const;
 
-  // Begin() starts a file, Write() appends to it, and Commit() names it. One file at a time.
-  absl::Status Begin();
+  // Begin() starts a file of byte_count bytes, Write() appends to it, and Commit() names it. One
+  // file at a time. RESOURCE_EXHAUSTED from Begin(), reason QUOTA_EXHAUSTED.
+  absl::Status Begin(int64_t byte_count);
   absl::Status Write(std::span<const std::byte> bytes);
   // Syncs the file and renames it to `name`, replacing any file of that name.
   absl::Status Commit(const std::string& name);
   // Makes the names of committed files durable.
   absl::Status Sync() const;
-  void Remove(const std::string& name) const;
+  // Removes a file, if there is one.
+  absl::Status Remove(const std::string& name) const;
+  // Removes the folder if it is empty, and then the folders above it, below a root other than "/".
+  // Returns whether it removed any. root, name and account: as they were opened.
+  static bool RemoveIfEmpty(const std::string& root, const std::string& name,
+                            const std::shared_ptr<Account>& account);
 
  private:
+  enum class Use { kSave, kLoad, kRemove };
+
   SnapshotFolder(Descriptor folder, std::string path)
       : folder_(std::move(folder)), path_(std::move(path)) {}
   static absl::StatusOr<SnapshotFolder> Open(const std::string& root, const std::string& name,
-                                             bool to_save);
+                                             Use use, const std::shared_ptr<Account>& account);
 
   Descriptor folder_;
   std::string path_;
+  std::unique_ptr<FolderCharge> charge_;  // null: there is no account
   Descriptor written_;
 };
+
+// NOT_FOUND, reason SNAPSHOT_NOT_FOUND.
+absl::Status SnapshotNotFound(const std::string& path);
 
 // The name of a file that is not committed yet.
 inline constexpr char kPartialName[] = "writing.partial";

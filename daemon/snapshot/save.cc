@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "daemon/engine/errors.h"
 #include "daemon/engine/sha256.h"
+#include "daemon/snapshot/remove.h"
 #include "host/base/status_macros.h"
 
 namespace spillway {
@@ -46,7 +47,7 @@ class Saver {
       file.sha256 = *kept;
       return file;
     }
-    RETURN_IF_ERROR(folder_.Begin());
+    RETURN_IF_ERROR(folder_.Begin(file.byte_count));
     Sha256 digest;
     RETURN_IF_ERROR(ForEachPiece(run, [&](std::span<const std::byte> piece) {
       digest.Add(piece);
@@ -114,23 +115,6 @@ class Saver {
   int64_t written_byte_count_ = 0;
 };
 
-// A manifest of a snapshot may be replaced, even a damaged one.
-absl::Status CheckReplaceable(const SnapshotFolder& folder) {
-  absl::StatusOr<SnapshotFile> file = folder.Open(kManifestName);
-  if (absl::IsNotFound(file.status())) return absl::OkStatus();
-  constexpr std::string_view kBegin = "{\n  \"format\": \"spillway-snapshot\"";
-  std::string begin(kBegin.size(), '\0');
-  if (file.ok() && file->byte_count() >= static_cast<int64_t>(begin.size()) &&
-      file->Read(std::as_writable_bytes(std::span(begin.data(), begin.size()))).ok() &&
-      begin == kBegin) {
-    return absl::OkStatus();
-  }
-  return WithReason(
-      absl::FailedPreconditionError(absl::StrCat(
-          folder.PathOf(kManifestName), " does not belong to a snapshot: choose another folder")),
-      "NOT_A_SNAPSHOT", {{"folder", folder.path()}});
-}
-
 }  // namespace
 
 absl::StatusOr<SavedSnapshot> SaveSnapshot(SnapshotFolder& folder, const ModelSpec& spec,
@@ -160,7 +144,7 @@ absl::StatusOr<SavedSnapshot> SaveSnapshot(SnapshotFolder& folder, const ModelSp
   if (!client_data.empty()) {
     manifest.client_data = {static_cast<int64_t>(client_data.size()), Sha256::Of(client_data)};
     const std::string name = ClientDataName(manifest.client_data->sha256);
-    RETURN_IF_ERROR(folder.Begin());
+    RETURN_IF_ERROR(folder.Begin(manifest.client_data->byte_count));
     RETURN_IF_ERROR(folder.Write(client_data));
     RETURN_IF_ERROR(folder.Commit(name));
     named.insert(name);
@@ -175,12 +159,12 @@ absl::StatusOr<SavedSnapshot> SaveSnapshot(SnapshotFolder& folder, const ModelSp
   RETURN_IF_ERROR(cancel.Check());
   // The names of the files must be durable before the manifest that refers to them.
   RETURN_IF_ERROR(folder.Sync());
-  RETURN_IF_ERROR(folder.Begin());
+  RETURN_IF_ERROR(folder.Begin(static_cast<int64_t>(text.size())));
   RETURN_IF_ERROR(folder.Write(BytesOf(text)));
   RETURN_IF_ERROR(folder.Commit(kManifestName));
   RETURN_IF_ERROR(folder.Sync());
   for (const std::string& name : names) {
-    if (IsDataFileName(name) && !named.contains(name)) folder.Remove(name);
+    if (IsDataFileName(name) && !named.contains(name)) folder.Remove(name).IgnoreError();
   }
   return saved;
 }

@@ -30,7 +30,7 @@ FAMILIES = {
     "SequenceService": sequence_service_pb2,
 }
 # Left out, because these calls make the daemon write or read files.
-LEFT_OUT = {"SaveSequence", "LoadSequence"}
+LEFT_OUT = {"SaveSequence", "LoadSequence", "DeleteSnapshot"}
 
 
 def methods(family: str) -> list[tuple[str, bool, bool, Any]]:

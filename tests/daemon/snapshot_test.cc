@@ -14,8 +14,10 @@
 #include "daemon/engine/sha256.h"
 #include "daemon/snapshot/description.h"
 #include "daemon/snapshot/folder.h"
+#include "daemon/snapshot/folder_charge.h"
 #include "daemon/snapshot/load.h"
 #include "daemon/snapshot/manifest.h"
+#include "daemon/snapshot/remove.h"
 #include "daemon/snapshot/save.h"
 #include "gmock/gmock.h"
 #include "host/memory/arena.h"
@@ -395,6 +397,47 @@ TEST_F(SnapshotTest, NamesStayBelowTheRoot) {
   fs::create_directory_symlink(root_ / "a", root_ / "link");
   EXPECT_FALSE(SnapshotFolder::OpenToSave(root_, "link").ok());
   EXPECT_FALSE(SnapshotFolder::OpenToLoad(root_, "link/b.c").ok());
+}
+
+TEST_F(SnapshotTest, FilesAreChargedUntilTheyAreRemoved) {
+  const auto account = std::make_shared<Account>("a");
+  const auto save = [&]() -> absl::Status {
+    absl::StatusOr<SnapshotFolder> folder = SnapshotFolder::OpenToSave(root_, "a/chat", account);
+    if (!folder.ok()) return folder.status();
+    return SaveSnapshot(*folder, spec_, rows_, Described(), {}, budget_, CancelToken()).status();
+  };
+  // What a daemon that starts would find.
+  const auto found = [&] {
+    AccountTable accounts;
+    ChargeSnapshots(root_, accounts);
+    return accounts.Of("a")->used_bytes();
+  };
+  Append(10);
+  ASSERT_TRUE(save().ok());
+  const int64_t used = account->used_bytes();
+  // The rows, the manifest and two folders.
+  EXPECT_GT(used, 10 * (32 << 10) * 2);
+  EXPECT_EQ(found(), used);
+  ASSERT_TRUE(save().ok());
+  EXPECT_EQ(account->used_bytes(), used);
+  // With more tokens, it does not fit.
+  account->SetQuota({.bytes_max = used + 8192});
+  Append(2 * kTokensPerFile);
+  EXPECT_EQ(DetailsOf(save()).reason, "QUOTA_EXHAUSTED");
+  EXPECT_EQ(account->used_bytes(), used);
+  {
+    const auto loading = SnapshotFolder::OpenToLoad(root_, "a/chat");
+    EXPECT_EQ(DetailsOf(RemoveSnapshot(root_, "a/chat", account)).reason, "SNAPSHOT_BUSY");
+  }
+  ASSERT_TRUE(RemoveSnapshot(root_, "a/chat", account).ok());
+  EXPECT_EQ(account->used_bytes(), 0);
+  EXPECT_FALSE(fs::exists(root_ / "a"));
+  EXPECT_EQ(DetailsOf(RemoveSnapshot(root_, "a/chat", account)).reason, "SNAPSHOT_NOT_FOUND");
+  account->SetQuota({.bytes_max = 4096});
+  EXPECT_EQ(DetailsOf(save()).reason, "QUOTA_EXHAUSTED");
+  EXPECT_EQ(account->used_bytes(), 4096);
+  // The folder that the refused save has made.
+  EXPECT_EQ(found(), 4096);
 }
 
 TEST_F(SnapshotTest, OthersFilesAreLeftAlone) {

@@ -204,6 +204,21 @@ def test_deletes_sequences_and_models_by_name_and_by_id(
     assert model.name in names(client)
 
 
+def test_deletes_snapshots_by_folder(
+    target: str, client: spillway.Client, model: spillway.Model
+) -> None:
+    sequence = client.create_sequence(model)
+    for folder in ("cli/one", "cli/two"):
+        sequence.save(folder)
+    sequence.delete()
+    assert run(target, "snapshots", "delete", "cli/one").stdout == "deleted cli/one\n"
+    assert run_json(target, "snapshots", "delete", "cli/two") == {"deleted": ["cli/two"]}
+    done = run(target, "snapshots", "delete", "cli/one")
+    assert done.returncode == 1
+    assert "there is no snapshot at" in done.stderr
+    assert run(target, "snapshots").returncode == 2
+
+
 def test_what_cannot_be_deleted_is_named_and_the_rest_is_deleted(
     target: str, client: spillway.Client, model: spillway.Model
 ) -> None:

@@ -175,6 +175,44 @@ def test_a_wrong_byte_is_found(
     loaded.delete()
 
 
+@EVERY_TRANSPORT
+def test_a_deleted_one_is_gone(
+    client: Client, sequence: Sequence, named: str, folder: Path, root: Path
+) -> None:
+    sequence.save(named, client_data=b"notes")
+    # As an interrupted save leaves it.
+    (folder / "writing.partial").write_bytes(b"part")
+    client.delete_snapshot(named)
+    assert not folder.exists() or not list(folder.iterdir())
+    with pytest.raises(spillway.NotFound, match="there is no snapshot at|does not exist"):
+        client.load_sequence(named)
+    with pytest.raises(spillway.NotFound, match="there is no snapshot at"):
+        client.delete_snapshot(named)
+    # It deletes what belongs to the snapshot, and no more.
+    below = f"{named}/below"
+    sequence.save(named)
+    sequence.save(below)
+    (folder / "notes.txt").write_text("mine")
+    client.delete_snapshot(named)
+    assert {path.name for path in folder.iterdir()} == {"below", "notes.txt"}
+    client.load_sequence(below)[0].delete()
+    client.delete_snapshot(below)
+    (folder / "notes.txt").unlink()
+
+
+def test_what_is_no_snapshot_is_not_deleted(
+    client: Client, sequence: Sequence, named: str, folder: Path
+) -> None:
+    for name in ("", "/tmp/x", "..", "a/../b", "a//b", "A", "a/", "a/" * 17):
+        with pytest.raises(spillway.InvalidArgument, match="folder"):
+            client.delete_snapshot(name)
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text('{"name": "another program"}')
+    with pytest.raises(spillway.FailedPrecondition, match="does not belong to a snapshot"):
+        client.delete_snapshot(named)
+    assert (folder / "manifest.json").exists()
+
+
 def test_refused(client: Client, sequence: Sequence, named: str) -> None:
     for name in ("", "/tmp/x", "..", "a/../b", "a//b", "A", "a/", ".hidden", "a" * 64, "a/" * 17):
         with pytest.raises(spillway.InvalidArgument, match="folder"):

@@ -36,6 +36,7 @@ from spillway._proto import (
 )
 from test_cli import run as run_cli
 from test_daemon import run
+from test_doorbell import RawDoorbell
 
 ALICE, BOB, LIMITED = "alice-0123456789abcdef", "bob-0123456789abcdef", "limited-0123456789abcdef"
 SHAPE: dict[str, Any] = {
@@ -348,6 +349,8 @@ def test_a_quota_of_bytes(daemon: Daemon) -> None:
         assert client.server_info.limits.memory_bytes_max == QUOTA_BYTES
         assert client.server_info.limits.sequence_count_max == 3
         model = client.create_model(**SHAPE)
+        of_model = client.statistics().memory.used_bytes
+        assert 0 < of_model < 5 * PAGE_BYTES
         sequence = client.create_sequence(model)
         append(sequence, 20 * 128)
         used = client.statistics().memory.used_bytes
@@ -364,11 +367,97 @@ def test_a_quota_of_bytes(daemon: Daemon) -> None:
         assert refused(lambda: sequence.fork()).reason == "QUOTA_EXHAUSTED"
         # Released memory can be used again.
         sequence.truncate(128)
-        assert client.statistics().memory.used_bytes < used / 10
+        assert client.statistics().memory.used_bytes < used / 5
         append(sequence, 19 * 128)
         sequence.delete()
-        assert client.statistics().memory.used_bytes == 0
+        assert client.statistics().memory.used_bytes == of_model
         delete_model(client, model)
+        assert client.statistics().memory.used_bytes == 0
+
+
+def test_regions_and_models_count_in_the_quota(daemon: Daemon) -> None:
+    with daemon.connect(LIMITED) as client:
+        region = client.attach_region(QUOTA_BYTES - PAGE_BYTES)
+        for make in (
+            lambda: client.attach_region(QUOTA_BYTES // 2),
+            # A doorbell takes 144 KiB.
+            lambda: RawDoorbell(client),
+            # Too large with its weights.
+            lambda: client.create_model(**{**SHAPE, "layer_count": 8, "head_dim": 128}),
+        ):
+            error = refused(make)
+            assert (error.reason, error.metadata["quota"]) == ("QUOTA_EXHAUSTED", "bytes_max")
+        region.detach()
+        wait_for(lambda: client.statistics().memory.used_bytes == 0, "the region is free")
+        models = [client.create_model(**SHAPE) for _ in range(3)]
+        used = client.statistics().memory.used_bytes
+        for model in models:
+            client.delete_model(model)
+        assert client.statistics().memory.used_bytes == 0 < used
+
+
+def test_snapshots_count_in_the_quota_until_they_are_deleted(tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens.toml"
+    write_tokens(tokens, *ENTRIES)
+    folder = tmp_path / "snapshots" / "limited"
+    flags = ("--listen", f"unix:{tmp_path}/d.sock", "--tokens-file", str(tokens))
+
+    def used(client: spillway.Client) -> int:
+        return client.statistics().memory.used_bytes
+
+    with (
+        served(tmp_path, *flags) as process,
+        spillway.connect(process.address, token=LIMITED) as client,
+    ):
+        sequence = client.create_sequence(client.create_model(**SHAPE))
+        append(sequence, 10 * 128)
+        before = used(client)
+        names = [f"chats/{i}" for i in range(10)]
+        saved: list[str] = []
+
+        def save() -> None:
+            for name in names:
+                sequence.save(name)
+                saved.append(name)
+
+        error = refused(save)
+        assert (error.reason, error.metadata["quota"]) == ("QUOTA_EXHAUSTED", "bytes_max")
+        assert len(saved) == 2
+        files = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]
+        on_disk = used(client) - before
+        assert sum(files) <= on_disk <= sum(files) + 4096 * (len(files) + 5)
+        # What is replaced does not count twice afterwards.
+        client.delete_snapshot(names[2])  # what the refused save has left
+        left = used(client)
+        sequence.save(saved[0], client_data=b"notes")
+        assert left < used(client) <= left + 8192
+        sequence.save(saved[0])
+        assert used(client) == left
+        on_disk = left - before
+    # After a restart, the files still count.
+    with (
+        served(tmp_path, *flags) as process,
+        spillway.connect(process.address, token=LIMITED) as client,
+    ):
+        assert used(client) == on_disk
+        for name in saved:
+            client.delete_snapshot(name)
+            assert refused(functools.partial(client.load_sequence, name)).code == "NOT_FOUND"
+            assert refused(functools.partial(client.delete_snapshot, name)).code == "NOT_FOUND"
+        assert used(client) == 0
+        assert not folder.exists()
+
+
+def test_a_snapshot_of_another_namespace_is_not_deleted(
+    daemon: Daemon, alice: spillway.Client
+) -> None:
+    with daemon.connect(BOB) as bob:
+        error = refused(lambda: bob.delete_snapshot("keep"))
+        assert error.reason == "SNAPSHOT_NOT_FOUND"
+        for name in ("../alice/keep", "/alice/keep", ""):
+            error = refused(functools.partial(bob.delete_snapshot, name))
+            assert error.code == "INVALID_ARGUMENT"
+    alice.load_sequence("keep", "not-deleted")[0].delete()
 
 
 def test_decode_steps_stop_at_the_quota(daemon: Daemon) -> None:

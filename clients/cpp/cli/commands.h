@@ -47,6 +47,10 @@ std::vector<absl::Status> DeleteModels(Client& client, const std::vector<std::st
 std::vector<absl::Status> DeleteSequences(Client& client, const std::vector<std::string>& names,
                                           const CallOptions& call, const Output& output);
 
+// The same for snapshots, which have the names of their folders.
+std::vector<absl::Status> DeleteSnapshots(Client& client, const std::vector<std::string>& names,
+                                          const CallOptions& call, const Output& output);
+
 // Times attends over a temporary sequence of random K/V. Deletes what it created, even after an
 // error.
 absl::Status AttendBench(Client& client, const BenchOptions& options, const CallOptions& call,

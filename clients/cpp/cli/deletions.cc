@@ -10,6 +10,7 @@
 namespace spillway::cli {
 namespace {
 
+// collection: of the names; empty: they have none.
 std::vector<absl::Status> Delete(
     const std::string& collection, const std::vector<std::string>& names, const CallOptions& call,
     const Output& output,
@@ -17,7 +18,7 @@ std::vector<absl::Status> Delete(
   std::vector<absl::Status> failures;
   Json deleted = Json::array();
   for (const std::string& given : names) {
-    const std::string name = FullName(collection, given);
+    const std::string name = collection.empty() ? given : FullName(collection, given);
     if (call.stop.stop_requested()) {
       failures.push_back(absl::CancelledError(absl::StrCat("interrupted before ", name)));
       break;
@@ -51,6 +52,13 @@ std::vector<absl::Status> DeleteSequences(Client& client, const std::vector<std:
                 [&](const std::string& name, const CallOptions& options) {
                   return client.DeleteSequence(name, options);
                 });
+}
+
+std::vector<absl::Status> DeleteSnapshots(Client& client, const std::vector<std::string>& names,
+                                          const CallOptions& call, const Output& output) {
+  return Delete("", names, call, output, [&](const std::string& name, const CallOptions& options) {
+    return client.DeleteSnapshot(name, options);
+  });
 }
 
 }  // namespace spillway::cli

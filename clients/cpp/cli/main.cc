@@ -92,6 +92,11 @@ int Main(int argc, char** argv) {
   std::string model;
   sequences->add_option("--model", model, "list only sequences of this model");
   CLI::App* delete_sequences = add_deletion(sequences, "sequences");
+  CLI::App* snapshots = app.add_subcommand("snapshots", "delete snapshots");
+  snapshots->require_subcommand(1);
+  CLI::App* delete_snapshots = snapshots->add_subcommand("delete", "delete snapshots by folder");
+  delete_snapshots->add_option("folder", names, "folders, as they were given when saving")
+      ->required();
   CLI::App* bench =
       app.add_subcommand("attend-bench", "time attends over a temporary random sequence");
   BenchOptions bench_options;
@@ -183,6 +188,7 @@ int Main(int argc, char** argv) {
   } else if (sequences->parsed()) {
     result = Sequences(**client, model, call, output);
   }
+  if (delete_snapshots->parsed()) failures = DeleteSnapshots(**client, names, call, output);
   if (bench->parsed()) result = AttendBench(**client, bench_options, call, output);
   for (const absl::Status& failure : failures) {
     if (interrupt.signal() == 0) PrintError(failure);

@@ -266,6 +266,14 @@ absl::StatusOr<v1::LoadSequenceResponse> Client::LoadSequence(const std::string&
               absl::InfiniteDuration(), options);
 }
 
+absl::Status Client::DeleteSnapshot(const std::string& folder, const CallOptions& options) {
+  v1::DeleteSnapshotRequest request;
+  request.set_folder(folder);
+  return Call(presence_, *sequences_, &v1::SequenceService::Stub::DeleteSnapshot, request,
+              options_.call_timeout, options)
+      .status();
+}
+
 absl::StatusOr<v1::Sequence> Client::SealSequence(const std::string& name, bool sealed,
                                                   const CallOptions& options) {
   v1::SealSequenceRequest request;

@@ -139,6 +139,9 @@ class Client {
                                                         const v1::Sequence& sequence = {},
                                                         const CallOptions& options = {});
 
+  // Deletes the files of a snapshot.
+  absl::Status DeleteSnapshot(const std::string& folder, const CallOptions& options = {});
+
   // --- K/V and attention.
 
   // Appends the rows, split into chunks that fit into a message. If a chunk fails, the chunks

@@ -550,6 +550,23 @@ class Client:
         )
         return Sequence(self, response.sequence, boot_id), response.client_data
 
+    def delete_snapshot(self, folder: str | Path) -> None:
+        """Deletes the files that `Sequence.save` has written, also if the save was interrupted.
+
+        Args:
+            folder: The folder that was given to `Sequence.save`.
+
+        Raises:
+            NotFound: There is no snapshot.
+            FailedPrecondition: The folder has a manifest.json of another program, or the daemon
+                has no folder for snapshots.
+            Aborted: The snapshot is being saved or loaded (SNAPSHOT_BUSY).
+        """
+        self._call(
+            self._stubs.sequences.DeleteSnapshot,
+            sequence_service_pb2.DeleteSnapshotRequest(folder=self._snapshot_folder(folder)),
+        )
+
     def _snapshot_folder(self, folder: str | Path) -> str:
         """Returns the folder as the engine sees it. An embedded engine accepts any path.
 
