@@ -16,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "daemon/server/listeners.h"
 #include "host/base/descriptor.h"
 
 namespace spillway {
