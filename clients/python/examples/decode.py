@@ -39,8 +39,9 @@ class Llama:
         generator = torch.Generator().manual_seed(1)
 
         def weight(rows: int, columns: int) -> torch.Tensor:
-            made = torch.randn((rows, columns), generator=generator) / columns**0.5
-            return made.to(device, dtype)
+            shape, kind = (rows, columns), torch.float32
+            made = torch.randn(shape, generator=generator, dtype=kind, device="cpu")
+            return (made / columns**0.5).to(device, dtype)
 
         self.embedding = weight(VOCABULARY, HIDDEN) * HIDDEN**0.5
         self.head = weight(VOCABULARY, HIDDEN)
@@ -53,7 +54,8 @@ class Llama:
             )
             for _ in range(LAYERS)
         ]
-        self.frequencies = 500000.0 ** (-torch.arange(0, DIM, 2, device=device) / DIM)
+        steps = torch.arange(0, DIM, 2, dtype=torch.float32, device=device)
+        self.frequencies = 500000.0 ** (-steps / DIM)
 
     def rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Rotary embedding of x [1, T, H, d]."""
@@ -184,7 +186,8 @@ def main() -> None:
     device = torch.device(options.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     model = Llama(device, dtype)
-    ids = torch.randint(VOCABULARY, (options.prompt,), generator=torch.Generator().manual_seed(2))
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(VOCABULARY, (options.prompt,), generator=generator, device="cpu")
     ids = ids.to(device)
     settings = {"device.name": "cuda:0" if device.type == "cuda" else "cpu"}
     with spillway.connect("embedded:", settings=settings) as client:

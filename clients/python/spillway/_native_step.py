@@ -51,7 +51,7 @@ def empty_like(q: Array, dtype: int, shape: tuple[int, ...]) -> Any:
     if is_torch(q):
         torch = sys.modules["torch"]
         kind = q.dtype if dtype == dtype_of(q, "q") else torch.float32  # type: ignore[union-attr]
-        return torch.empty(shape, dtype=kind, pin_memory=on_gpu(q))
+        return torch.empty(shape, dtype=kind, device="cpu", pin_memory=on_gpu(q))
     if isinstance(q, BFloat16) and dtype == dtype_of(q, "q"):
         return BFloat16(np.empty(shape, np.uint16))
     numpy_dtype = q.dtype if isinstance(q, np.ndarray) else np.float32

@@ -190,7 +190,8 @@ def _refusal(
     generator = torch.Generator().manual_seed(1)
 
     def made(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).to(device, dtype)
+        drawn = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+        return drawn.to(device, dtype)
 
     # More keys than queries, and a gap between KV heads, as in the buffers of `Prefill`.
     q = made(_TRIED_TOKENS, 2 * group, head_dim)

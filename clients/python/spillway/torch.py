@@ -37,7 +37,7 @@ class Slot:
     """
 
     def __init__(self) -> None:
-        self.tensor = torch.zeros(1, dtype=torch.int64)
+        self.tensor = torch.zeros(1, dtype=torch.int64, device="cpu")
         self._step: DecodeStep | StreamDecoder | None = None
 
     def enter(self, step: DecodeStep | StreamDecoder) -> None:

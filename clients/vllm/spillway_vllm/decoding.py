@@ -55,7 +55,7 @@ class Group:
         # A slice makes no copy of the tensors.
         self._index: slice | torch.Tensor = slice(first, last + 1)
         if last - first + 1 != len(rows):
-            self._index = torch.tensor([row.begin for row in rows])
+            self._index = torch.tensor([row.begin for row in rows], device="cpu")
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor

@@ -173,7 +173,8 @@ class Asker:
             verbose=False,
         )
         context_end = sum(stop <= end for _, stop in encoded["offset_mapping"])
-        return Prompt(question, torch.tensor(encoded["input_ids"]), context_end)
+        tokens = torch.tensor(encoded["input_ids"], device="cpu")
+        return Prompt(question, tokens, context_end)
 
     def ask(self, prompts: Sequence[Prompt], asked: Sequence[Asked]) -> list[list[Answer]]:
         """Returns each method's answers to each prompt. Earlier answers are read from disk.
@@ -300,7 +301,7 @@ def _decode(model: Any, bench: Workbench, prompt: Prompt, rows: Sequence[Row]) -
         ]
         if not going:
             break
-        tokens = torch.tensor([made[i][-1:] for i in going])
+        tokens = torch.tensor([made[i][-1:] for i in going], device="cpu")
     return [
         Answer(text, prompt.question.score(text), float(np.mean(share)))
         for text, share in zip(texts, shares, strict=True)

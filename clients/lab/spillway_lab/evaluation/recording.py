@@ -138,7 +138,7 @@ def _read(
     model: Any, tokens: torch.Tensor, positions: Sequence[int], folder: Path
 ) -> dict[str, Any]:
     scales: set[float] = set()
-    kept = torch.tensor(positions)
+    kept = torch.tensor(positions, device="cpu")
 
     def see(layer: int, query: Any, key: Any, value: Any, scaling: float) -> None:
         scales.add(float(scaling))

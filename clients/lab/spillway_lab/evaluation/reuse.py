@@ -282,7 +282,7 @@ def _guessed_queries(bench: Workbench, recording: Recording) -> dict[int, torch.
     wanted = [layer for layer in bench.layers if layer > 0]
     if not bench.store.has(key):
         model = bench.load()
-        run = torch.tensor(recording.run)
+        run = torch.tensor(recording.run, device="cpu")
         guesses: dict[str, npt.NDArray[Any]] = {}
         layers = model.base_model.layers
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -16,6 +17,11 @@ from torch import nn
 from torch.nn import functional
 
 _FORMAT = "spillway hash MLPs"
+
+
+def _normal(shape: Sequence[int], generator: torch.Generator) -> torch.Tensor:
+    """Draws from the normal distribution, in float32 on the CPU, whatever torch's defaults are."""
+    return torch.randn(tuple(shape), generator=generator, dtype=torch.float32, device="cpu")
 
 
 class HashMlp(nn.Module):
@@ -47,10 +53,11 @@ class HashMlp(nn.Module):
         Its hidden layer has width 2 d.
         """
         head_count, head_dim, _ = weight.shape
-        eye = torch.eye(head_dim).expand(head_count, -1, -1)
+        kind: Any = {"dtype": torch.float32, "device": weight.device}
+        eye = torch.eye(head_dim, **kind).expand(head_count, -1, -1)
         return cls(
             torch.cat([eye, -eye], dim=2),
-            torch.zeros(head_count, 2 * head_dim),
+            torch.zeros(head_count, 2 * head_dim, **kind),
             torch.cat([weight, -weight], dim=1),
         )
 
@@ -67,12 +74,12 @@ class HashMlp(nn.Module):
         """Gaussian weights. The first are divided by input_scale [H], the size of the inputs."""
 
         def normal(*shape: int) -> torch.Tensor:
-            made = torch.randn(shape, generator=generator) / math.sqrt(shape[1])
+            made = _normal(shape, generator) / math.sqrt(shape[1])
             return made.to(input_scale.device)
 
         return cls(
             normal(head_count, head_dim, hidden_dim) / input_scale[:, None, None],
-            torch.zeros(head_count, hidden_dim, device=input_scale.device),
+            input_scale.new_zeros(head_count, hidden_dim),
             normal(head_count, hidden_dim, hash_bits),
         )
 
@@ -113,14 +120,14 @@ class ThreeLayerMlp(nn.Module):
         device = input_scale.device
         widths = (head_dim, hidden_dim, hidden_dim, hash_bits)
         weights = [
-            torch.randn(head_count, rows, columns, generator=generator) / math.sqrt(rows)
+            _normal((head_count, rows, columns), generator) / math.sqrt(rows)
             for rows, columns in zip(widths, widths[1:], strict=False)
         ]
         made = [weight.to(device) for weight in weights]
         made[0] = made[0] / input_scale[:, None, None]
         self.weights = nn.ParameterList(made)
         self.biases = nn.ParameterList(
-            [torch.zeros(head_count, width, device=device) for width in widths[1:]]
+            [input_scale.new_zeros(head_count, width) for width in widths[1:]]
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -167,7 +174,7 @@ class Hyperplanes(nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
         rotations = [
-            torch.linalg.qr(torch.randn(head_dim, head_dim, generator=generator)).Q
+            torch.linalg.qr(_normal((head_dim, head_dim), generator)).Q
             for _ in range(math.ceil(hash_bits / head_dim))
         ]
         self.planes = torch.cat(rotations, dim=1)[:, :hash_bits].to(device)

@@ -146,7 +146,7 @@ def _draw_pairs(
 
     def draw(size: int, bounds: torch.Tensor) -> torch.Tensor:
         shape = (*heads, query_count, size)
-        uniform = torch.rand(shape, generator=generator, device=scores.device)
+        uniform = torch.rand(shape, generator=generator, dtype=torch.float32, device=scores.device)
         return (uniform * bounds[:, None]).long()
 
     inside = top.indices.gather(-1, draw(top_sample_count, counts))
@@ -185,7 +185,7 @@ def intersection_over_union(
         "hgqb,hnb->hgqn", query_bits.float().mul(2).sub(1), key_bits.float().mul(2).sub(1)
     )
     # Scores are integers that differ by at least 2, so this only breaks ties.
-    recent = torch.arange(n, device=scores.device) / n
+    recent = torch.arange(n, dtype=torch.float32, device=scores.device) / n
     estimates = (matches + recent).masked_fill(scores == -math.inf, -math.inf)
     counts = top_counts(visible, share)
 

@@ -177,7 +177,7 @@ def collect(
         )
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
-    positions = torch.empty(0)
+    positions = torch.empty(0, dtype=torch.int64, device="cpu")
     index = 0
 
     def keep(layer: int, query: torch.Tensor, key: torch.Tensor, *_: Any) -> None:
@@ -195,8 +195,8 @@ def collect(
         for index in range(count):
             # The first and the last segment, and others at even distances in between.
             start = index * (whole - 1) // max(1, count - 1) * token_count
-            kept = torch.randperm(token_count, generator=generator)[:query_count]
-            positions = kept.sort().values
+            drawn = torch.randperm(token_count, generator=generator, device="cpu")
+            positions = drawn[:query_count].sort().values
             stretch = tokens[start : start + token_count].to(model.device)
             with torch.inference_mode():
                 model.base_model(input_ids=stretch[None], use_cache=False)

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -169,7 +169,9 @@ class _Layer:
     def _later_half(self, stretch: _Stretch) -> _Task:
         """Returns a task with queries of the second half, which see enough keys."""
         seen = stretch.positions.numel()
-        which = torch.linspace(seen // 2, seen - 1, min(_JUDGED_QUERY_COUNT, seen - seen // 2))
+        count = min(_JUDGED_QUERY_COUNT, seen - seen // 2)
+        kind: Any = {"dtype": torch.float32, "device": "cpu"}
+        which = torch.linspace(seen // 2, seen - 1, count, **kind)
         return _Task(stretch, which.long().to(self.device))
 
     def input_scale(self) -> torch.Tensor:

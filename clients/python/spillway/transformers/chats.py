@@ -169,7 +169,7 @@ class Chats:
         if not store.rows:
             raise ValueError("the cache is empty: there is nothing to save")
         call = secrets.token_hex(8)
-        no_ids = torch.empty(0, dtype=torch.int64)
+        no_ids = torch.empty(0, dtype=torch.int64, device="cpu")
         for index, row in enumerate(store.rows):
             ids = self._texts.ids[index] if self._texts.ids else no_ids
             note = RowNote(

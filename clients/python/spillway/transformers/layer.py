@@ -176,7 +176,9 @@ class SpillwayLayer(HandedLayer):
         if batch_size == 1 and counts[0] == query_count:
             host = answers[0][2].out[None]
         else:
-            host = torch.zeros(batch_size, query_count, head_count, head_dim, dtype=q.dtype)
+            host = torch.zeros(
+                batch_size, query_count, head_count, head_dim, dtype=q.dtype, device="cpu"
+            )
             for row, _, result in answers:
                 host[row, query_count - counts[row] :] = result.out
         # The copy starts before the statistics are updated.

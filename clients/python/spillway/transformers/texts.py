@@ -181,7 +181,7 @@ class RowNote:
         )
 
 
-_NO_IDS = torch.empty(0, dtype=torch.int64)
+_NO_IDS = torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 def _count(value: Any) -> int:

@@ -27,7 +27,7 @@ def to_host(tensors: SequenceABC[torch.Tensor]) -> list[torch.Tensor]:
     ):
         return [tensor.cpu() for tensor in tensors]
     packed = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+    host = torch.empty(packed.shape, dtype=packed.dtype, device="cpu", pin_memory=True)
     host.copy_(packed, non_blocking=True)
     torch.cuda.current_stream(first.device).synchronize()
     parts = host.split([tensor.numel() for tensor in tensors])
