@@ -302,8 +302,8 @@ def _heavy_alone(
                     for i, count in enumerate(counts):
                         policy = Policy(tail="none", heavy=TopK(count=count))
                         chosen = sequence.select(layer, query[None].numpy(), policy, visible)
-                        shape = (len(chosen.offsets) - 1, visible)
-                        marks = torch.zeros(shape, dtype=torch.bool, device="cpu")
+                        size = (len(chosen.offsets) - 1, visible)
+                        marks = torch.zeros(size, dtype=torch.bool, device="cpu")
                         pairs = zip(chosen.offsets[:-1], chosen.offsets[1:], strict=True)
                         for head, (first, last) in enumerate(pairs):
                             tokens = chosen.indices[first:last].astype(np.int64)

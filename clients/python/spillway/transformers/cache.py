@@ -22,7 +22,8 @@ from spillway.transformers.chats import Chats
 from spillway.transformers.handed import HandedLayer
 from spillway.transformers.layer import Shared, SpillwayLayer
 from spillway.transformers.phase import Phase
-from spillway.transformers.rows import RowStore
+from spillway.transformers.rows import RowStore, delete
+from spillway.transformers.selection import Selection, row_numbers
 from spillway.transformers.sliding import SlidingLayer
 from spillway.transformers.statistics import CacheStatistics, OnAttend
 from spillway.transformers.support import shapes_of, windows_of
@@ -123,6 +124,8 @@ class SpillwayCache(Chats, Cache):
         self._shared = shared
         self._windows = windows
         self._texts = Texts()
+        # How many rows transformers makes of each row of a prompt, for beams or samples.
+        self._repeats = 1
         layers: list[HandedLayer] = []
         for model_index, window in enumerate(windows):
             if window is None:
@@ -207,7 +210,7 @@ class SpillwayCache(Chats, Cache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Passes the new K/V of a layer to its attention function."""
         if layer_idx == 0:
-            self._begin_forward()
+            self._begin_forward(key_states.shape[0])
         return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
 
     @property
@@ -227,13 +230,15 @@ class SpillwayCache(Chats, Cache):
     def _sliding(self) -> list[SlidingLayer]:
         return [layer for layer in self.layers if isinstance(layer, SlidingLayer)]
 
-    def _begin_forward(self) -> None:
+    def _begin_forward(self, batch_size: int) -> None:
         shared = self._shared
         if shared.pending is not None and len(self.layers) == 1:
             # With more layers, the second layer notices that the first one was not attended.
             pending, shared.pending = shared.pending, None
             pending.refuse()
         self._settle()
+        if self._repeats > 1 and batch_size == self._repeats * len(shared.store.rows):
+            self.batch_repeat_interleave(self._repeats)
         self._begin(self.layers[0].length)
 
     def _begin(self, length: int) -> None:
@@ -244,7 +249,8 @@ class SpillwayCache(Chats, Cache):
         shared.unfinished = Unfinished(length, paddings, copy.copy(shared.phase))
 
     def _settle(self) -> None:
-        """Undoes a forward pass that was interrupted, if there was one."""
+        """Undoes a forward pass that was interrupted, if there was one, and ends a selection."""
+        self._finish_selection()
         shared = self._shared
         unfinished = shared.unfinished
         if unfinished is None:
@@ -275,22 +281,42 @@ class SpillwayCache(Chats, Cache):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keeps only the rows in indices [n] (numbers, or a mask [B])."""
-        if indices.dtype == torch.bool:
-            indices = indices.nonzero().flatten()
-        self._select(indices.tolist())
+        self._settle()
+        if self.sequences:
+            self._select(row_numbers(indices, len(self.sequences)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats every row, next to itself."""
-        self._select([row for row in range(len(self.sequences)) for _ in range(repeats)])
-
-    def _select(self, indices: list[int]) -> None:
         self._settle()
         if self.sequences:
-            self._end_prompt()
-            self._shared.store.select(indices)
-            for layer in self._sliding:
-                layer.select(indices)
-            self._texts.select(indices)
+            if repeats < 1:
+                raise ValueError(f"rows cannot be repeated {repeats} times")
+            self._select([row for row in range(len(self.sequences)) for _ in range(repeats)])
+
+    def _select(self, indices: list[int]) -> None:
+        """Makes row i a copy of what row indices[i] was. If this fails, nothing has changed."""
+        store = self._shared.store
+        texts = self._texts.selected(indices, len(store.rows))
+        held = [layer.selected(indices) for layer in self._sliding]
+        rows = store.selected(indices)
+        kept = set(map(id, rows))
+        dropped = [row for row in store.rows if id(row) not in kept]
+        # From here on an interruption does not prevent the change: the next use completes it.
+        self._shared.selection = Selection(rows, dropped, held, texts)
+        self._finish_selection()
+
+    def _finish_selection(self) -> None:
+        """Completes a change of the rows, if there is one."""
+        selection = self._shared.selection
+        if selection is None:
+            return
+        self._end_prompt()
+        self._shared.store.rows = selection.rows
+        for layer, contents in zip(self._sliding, selection.held, strict=True):
+            layer.hold(contents)
+        self._texts = selection.texts
+        self._shared.selection = None
+        delete(selection.dropped)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the newest tokens.
@@ -341,6 +367,7 @@ class SpillwayCache(Chats, Cache):
 
     def reset(self) -> None:
         """Deletes the sequences and starts empty."""
+        self._finish_selection()
         self._shared.store.release()
         self._begin_empty()
 

@@ -1,14 +1,12 @@
-"""Long-lived chats: saving, loading and cutting a cache, and the tokens that it knows."""
+"""Long-lived chats: saving a cache, loading it, and passing it to another process."""
 
 from __future__ import annotations
 
 import datetime
 import secrets
-from collections.abc import Mapping
 from collections.abc import Sequence as SequenceABC
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
@@ -18,26 +16,16 @@ from spillway.results import Model
 from spillway.sequence import Sequence
 from spillway.transformers.rows import Row
 from spillway.transformers.support import UnsupportedModelError
-from spillway.transformers.texts import RowNote, Texts
-
-if TYPE_CHECKING:
-    from spillway.transformers.handed import HandedLayer
-    from spillway.transformers.layer import Shared
+from spillway.transformers.texts import RowNote
+from spillway.transformers.turns import Turns
 
 Self = TypeVar("Self", bound="Chats")
 
 
-class Chats:
-    """Saves, loads, attaches and cuts a `SpillwayCache`, and knows the tokens of its text."""
-
-    _shared: Shared
-    _texts: Texts
-    layers: list[HandedLayer]
+class Chats(Turns):
+    """Saves, loads, attaches and detaches a `SpillwayCache`."""
 
     def __init__(self, config: Any, client: Client, **options: Any) -> None:
-        raise NotImplementedError
-
-    def _settle(self) -> None:
         raise NotImplementedError
 
     def _set_length(self, length: int) -> None:
@@ -46,105 +34,9 @@ class Chats:
     def _begin_empty(self) -> None:
         raise NotImplementedError
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """As in `SpillwayCache`."""
-        raise NotImplementedError
-
     def close(self) -> None:
         """As in `SpillwayCache`."""
         raise NotImplementedError
-
-    # What it holds.
-
-    @property
-    def length(self) -> int:
-        """Number of positions of completed forward passes, including left padding.
-
-        After Ctrl-C or an exception in a forward pass: those before it. That forward pass is
-        undone when the cache is next used.
-        """
-        return self.layers[0].get_seq_length()
-
-    @property
-    def paddings(self) -> tuple[int, ...]:
-        """Left padding of each row, positions."""
-        return tuple(row.padding for row in self._shared.store.rows)
-
-    @property
-    def tokens(self) -> list[list[int]]:
-        """The tokens of each row, without padding, as far as they are known.
-
-        A cache does not see tokens. `note_tokens` and `spillway.transformers.generate` pass them
-        to it.
-        """
-        paddings = self.paddings or (0,) * len(self._texts.ids)
-        return [
-            ids[padding : self.length].tolist()
-            for ids, padding in zip(self._texts.ids, paddings, strict=False)
-        ]
-
-    def note_tokens(self, ids: torch.Tensor) -> None:
-        """Tells the cache the tokens whose K/V it holds or will hold.
-
-        Args:
-            ids: [B, n], from the first position on, including left padding.
-        """
-        self._texts.note(ids)
-
-    def forget_tokens(self) -> None:
-        """Forgets the tokens. The K/V stay."""
-        self._texts.ids = []
-
-    def check_tokens(self, ids: torch.Tensor) -> None:
-        """Compares a text with the known tokens of the cache.
-
-        Args:
-            ids: [B, n], the whole text, as a model would get it.
-
-        Raises:
-            TokenMismatchError: The text differs from `position` on, or is shorter.
-        """
-        self._settle()
-        self._texts.check(ids, self.length, self.paddings)
-
-    # Turns.
-
-    @property
-    def turns(self) -> Mapping[str, int]:
-        """Positions where turns end, by the names given to `mark`."""
-        return MappingProxyType(self._texts.turns)
-
-    def mark(self, name: str) -> int:
-        """Names the present end of the text, for `truncate`. Returns the position.
-
-        A turn is forgotten when the cache is cut before its end.
-        """
-        self._settle()
-        self._texts.turns[name] = self.length
-        return self.length
-
-    def truncate(self, to: int | str) -> None:
-        """Cuts the cache to a length or to the end of a turn.
-
-        Later tokens are appended from there. Call `fork()` before to make a branch.
-
-        Args:
-            to: Number of positions to keep, including left padding, or the name of a turn.
-
-        Raises:
-            KeyError: There is no such turn.
-            ValueError: More positions than the cache has.
-        """
-        self._settle()
-        if isinstance(to, str):
-            if to not in self._texts.turns:
-                raise KeyError(f"there is no turn {to!r}; turns are {sorted(self._texts.turns)}")
-            to = self._texts.turns[to]
-        if not 0 <= to <= self.length:
-            raise ValueError(f"{to} positions are not in [0, {self.length}], the cache's length")
-        self.crop(to - self.length)
-
-    # Other processes.
 
     def save(self, folder: str | Path, *, timeout: float | None = None) -> None:
         """Saves K/V, tokens and turns, for `load`.
@@ -169,9 +61,10 @@ class Chats:
         if not store.rows:
             raise ValueError("the cache is empty: there is nothing to save")
         call = secrets.token_hex(8)
-        no_ids = torch.empty(0, dtype=torch.int64, device="cpu")
+        ids = self._texts.rows(len(store.rows))
+        if ids is None:
+            ids = torch.empty(len(store.rows), 0, dtype=torch.int64, device="cpu")
         for index, row in enumerate(store.rows):
-            ids = self._texts.ids[index] if self._texts.ids else no_ids
             note = RowNote(
                 save=call,
                 row=index,
@@ -179,7 +72,7 @@ class Chats:
                 length=self.length,
                 padding=row.padding,
                 turns=dict(self._texts.turns),
-                ids=ids[: self.length],
+                ids=ids[index, : self.length].cpu(),
             )
             row.sequence.save(
                 _row_folder(folder, index), client_data=note.to_bytes(), timeout=timeout
@@ -240,8 +133,8 @@ class Chats:
             made.close()
             raise
         made._texts.turns = dict(notes[0].turns)
-        if all(len(note.ids) for note in notes):
-            made._texts.ids = [note.ids for note in notes]
+        if len({len(note.ids) for note in notes}) == 1 and len(notes[0].ids):
+            made._texts.note(torch.stack([note.ids for note in notes]))
         made._texts.cut(made.length)
         return made
 

@@ -8,6 +8,7 @@ from spillway.transformers.handed import HandedLayer
 from spillway.transformers.local import causal_attention
 from spillway.transformers.phase import Phase
 from spillway.transformers.rows import RowStore
+from spillway.transformers.selection import Selection
 from spillway.transformers.statistics import AttendEvent, CacheStatistics, OnAttend
 from spillway.transformers.support import UnsupportedModelError
 from spillway.transformers.transfer import to_device
@@ -28,6 +29,8 @@ class Shared:
         self.pending: HandedLayer | None = None
         # The forward pass or truncation in progress; None if there is none.
         self.unfinished: Unfinished | None = None
+        # The change of the rows in progress; None if there is none.
+        self.selection: Selection | None = None
         # Number of the model's layers, including those with a sliding window.
         self.layer_count = store.shapes.layer_count
 

@@ -41,7 +41,7 @@ class Row:
     padding: int = 0
 
 
-def _delete(rows: SequenceABC[Row]) -> None:
+def delete(rows: SequenceABC[Row]) -> None:
     """Deletes the rows' sequences. Sequences that the daemon has lost are not an error."""
     for row in rows:
         # The client may be closed, the daemon gone, or the sequence expired. If it still exists,
@@ -56,7 +56,7 @@ def _deleted_on_error(rows: SequenceABC[Row]) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        _delete(rows)
+        delete(rows)
         raise
 
 
@@ -396,8 +396,11 @@ class RowStore:
         except SpillwayError:
             return
 
-    def select(self, indices: SequenceABC[int]) -> None:
-        """Makes row i a copy of what row indices[i] was: forks, moves and deletes sequences."""
+    def selected(self, indices: SequenceABC[int]) -> list[Row]:
+        """Returns rows of which row i is what row indices[i] is now. Does not replace the rows.
+
+        A sequence that is needed again is forked. If a fork fails, no fork is left.
+        """
         self.suspend()
         rows: list[Row] = []
         forks: list[Row] = []
@@ -411,10 +414,7 @@ class RowStore:
                 else:
                     taken.add(index)
                     rows.append(source)
-        dropped = [row for index, row in enumerate(self.rows) if index not in taken]
-        self.rows = rows
-        for row in dropped:
-            row.sequence.delete()
+        return rows
 
     def truncate(self, length: int) -> None:
         """Cuts every row so that it ends at this position, which includes padding."""
@@ -461,7 +461,7 @@ class RowStore:
         """Empties the store, and deletes the sequences unless they are to be kept."""
         rows, self.rows = self.rows, []
         if not self.keeps:
-            _delete(rows)
+            delete(rows)
 
     def release(self) -> None:
         """Deletes the sequences. Sequences that the daemon has lost are not an error."""

@@ -15,7 +15,7 @@ from spillway.transformers.handed import Forward, HandedLayer
 SPARE_TOKEN_COUNT = 128
 
 
-class _Held(NamedTuple):
+class Held(NamedTuple):
     """The contents of a layer. The tensors are never changed in place."""
 
     keys: torch.Tensor | None
@@ -39,7 +39,7 @@ class SlidingLayer(HandedLayer):
         self._window = window
         # Left padding of each row. None: 0 for all rows.
         self._padding: list[int] | None = None
-        self._before: _Held | None = None
+        self._before: Held | None = None
 
     def fork_into(self, copy: SlidingLayer) -> None:
         """Makes another layer hold the same contents."""
@@ -54,14 +54,19 @@ class SlidingLayer(HandedLayer):
         self._padding = None
         self._before = None
 
-    def select(self, indices: list[int]) -> None:
-        """Makes row i a copy of what row indices[i] was."""
-        if self.keys is not None and self.values is not None:
-            rows = torch.tensor(indices, device=self.keys.device)
-            self.keys = self.keys.index_select(0, rows)
-            self.values = self.values.index_select(0, rows)
-        if self._padding is not None:
-            self._padding = [self._padding[index] for index in indices]
+    def selected(self, indices: list[int]) -> Held:
+        """Returns contents of which row i is what row indices[i] is now. Changes nothing."""
+        keys, values, padding = self.keys, self.values, self._padding
+        if keys is not None and values is not None:
+            rows = torch.tensor(indices, device=keys.device)
+            keys, values = keys.index_select(0, rows), values.index_select(0, rows)
+        if padding is not None:
+            padding = [padding[index] for index in indices]
+        return Held(keys, values, padding, self.length)
+
+    def hold(self, contents: Held) -> None:
+        """Replaces the contents."""
+        self.keys, self.values, self._padding, self.length = contents
         self._before = None
 
     def undo(self, length: int) -> None:
@@ -140,7 +145,7 @@ class SlidingLayer(HandedLayer):
             ).transpose(1, 2)
         else:
             out = self._attend_rows(q, k, v, paddings, first, scaling)
-        self._before = _Held(self.keys, self.values, self._padding, self.length)
+        self._before = Held(self.keys, self.values, self._padding, self.length)
         self._keep(k, v)
         self._padding = paddings
         return out.contiguous()

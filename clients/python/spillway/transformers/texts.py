@@ -39,13 +39,26 @@ class Texts:
     """
 
     def __init__(self) -> None:
-        # Tokens [n] of each row, on the CPU. Empty if nothing is known.
-        self.ids: list[torch.Tensor] = []
+        # Tokens [B, n] on any device, never changed in place. None if nothing is known.
+        self._ids: torch.Tensor | None = None
         self.turns: dict[str, int] = {}
 
-    def note(self, ids: torch.Tensor) -> None:
-        """Stores the tokens of all rows, [B, n], from the first position on."""
-        self.ids = [row.clone() for row in ids.detach().to("cpu", torch.int64)]
+    def note(self, ids: torch.Tensor | None) -> None:
+        """Stores the tokens of all rows, [B, n], from the first position on. None forgets them."""
+        self._ids = None if ids is None else ids.detach().to(torch.int64, copy=True)
+
+    def rows(self, row_count: int) -> torch.Tensor | None:
+        """Returns the known tokens [row_count, n].
+
+        If they were noted for fewer rows, transformers has multiplied each row since then, for
+        beams or samples. So each is repeated, next to itself. Returns None if nothing is known.
+        """
+        ids = self._ids
+        if ids is None or len(ids) == row_count:
+            return ids
+        if len(ids) == 0 or row_count % len(ids):
+            return None
+        return ids.repeat_interleave(row_count // len(ids), dim=0)
 
     def check(self, ids: torch.Tensor, length: int, paddings: SequenceABC[int]) -> None:
         """Compares tokens [B, n] with the known ones of the first `length` positions.
@@ -64,10 +77,13 @@ class Texts:
             raise TokenMismatchError(
                 f"the cache holds {len(paddings)} rows, the ids have {ids.shape[0]}"
             )
-        for row, (known, padding) in enumerate(zip(self.ids, paddings, strict=False)):
-            end = min(len(known), length)
-            given = ids[row, :end].detach().to("cpu", torch.int64)
-            wrong = (given != known[:end]).nonzero().flatten()
+        held = self.rows(len(paddings))
+        if held is None:
+            return
+        held = held[:, :length].cpu()
+        for row, (known, padding) in enumerate(zip(held, paddings, strict=True)):
+            given = ids[row, : len(known)].detach().to("cpu", torch.int64)
+            wrong = (given != known).nonzero().flatten()
             wrong = wrong[wrong >= padding]
             if len(wrong):
                 at = int(wrong[0])
@@ -80,18 +96,50 @@ class Texts:
 
     def cut(self, length: int) -> None:
         """Forgets everything after the first `length` positions."""
-        self.ids = [row[:length] for row in self.ids]
+        if self._ids is not None:
+            self._ids = self._ids[:, :length]
         self.turns = {name: end for name, end in self.turns.items() if end <= length}
 
-    def select(self, indices: SequenceABC[int]) -> None:
-        """Makes row i a copy of what row indices[i] was."""
-        if self.ids:
-            self.ids = [self.ids[index] for index in indices]
+    def selected(self, indices: SequenceABC[int], row_count: int) -> Texts:
+        """Returns texts of which row i is what row indices[i] of `row_count` is now."""
+        made = self.fork()
+        ids = self.rows(row_count)
+        made._ids = None if ids is None else ids[list(indices)]
+        return made
+
+    def best_rows(
+        self, ids: torch.Tensor, row_count: int, prompt_count: int, length: int
+    ) -> tuple[list[int], int]:
+        """Finds, for each text, the row of its prompt with the longest common beginning.
+
+        Args:
+            ids: Texts [G, n], next to each other for each prompt.
+            row_count: Number of rows, also next to each other for each prompt.
+            prompt_count: Number of prompts.
+            length: Number of positions of the rows.
+
+        Returns:
+            The rows, and the number of first positions in which all texts are as their rows.
+        """
+        known = self.rows(row_count)
+        assert known is not None
+        end = min(length, known.shape[1], ids.shape[1])
+        rows_each, texts_each = row_count // prompt_count, len(ids) // prompt_count
+        best, shared = [], end
+        for text, given in enumerate(ids[:, :end].to(known.device)):
+            first = text // texts_each * rows_each
+            wrong = known[first : first + rows_each, :end] != given
+            # argmax returns the first position that differs.
+            common = torch.where(wrong.any(1), wrong.int().argmax(1), end)
+            row = int(common.argmax())
+            best.append(first + row)
+            shared = min(shared, int(common[row]))
+        return best, shared
 
     def fork(self) -> Texts:
         """Returns a copy."""
         made = Texts()
-        made.ids = list(self.ids)
+        made._ids = self._ids
         made.turns = dict(self.turns)
         return made
 
