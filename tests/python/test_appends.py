@@ -40,6 +40,7 @@ def test_a_cache_that_is_finalized_in_its_own_thread_deletes_its_sequences() -> 
         hash_weights=None,
         ttl=None,
         prefill_block_token_count=1024,
+        config_fields={},
     )
     sequence = _Collecting(store)
     rows = torch.ones((1, 1, 16))

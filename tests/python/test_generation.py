@@ -158,6 +158,21 @@ def test_beams_that_end_early(client: Client, dense: Any, spilled: Any) -> None:
         assert 40 <= cache.length < first.shape[1] - 1
 
 
+def test_beams_that_a_window_has_lost(client: Client) -> None:
+    """A layer with a sliding window cannot go back so far, so the cache is emptied."""
+    model = qwen()
+    model.set_attn_implementation("spillway")
+    ids = prompt(1, 300)
+    with SpillwayCache(model.config, client) as cache, torch.no_grad():
+        model(ids, past_key_values=cache)
+        cache.note_tokens(ids)
+        cache._follow(ids, 1)
+        assert cache.length == 300
+        ids[0, 20] += 1
+        cache._follow(ids, 1)
+        assert cache.length == 0
+
+
 def test_prompt_that_was_noted(client: Client, dense: Any, spilled: Any) -> None:
     """A direct call of model.generate multiplies the rows of tokens that were noted before."""
     ids = padded(2)

@@ -116,14 +116,20 @@ def test_prompt_in_chunks(client: Client, model: Model) -> None:
     assert not any(trial.refusal for trial in tried)
 
 
-def test_generate(client: Client) -> None:
+def test_generate(client: Client, tmp_path: Path) -> None:
     ids = prompt(2, 40)
     ids[0, :12] = 0
     model = llama()
     options: Any = {"max_new_tokens": 5}
     expected = generate(model, ids, **options)
     model.set_attn_implementation("spillway")
+    folder = str(tmp_path) if client.transport == "embedded" else "chats/defaults"
     for more in ({}, {"prefill_chunk_size": 16}):
         with other_defaults(), SpillwayCache(model.config, client) as cache:
             made = generate(model, ids, cache, **options, **more)
+            cache.batch_select_indices(torch.tensor([1, 0, 1], device="cpu"))
+            cache.save(folder)
+            with SpillwayCache.load(folder, model.config, client) as loaded:
+                assert loaded.paddings == (0, 12, 0)
+                assert loaded.tokens == []
         assert torch.equal(made, expected)

@@ -19,6 +19,7 @@ from spillway.transformers.arguments import cache_argument
 from spillway.transformers.attention import left_padding_mask, spillway_attention
 from spillway.transformers.cache import SpillwayCache
 from spillway.transformers.generation import generate
+from spillway.transformers.identity import ModelMismatchError
 from spillway.transformers.memory import PromptMemory, prompt_memory
 from spillway.transformers.statistics import AttendEvent, CacheStatistics
 from spillway.transformers.support import UnsupportedModelError
@@ -30,6 +31,7 @@ AttentionMaskInterface.register("spillway", left_padding_mask)
 __all__ = [
     "AttendEvent",
     "CacheStatistics",
+    "ModelMismatchError",
     "PromptMemory",
     "SpillwayCache",
     "TokenMismatchError",

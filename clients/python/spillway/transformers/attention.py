@@ -72,6 +72,7 @@ def spillway_attention(
             f"the mask has {attention_mask.ndim} dimensions; spillway takes the 2-D mask of "
             "left padding, not one that was made for another attention implementation"
         )
+    layer.meet(module)
     out = layer.attend(
         query,
         key,

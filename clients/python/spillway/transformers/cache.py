@@ -20,6 +20,7 @@ from spillway.results import Model
 from spillway.sequence import Sequence
 from spillway.transformers.chats import Chats
 from spillway.transformers.handed import HandedLayer
+from spillway.transformers.identity import config_fields
 from spillway.transformers.layer import Shared, SpillwayLayer
 from spillway.transformers.phase import Phase
 from spillway.transformers.rows import RowStore, delete
@@ -61,7 +62,7 @@ class SpillwayCache(Chats, Cache):
     and `attach` pass it to another process, and `mark` and `truncate` go back to a turn.
 
     The sequences are deleted by `close()`, by `reset()`, at the end of a `with` block, or when
-    the cache is garbage-collected. The daemon's model, which caches of the same shape share,
+    the cache is garbage-collected. The daemon's model, which caches of the same config share,
     stays. `client.delete_model(cache.model)` deletes it.
 
     A forward pass raises `spillway.NotFound` if a sequence was deleted or has expired, and its
@@ -94,7 +95,7 @@ class SpillwayCache(Chats, Cache):
             quality: The policy in one word: `exact`, `high`, `default` or `fast`
                 (`spillway.quality`). Not together with `policy`.
             model: The daemon's model to use. If the daemon restarts, it must be created again.
-                None finds or creates a model by the shapes, the dtype of the keys and the scale
+                None finds or creates a model by the config, the dtype of the keys and the scale
                 of the layers.
             hash_weights: How that model computes codes.
             ttl: Idle time after which a sequence is deleted, seconds. None means an hour, 0
@@ -117,6 +118,7 @@ class SpillwayCache(Chats, Cache):
             hash_weights=hash_weights,
             ttl=ttl,
             prefill_block_token_count=prefill_block_token_count,
+            config_fields=config_fields(config),
         )
         self._build(Shared(store, on_attend), windows_of(config))
 
@@ -359,9 +361,6 @@ class SpillwayCache(Chats, Cache):
         made._shared.phase = self._shared.phase.fork()
         made._texts = self._texts.fork()
         for mine, other in zip(self.layers, made.layers, strict=True):
-            other.length = mine.length
-            other.is_initialized = mine.is_initialized
-        for mine, other in zip(self._sliding, made._sliding, strict=True):
             mine.fork_into(other)
         return made
 

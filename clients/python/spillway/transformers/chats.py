@@ -14,6 +14,7 @@ from spillway.client import Client
 from spillway.policy import Policy
 from spillway.results import Model
 from spillway.sequence import Sequence
+from spillway.transformers.identity import check_config
 from spillway.transformers.rows import Row
 from spillway.transformers.support import UnsupportedModelError
 from spillway.transformers.texts import RowNote
@@ -61,6 +62,7 @@ class Chats(Turns):
         if not store.rows:
             raise ValueError("the cache is empty: there is nothing to save")
         call = secrets.token_hex(8)
+        weights = tuple(layer.find_weights() for layer in self.layers)
         ids = self._texts.rows(len(store.rows))
         if ids is None:
             ids = torch.empty(len(store.rows), 0, dtype=torch.int64, device="cpu")
@@ -73,6 +75,8 @@ class Chats(Turns):
                 padding=row.padding,
                 turns=dict(self._texts.turns),
                 ids=ids[index, : self.length].cpu(),
+                config=store.config_fields,
+                weights=weights,
             )
             row.sequence.save(
                 _row_folder(folder, index), client_data=note.to_bytes(), timeout=timeout
@@ -90,6 +94,7 @@ class Chats(Turns):
         model: Model | None = None,
         ttl: datetime.timedelta | float | None = None,
         timeout: float | None = None,
+        check_model: bool = True,
         **options: Any,
     ) -> Self:
         """Creates a cache from the files that `save` has written, in any process, with any engine.
@@ -104,9 +109,12 @@ class Chats(Turns):
                 exist (`Client.load_sequence`).
             ttl: Idle time of the sequences. None means the saved one.
             timeout: Seconds for each row. None means no limit.
+            check_model: Whether the model must be the one that computed the K/V, as far as its
+                config tells. The first forward pass also compares a sample of its weights.
             **options: As for `SpillwayCache`.
 
         Raises:
+            ModelMismatchError: The config differs. The error names the fields.
             ValueError: The model has other shapes, or the rows come from different saves.
             SpillwayError: As for `Client.load_sequence`.
         """
@@ -126,12 +134,17 @@ class Chats(Turns):
                 rows.append(Row(sequence))
                 note = RowNote.from_bytes(packed)
                 _check_note(note, len(notes), notes[0] if notes else note, folder)
+                if check_model and note.config is not None:
+                    check_config(note.config, made._shared.store.config_fields)
                 rows[-1].padding = note.padding
                 notes.append(note)
             made._adopt(notes[0].length)
         except BaseException:
             made.close()
             raise
+        if check_model:
+            for layer, weights in zip(made.layers, notes[0].weights, strict=False):
+                layer.weights = weights
         made._texts.turns = dict(notes[0].turns)
         if len({len(note.ids) for note in notes}) == 1 and len(notes[0].ids):
             made._texts.note(torch.stack([note.ids for note in notes]))
@@ -148,6 +161,7 @@ class Chats(Turns):
         paddings: SequenceABC[int] | None = None,
         tokens: torch.Tensor | None = None,
         keep: bool = True,
+        check_model: bool = True,
         **options: Any,
     ) -> Self:
         """Creates a cache from sequences in a daemon, for example those of another process.
@@ -164,10 +178,14 @@ class Chats(Turns):
             keep: Whether the sequences stay when the cache is closed, reset or
                 garbage-collected. Rows that beam search or `batch_select_indices` remove are
                 deleted in any case.
+            check_model: Whether the model's config must be that of the cache which created the
+                sequences. Nothing compares its weights, nor the config if that cache was given
+                its `model`.
             **options: As for `SpillwayCache`. The sequences keep their own policy and ttl.
 
         Raises:
             NotFound: A sequence was deleted or has expired.
+            ModelMismatchError: The config differs.
             ValueError: The model has other shapes, or the rows have other lengths.
         """
         if isinstance(sequences, str):
@@ -186,7 +204,7 @@ class Chats(Turns):
         lengths = [row.padding + row.sequence.token_count for row in store.rows]
         if len(set(lengths)) != 1:
             raise ValueError(f"the rows end at different positions: {lengths}")
-        made._adopt(lengths[0])
+        made._adopt(lengths[0], check_config=check_model)
         for row in store.rows:
             if len(set(row.sequence.layer_token_counts)) > 1:
                 row.sequence.truncate(row.sequence.token_count)
@@ -225,13 +243,15 @@ class Chats(Turns):
                 "only: such a cache cannot be saved, loaded, attached or detached"
             )
 
-    def _adopt(self, length: int) -> None:
+    def _adopt(self, length: int, *, check_config: bool = False) -> None:
         """Makes the store's rows, which have `length` positions, those of this cache."""
         store = self._shared.store
         model = store.client.get_model(store.rows[0].sequence.model)
         if any(row.sequence.model != model.name for row in store.rows):
             raise ValueError("the sequences of the rows are of several models")
         store.check_shapes(model)
+        if check_config:
+            store.check_config(model)
         store.model = model
         for layer in self.layers:
             layer.length = length

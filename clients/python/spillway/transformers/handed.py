@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
+
+from spillway.transformers.identity import ModelMismatchError, weights_digest
 
 if TYPE_CHECKING:
     from spillway.transformers.unfinished import Unfinished
@@ -47,6 +50,10 @@ class HandedLayer(CacheLayerMixin):
         self.model_index = model_index
         # Positions seen, including left padding.
         self.length = 0
+        # Digest of the weights that computed the K/V. None: not known, or not yet.
+        self.weights: str | None = None
+        # The attention module that computed them here.
+        self._module: weakref.ref[torch.nn.Module] | None = None
         self._forward = forward
 
     @staticmethod
@@ -96,6 +103,39 @@ class HandedLayer(CacheLayerMixin):
         self.keys = self.values = None
         self.length = 0
         self.is_initialized = False
+        self.weights = self._module = None
+
+    def fork_into(self, copy: HandedLayer) -> None:
+        """Makes another layer, whose sequences are forks of this one's, hold the same."""
+        copy.keys, copy.values = self.keys, self.values
+        copy.length = self.length
+        copy.is_initialized = self.is_initialized
+        copy.weights, copy._module = self.weights, self._module
+
+    def meet(self, module: torch.nn.Module) -> None:
+        """Notes the attention module that computes the next K/V.
+
+        Raises:
+            ModelMismatchError: The K/V that are there were computed with other weights.
+        """
+        if self._module is not None and self._module() is module:
+            return
+        if self.length > 0 and self.weights is not None:
+            digest = weights_digest(module)
+            if digest is not None and digest != self.weights:
+                raise ModelMismatchError(
+                    f"the K/V of layer {self.model_index} were computed with other weights than "
+                    "the model has. With check_model=False, SpillwayCache.load uses them all the "
+                    "same"
+                )
+        self._module = weakref.ref(module)
+
+    def find_weights(self) -> str | None:
+        """Returns the digest of the weights that computed the K/V, if they are known."""
+        module = None if self._module is None else self._module()
+        if self.weights is None and module is not None:
+            self.weights = weights_digest(module)
+        return self.weights
 
     def attend(
         self,

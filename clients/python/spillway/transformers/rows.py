@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceABC
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -27,10 +28,13 @@ from spillway.shared_model import shared_model
 from spillway.step import DecodeStep
 from spillway.tensors import DTypeName, gpu_uuid
 from spillway.transformers.appends import Appends
+from spillway.transformers.identity import ModelMismatchError, config_digest
 from spillway.transformers.support import Shapes
 from spillway.transformers.transfer import to_host
 
 _EXACT = Policy(selector="all")
+# Names of models that `RowStore` creates: digests of the config and of all that determines them.
+_OWN_MODEL = re.compile(r"models/hf-[0-9a-f]{16}-[0-9a-f]{20}")
 
 
 @dataclass
@@ -77,8 +81,12 @@ class RowStore:
         hash_weights: HashWeights | None,
         ttl: datetime.timedelta | float | None,
         prefill_block_token_count: int,
+        config_fields: dict[str, Any],
     ) -> None:
         self.client = client
+        # What the K/V depend on besides the shapes. Models of other configs are other models of
+        # the daemon.
+        self.config_fields = config_fields
         self.shapes = shapes
         self.model = model
         self.policy = policy
@@ -135,13 +143,29 @@ class RowStore:
         spec = json.dumps([asdict(self.shapes), name, scaling, kind, weights])
         return shared_model(
             self.client,
-            "hf",
+            self._model_kind(),
             spec,
             **asdict(self.shapes),
             dtype=name,
             softmax_scale=scaling,
             hash_weights=self._hash_weights,
         )
+
+    def _model_kind(self) -> str:
+        return f"hf-{config_digest(self.config_fields)}"
+
+    def check_config(self, model: Model) -> None:
+        """Compares the config with that of the cache that created a model, which is in its name.
+
+        Raises:
+            ModelMismatchError: They differ.
+        """
+        if _OWN_MODEL.fullmatch(model.name) and self._model_kind() not in model.name:
+            raise ModelMismatchError(
+                f"{model.name} was created for a model with another config, or by another version "
+                f"of transformers; this config is {self._model_kind()}. With check_model=False its "
+                "sequences are used all the same"
+            )
 
     def check_shapes(self, model: Model) -> None:
         """Raises ValueError if a model has other shapes than the config."""
@@ -438,6 +462,7 @@ class RowStore:
             hash_weights=self._hash_weights,
             ttl=self._ttl,
             prefill_block_token_count=self.prefill.block_token_count,
+            config_fields=self.config_fields,
         )
         made.request_policy = self.request_policy
         made._model_is_given = self._model_is_given

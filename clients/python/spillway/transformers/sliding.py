@@ -41,11 +41,10 @@ class SlidingLayer(HandedLayer):
         self._padding: list[int] | None = None
         self._before: Held | None = None
 
-    def fork_into(self, copy: SlidingLayer) -> None:
-        """Makes another layer hold the same contents."""
-        copy.keys, copy.values = self.keys, self.values
-        copy.length = self.length
-        copy.is_initialized = self.is_initialized
+    def fork_into(self, copy: HandedLayer) -> None:
+        """As in `HandedLayer`."""
+        super().fork_into(copy)
+        assert isinstance(copy, SlidingLayer)
         copy._padding = None if self._padding is None else list(self._padding)
 
     def reset(self) -> None:

@@ -16,6 +16,8 @@ _MAGIC = b"SPWCACHE1"
 _BYTES_MAX = 3 << 20
 # Limit on the numbers in saved data: a sequence never has 2**32 tokens.
 _TOKENS_MAX = 1 << 32
+# What reading data of something else may raise.
+_DAMAGES = (KeyError, TypeError, ValueError, RecursionError, struct.error, zlib.error)
 
 
 class TokenMismatchError(ValueError):
@@ -156,6 +158,8 @@ class RowNote:
         padding: Left padding of the row.
         turns: Turns of the cache.
         ids: The known tokens of the row.
+        config: `config_fields` of the model. None if they are not known.
+        weights: Digest of the weights of each layer, or None.
     """
 
     save: str
@@ -165,6 +169,8 @@ class RowNote:
     padding: int
     turns: dict[str, int]
     ids: torch.Tensor
+    config: dict[str, Any] | None = None
+    weights: tuple[str | None, ...] = ()
 
     def to_bytes(self) -> bytes:
         """Returns the data as bytes.
@@ -180,6 +186,8 @@ class RowNote:
             "padding": self.padding,
             "turns": self.turns,
             "token_count": len(self.ids),
+            "config": self.config,
+            "weights": self.weights,
         }
         text = json.dumps(header).encode()
         ids = zlib.compress(self.ids.numpy().astype("<i8").tobytes())
@@ -200,7 +208,7 @@ class RowNote:
         """
         try:
             return cls._parsed(packed)
-        except (KeyError, TypeError, ValueError, struct.error, zlib.error) as error:
+        except _DAMAGES as error:
             raise ValueError(f"this was not saved by SpillwayCache.save ({error})") from None
 
     @classmethod
@@ -221,9 +229,14 @@ class RowNote:
         if len(ids) != 8 * count or unpack.unconsumed_tail:
             raise ValueError("another number of tokens")
         turns = {str(name): _count(end) for name, end in header["turns"].items()}
+        config, weights = header.get("config"), header.get("weights", [])
+        if not isinstance(config, dict | None) or not isinstance(weights, list):
+            raise ValueError("another description of a model")
         return cls(
             save=str(header["save"]),
             turns=turns,
+            config=config,
+            weights=tuple(weights),
             ids=torch.frombuffer(bytearray(ids), dtype=torch.int64) if count else _NO_IDS,
             **numbers,
         )
