@@ -27,7 +27,6 @@
 #include "daemon/engine/step.h"
 #include "daemon/engine/stream_decoder.h"
 #include "daemon/server/embedded.h"
-#include "grpc/grpc.h"
 #include "grpcpp/channel.h"
 #include "host/base/status_macros.h"
 #include "spillway/access.h"
@@ -220,8 +219,6 @@ int AwaitAll(std::span<spillway_step_share> shares, const spillway_step_tensors&
 }  // namespace
 
 int spillway_interface() { return SPILLWAY_INTERFACE; }
-
-int spillway_running() { return grpc_is_initialized(); }
 
 int spillway_error(const char** message, const void** details, size_t* details_size) {
   // A copy, because the text of a status need not end with NUL.

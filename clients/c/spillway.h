@@ -12,7 +12,8 @@
  * spillway_step_end, spillway_decoder_close, spillway_gpu_region_unmap) must not be
  * called while another thread is in a function with the same pointer, also not when
  * the program ends: free it when that function has returned, or not at all. No
- * function throws, and no error ends the process.
+ * function throws, and no error ends the process. After a fork, the child must not
+ * call the library if the parent has opened a channel: its threads do not exist there.
  */
 #ifndef SPILLWAY_SPILLWAY_H_
 #define SPILLWAY_SPILLWAY_H_
@@ -30,12 +31,6 @@ extern "C" {
 #define SPILLWAY_INTERFACE 1
 /* The SPILLWAY_INTERFACE with which the loaded library was built. */
 SPILLWAY_EXPORT int spillway_interface(void);
-
-/* Whether the library's threads run in this process: 1 while a channel or a call is open, and for
- * ever after an embedded engine was opened; otherwise 0. A child of a fork that was made meanwhile
- * has none of these threads. It must not call the library, where it would wait for them. Call this
- * before the fork; it waits until a channel that was just closed has ended its threads. */
-SPILLWAY_EXPORT int spillway_running(void);
 
 /* The error of the last function that failed in this thread. Returns its gRPC
  * status code. message: text. details: a serialised google.rpc.Status, or

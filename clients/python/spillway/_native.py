@@ -150,7 +150,6 @@ def library(required: bool = False) -> ctypes.CDLL | None:
     ):
         function = getattr(loaded, f"spillway_{name}")
         function.restype, function.argtypes = result, arguments
-    forks.asks(lambda: bool(loaded.spillway_running()))
     return loaded
 
 

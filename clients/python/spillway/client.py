@@ -135,7 +135,6 @@ class Client:
             self._channel = _grpcio_channel(target, access)
             self._stubs = _Stubs(self._channel)
             self._presence = Presence(self._stubs.sequences.Connect)
-            forks.opens(self._presence)
             # For a client that is never closed.
             forks.finalizer(self, self._presence.close)
             if library is not None:
@@ -195,8 +194,6 @@ class Client:
         self._channel.close()
         if self._native is not None:
             self._native.close()
-        if self._presence is not None:
-            forks.closes(self._presence)
 
     def _leave_to_parent(self, error: str) -> None:
         self._left = error
@@ -955,8 +952,8 @@ def connect(
 
     A client belongs to its process. In a forked child process, every use of it raises
     RuntimeError, and the daemon does not notice the child or its end. The child cannot connect
-    either, unless all clients of the parent were closed before the fork and none of them was an
-    embedded engine: start the process with multiprocessing's "spawn" or "forkserver" instead.
+    either, also if the parent has closed its clients: start it with multiprocessing's "spawn" or
+    "forkserver", or fork before the first connect.
 
     A target that begins with `ray:` is a cluster of daemons. It is passed to
     `spillway_cluster.connect` with the other arguments. The returned object has the calls of a
@@ -992,7 +989,7 @@ def connect(
         ValueError: Settings were given for a daemon, which has its own. Or an embedded engine
             was requested with `native=False`. Or TLS files were given for a target without TLS.
         ImportError: A `ray:` target without the package `spillway-cluster`.
-        RuntimeError: This process was forked while a client was open, or after an embedded engine.
+        RuntimeError: This process was forked from one that had connected.
     """
     asked = default_target() if target is None else target
     if asked.startswith(_CLUSTER):

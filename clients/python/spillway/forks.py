@@ -3,8 +3,8 @@
 Two processes cannot share a connection, its threads, or memory that a daemon shares. The child's
 writes would mix with the parent's, and what the child closes at its exit would be closed for the
 parent too. Nor can the child connect anew: gRPC's threads do not exist in it, its locks may be
-held for ever, and calls would hang or end the process. Only if gRPC ran at no time in the parent,
-or has ended there, is the child free to connect.
+held for ever, and calls would hang or end the process. This is so even after the parent has closed
+its clients, because gRPC ends in the background, or, after an embedded engine, not at all.
 """
 
 from __future__ import annotations
@@ -25,21 +25,16 @@ class _Held(Protocol):
         """
 
 
-# What to do instead of a fork while clients are open.
+# What to do instead of a fork after the first connect.
 _ADVICE = (
     'start processes with "spawn" or "forkserver" (of multiprocessing, or as the '
-    "multiprocessing_context of a DataLoader), or fork before the first connect or after the last "
-    "client is closed; after an embedded engine, do not fork, because its threads outlive close()"
+    "multiprocessing_context of a DataLoader), or fork before the first connect"
 )
 
 _held: weakref.WeakSet[Any] = weakref.WeakSet()
 _pid = os.getpid()
-# Objects that are open as long as grpcio's threads run in this process.
-_open: weakref.WeakSet[Any] = weakref.WeakSet()
-# Each tells whether threads of libspillway run in this process.
-_running: list[Callable[[], bool]] = []
-# Whether any of these ran before the last fork.
-_ran = False
+# Whether this process, or one that it was forked from, has connected.
+_connected = False
 # Why this process must not connect; empty if it may.
 _refusal = ""
 
@@ -49,28 +44,12 @@ def leaves(held: _Held) -> None:
     _held.add(held)
 
 
-def opens(held: Any) -> None:
-    """Notes an object that uses grpcio until it is passed to `closes`, or is gone."""
-    _open.add(held)
-
-
-def closes(held: Any) -> None:
-    """Notes the end of what was passed to `opens`."""
-    _open.discard(held)
-
-
-def asks(running: Callable[[], bool]) -> None:
-    """Registers a function that is called before each fork.
-
-    It returns whether threads run in this process without which a child cannot connect.
-    """
-    _running.append(running)
-
-
 def check_connect() -> None:
-    """Raises RuntimeError if this process must not connect, because of how it was forked."""
+    """Raises RuntimeError if this process must not connect. Call it before each connect."""
+    global _connected
     if _refusal:
         raise RuntimeError(_refusal)
+    _connected = True
 
 
 def finalizer(owner: Any, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -98,30 +77,21 @@ class Left:
         raise RuntimeError(self._error)
 
 
-def _before() -> None:
-    global _ran
-    # What the library may ask in a refused process could wait for ever.
-    if not _refusal:
-        _ran = bool(_open) or any(running() for running in _running)
-
-
 def _forked() -> None:
     global _pid, _refusal
     parent, _pid = _pid, os.getpid()
-    if _ran and not _refusal:
+    if _connected and not _refusal:
         _refusal = (
-            f"this is process {_pid}, forked from process {parent} while a client was open there, "
-            f"or after an embedded engine: it cannot connect. Instead, {_ADVICE}"
+            f"this is process {_pid}, forked from process {parent}, which had connected before: "
+            f"it cannot connect. Instead, {_ADVICE}"
         )
-    advice = _ADVICE if _refusal else "connect anew in this one"
     error = (
         f"this client was made in process {parent}, and this is process {_pid}, forked from it: "
-        f"{advice}"
+        f"{_ADVICE}"
     )
     for held in list(_held):
         held._leave_to_parent(error)
     _held.clear()
-    _open.clear()
 
 
-os.register_at_fork(before=_before, after_in_child=_forked)
+os.register_at_fork(after_in_child=_forked)
