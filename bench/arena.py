@@ -6,9 +6,13 @@ is the time from the start of its engine to the answer of the first attend, whic
 the same as before. The kinds take turns for several rounds. The program prints medians, with
 the smallest and the largest value. On the CPU, `encode_gb_s` is the rate of the encoder alone
 (bench/cpu/encode_bench.cc), and `of_encode` is the rate at which codes are computed again,
-as a share of it.
+as a share of it. `step_us` is the time of a decode step after 1,000 tokens, all layers. On a
+machine that does other work, compare `append_cpu_s_gb` and `step_cpu_us`, the time on all cores.
 
     python bench/arena.py run --device cpu --tokens 131072 --folder /dev/shm
+
+With --against, the libspillway of another build takes turns with this one, over the same kinds
+of memory.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS, QUERY_HEADS, KV_HEADS, DIM = 4, 32, 8, 128
 CHUNK_TOKENS = 8192
 ATTENDS = 40
+STEPS = 400
 
 
 def settings(device: str, memory_limit: str, folder: str) -> dict[str, str]:
@@ -46,6 +51,30 @@ def attend_seconds(sequence: Any, q: np.ndarray, policy: Any) -> float:
         sequence.attend(i % LAYERS, q, policy)
         times.append(time.perf_counter() - begin)
     return statistics.median(times[ATTENDS // 4 :])
+
+
+def steps(client: Any, model: Any) -> dict[str, float]:
+    """Times of decode steps after 1,000 tokens: the median, and the mean on all cores."""
+    random = np.random.default_rng(2)
+    rows = random.standard_normal((LAYERS, KV_HEADS, 1000, DIM), np.float32).astype(np.float16)
+    sequence = client.create_sequence(model, "steps")
+    sequence.append(0, 0, rows, rows)
+    row = np.ascontiguousarray(rows[0, :, :1])[None]
+    q = random.standard_normal((1, 1, QUERY_HEADS, DIM), np.float32).astype(np.float16)
+    times = []
+    cpu_begin = time.process_time()
+    for _ in range(STEPS):
+        begin = time.perf_counter()
+        with client.begin_step([sequence]) as step:
+            for layer in range(LAYERS):
+                step.attend(layer, q, row, row)
+        times.append(time.perf_counter() - begin)
+    cpu = time.process_time() - cpu_begin
+    sequence.delete()
+    return {
+        "step_us": 1e6 * statistics.median(times[STEPS // 4 :]),
+        "step_cpu_us": 1e6 * cpu / STEPS,
+    }
 
 
 def fill(device: str, memory_limit: str, folder: str, token_count: int) -> dict[str, Any]:
@@ -66,15 +95,17 @@ def fill(device: str, memory_limit: str, folder: str, token_count: int) -> dict[
     )
     sequence = client.create_sequence(model, "s", ttl=0)
     row_bytes = 2 * LAYERS * KV_HEADS * DIM * 2
-    begin = time.perf_counter()
+    begin, cpu_begin = time.perf_counter(), time.process_time()
     for start in range(0, token_count, CHUNK_TOKENS):
         sequence.append(0, start, chunk, chunk)
-    seconds = time.perf_counter() - begin
+    seconds, cpu = time.perf_counter() - begin, time.process_time() - cpu_begin
     q = random.standard_normal((1, QUERY_HEADS, DIM), np.float32)
     out = np.asarray(sequence.attend(1, q).out)
     return {
         "append_gb_s": token_count * row_bytes / seconds / 1e9,
         "attend_us": 1e6 * attend_seconds(sequence, q, None),
+        "append_cpu_s_gb": cpu / (token_count * row_bytes / 1e9),
+        **steps(client, model),
         "all_us": 1e6 * attend_seconds(sequence, q, spillway.Policy(selector="all")),
         "huge_page_share": client.statistics().memory.arena_huge_page_bytes
         / max(client.statistics().memory.arena_committed_bytes, 1),
@@ -103,10 +134,13 @@ def restore(device: str, memory_limit: str, folder: str, token_count: int) -> di
     }
 
 
-def work(*arguments: str) -> dict[str, Any]:
+def work(library: Path | None, *arguments: str) -> dict[str, Any]:
     """Runs `fill` or `restore` in another process, which kills itself at the end."""
     done = subprocess.run(
-        [sys.executable, __file__, "worker", *arguments], stdout=subprocess.PIPE, check=False
+        [sys.executable, __file__, "worker", *arguments],
+        stdout=subprocess.PIPE,
+        check=False,
+        env=os.environ | ({"SPILLWAY_LIBRARY": str(library)} if library else {}),
     )
     assert done.returncode == -9, f"the worker ended with {done.returncode}"
     result: dict[str, Any] = json.loads(done.stdout)
@@ -141,30 +175,36 @@ def run(
         "/dev/shm"
     ],
     rounds: Annotated[int, typer.Option()] = 3,
+    against: Annotated[Path | None, typer.Option(help="libspillway of another build")] = None,
     encode_bench: Annotated[Path, typer.Option(help="of the release build")] = ROOT
     / "build/release/bench/cpu/encode_cpu_bench",
     output: Annotated[Path | None, typer.Option()] = None,
 ) -> None:
     """Measures all kinds of memory in turn."""
-    kinds = ["anonymous", *folder]
-    results: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
+    kinds = [
+        (library, where)
+        for where in ["", *folder]
+        for library in ([None, against] if against else [None])
+    ]
+    results: dict[str, list[dict[str, Any]]] = {}
     for number in range(rounds):
         # Each round starts with another kind.
-        for kind in kinds[number % len(kinds) :] + kinds[: number % len(kinds)]:
+        for library, where in kinds[number % len(kinds) :] + kinds[: number % len(kinds)]:
             common = (device, memory_limit, str(tokens))
-            if kind == "anonymous":
-                found = work("fill", *common)
+            name = (where or "anonymous") + (", the other build" if library else "")
+            if not where:
+                found = work(library, "fill", *common)
                 found.pop("out")
-                results[kind].append(found)
+                results.setdefault(name, []).append(found)
                 continue
-            with tempfile.TemporaryDirectory(prefix="spillway-bench-", dir=kind) as arena:
-                found = work("fill", *common, arena)
-                again = work("restore", *common, arena)
+            with tempfile.TemporaryDirectory(prefix="spillway-bench-", dir=where) as arena:
+                found = work(library, "fill", *common, arena)
+                again = work(library, "restore", *common, arena)
                 assert found.pop("out") == again.pop("out"), "another answer after the restart"
-                if device == "cpu":
+                if device == "cpu" and against is None:
                     again["encode_gb_s"] = encode_rate(encode_bench)
                     again["of_encode"] = again["codes_gb_s"] / again["encode_gb_s"]
-                results[kind].append(found | again)
+                results.setdefault(name, []).append(found | again)
     for kind, found_all in results.items():
         print(kind)
         for name in found_all[0]:

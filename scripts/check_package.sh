@@ -212,6 +212,7 @@ expected="/etc/spillway/spillwayd.toml
 /usr/share/doc/spillway/licenses/libboost1.74-dev
 /usr/share/doc/spillway/licenses/libcli11-dev
 /usr/share/doc/spillway/licenses/libtoml11-dev
+/usr/share/doc/spillway/licenses/libxxhash-dev
 /usr/share/doc/spillway/licenses/nlohmann-json3-dev
 /usr/share/man/man1/spillway.1.gz
 /usr/share/man/man8/spillwayd.8.gz

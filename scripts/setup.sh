@@ -12,7 +12,7 @@ packages=(
   # Libraries.
   libabsl-dev libboost1.74-dev libcli11-dev libgrpc++-dev libhwloc-dev libhwy-dev
   libmimalloc-dev libprotobuf-dev libspdlog-dev libssl-dev libsystemd-dev libtbb-dev
-  libtoml11-dev nlohmann-json3-dev prometheus-cpp-dev
+  libtoml11-dev libxxhash-dev nlohmann-json3-dev prometheus-cpp-dev
   # An example, tests and benchmarks.
   libeigen3-dev libbenchmark-dev libgmock-dev libgtest-dev
   # Packages.

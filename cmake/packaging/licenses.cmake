@@ -4,7 +4,7 @@
 set(root "$ENV{DESTDIR}${CMAKE_INSTALL_PREFIX}")
 
 # Headers that are compiled in.
-set(packages libboost1.74-dev libcli11-dev libtoml11-dev nlohmann-json3-dev)
+set(packages libboost1.74-dev libcli11-dev libtoml11-dev libxxhash-dev nlohmann-json3-dev)
 set(patterns "")
 foreach(libraries IN LISTS carried)
   file(GLOB names RELATIVE "${root}/${libraries}" "${root}/${libraries}/*.so*")

@@ -85,6 +85,11 @@ void Engine::AppendOperation::Submit(size_t index) {
 void Engine::AppendOperation::OnJobDone(std::unique_ptr<Job> job) {
   absl::Status status = std::move(job->items.front().status);
   engine_->NoteEnded(*request_.sequence, status);
+  if (status.ok()) {
+    // Here, while the device appends the other layer: only rows from a GPU are not summed yet.
+    LayerRows& rows = request_.sequence->rows[job->layer];
+    rows.SumUpTo(rows.token_count());
+  }
   if (request_.chunk.shared_source && absl::IsOutOfRange(status)) {
     status = NonFinite(status, absl::StartsWith(status.message(), "K ") ? "chunk.k" : "chunk.v");
   }

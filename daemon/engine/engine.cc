@@ -158,7 +158,7 @@ absl::StatusOr<std::shared_ptr<Sequence>> Engine::MakeSequence(const std::string
   for (int l = 0; l < model->spec.layer_count; ++l) {
     sequence->rows.emplace_back(&model->row_pool, model->spec);
   }
-  RETURN_IF_ERROR(Record(*sequence));
+  RETURN_IF_ERROR(Record(*sequence, nullptr));
   sequence->Publish();
   return sequence;
 }
@@ -234,7 +234,7 @@ absl::StatusOr<std::shared_ptr<Sequence>> Engine::ForkNow(Sequence& source, cons
   for (const LayerRows& layer : source.rows) copy->rows.push_back(layer.Share(length));
   RETURN_IF_ERROR(copy->ReserveTables(*budget_));
   RETURN_IF_ERROR(copy->Charge());
-  RETURN_IF_ERROR(Record(*copy));
+  RETURN_IF_ERROR(Record(*copy, &source));
   copy->Publish();
   RETURN_IF_ERROR(registry_.AddSequence(copy));
   return copy;

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -27,6 +28,8 @@
 
 namespace spillway {
 
+class RowCheck;
+
 struct EngineOptions {
   int64_t sequence_count_max = 65536;
   int64_t model_count_max = 4096;
@@ -47,14 +50,26 @@ struct EngineOptions {
   DeviceWatch::OnLost device_lost;
 };
 
+// A sequence some of whose rows were damaged. Rows up to the damage are kept, in all layers.
+struct DamagedRows {
+  std::string name;
+  int layer = 0;
+  int kv_head = -1;              // -1: one of all
+  int64_t token_count = 0;       // kept in each layer, at most
+  int64_t lost_token_count = 0;  // of the sequence
+};
+
 // What Restore() found of an earlier process.
 struct RestoreReport {
   int64_t model_count = 0;
   int64_t sequence_count = 0;
   int64_t token_count = 0;
   int64_t row_bytes = 0;  // rows that forks share count once per fork
-  // One error for each model or sequence that could not be read and is lost.
+  // One error for each model, sequence or other record that could not be read and is lost.
   std::vector<absl::Status> lost;
+  std::vector<DamagedRows> damaged;
+  int64_t checked_bytes = 0;  // of rows, in full pages
+  double check_seconds = 0;   // how long that took
 };
 
 // Progress of the rebuilding of codes after Restore().
@@ -63,6 +78,8 @@ struct RebuildProgress {
   int64_t done_count = 0;      // rebuilt, and served
   int64_t failed_count = 0;    // cannot be served by this process
   int64_t row_bytes = 0;       // rows whose codes are computed
+  int64_t lost_count = 0;      // as RestoreReport::lost
+  int64_t damaged_count = 0;   // as RestoreReport::damaged
 };
 
 // A sequence that was deleted because its time was over.
@@ -228,8 +245,14 @@ class Engine {
   // Creates a model without weights and record, which is not in the registry.
   absl::StatusOr<std::shared_ptr<Model>> MakeModel(const std::string& id, const ModelSpec& spec,
                                                    const Policy& policy, absl::Time create_time);
-  // Creates the sequence's record if there is a store.
-  absl::Status Record(Sequence& sequence);
+  // Creates the sequence's record if there is a store. source: the sequence whose full pages it
+  // shares; null: it has none.
+  absl::Status Record(Sequence& sequence, const Sequence* source);
+  // The parts of Restore(). CheckRows() compares all rows with their checksums, before anything is
+  // served, and cuts sequences before the first damage and where an earlier process began to.
+  absl::Status RestoreModels(RestoreReport& report);
+  void CheckRows(std::span<const std::shared_ptr<Sequence>> sequences, RestoreReport& report);
+  static std::optional<DamagedRows> CutDamage(Sequence& sequence, const RowCheck& check);
   // Recreates a sequence from its record, on the device but without codes.
   absl::StatusOr<std::shared_ptr<Sequence>> Adopt(StoredSequence description,
                                                   const std::shared_ptr<Model>& model,

@@ -24,9 +24,11 @@ absl::Status Stopping(const Sequence& sequence) {
 
 }  // namespace
 
-void Engine::Rebuilder::Expect(int64_t count) {
+void Engine::Rebuilder::Expect(int64_t count, int64_t lost_count, int64_t damaged_count) {
   const MutexLock lock(mutex_);
   progress_.sequence_count += count;
+  progress_.lost_count += lost_count;
+  progress_.damaged_count += damaged_count;
 }
 
 void Engine::Rebuilder::Add(RebuildOperation* operation) {
@@ -179,7 +181,8 @@ void Engine::RebuildOperation::End(absl::Status status) {
   Sequence& sequence = *sequence_;
   Engine* const engine = engine_;
   for (int layer = 0; layer < sequence.record->layer_count() && status.ok(); ++layer) {
-    status = sequence.rows[layer].Record(&sequence.record->layer(layer));
+    LayerRecord& record = sequence.record->layer(layer);
+    status = sequence.rows[layer].Record(&record, &record);
   }
   const bool ok = status.ok();
   if (ok) {

@@ -68,8 +68,9 @@ class Engine::ShareCodesOperation : public OrderedQueues::Operation {
 // Limits how many sequences are rebuilt at the same time. Thread-safe.
 class Engine::Rebuilder {
  public:
-  // Announces that `count` operations will be added, when their turns come.
-  void Expect(int64_t count) ABSL_LOCKS_EXCLUDED(mutex_);
+  // Announces that `count` operations will be added, when their turns come. The others are those of
+  // RebuildProgress.
+  void Expect(int64_t count, int64_t lost_count, int64_t damaged_count) ABSL_LOCKS_EXCLUDED(mutex_);
   // Runs the operation, now or when another one has ended.
   void Add(RebuildOperation* operation) ABSL_LOCKS_EXCLUDED(mutex_);
   // Called when an operation that ran has ended.

@@ -136,8 +136,12 @@ absl::Status StreamDecoder::Settle() {
   for (size_t i = 0; i < parts_.size() && outcome.ran; ++i) {
     engine_->NoteEnded(*parts_[i].sequence, outcome.parts[i]);
     if (outcome.parts[i].ok()) {
-      if (!step_->keeps_lengths()) {
-        for (LayerRows& rows : parts_[i].sequence->rows) rows.Keep(starts[i] + token_count_);
+      for (LayerRows& rows : parts_[i].sequence->rows) {
+        if (step_->keeps_lengths()) {
+          rows.KeepWritten(starts[i] + token_count_);
+        } else {
+          rows.Keep(starts[i] + token_count_);
+        }
       }
       Count(i);
       continue;

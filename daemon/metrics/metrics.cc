@@ -324,6 +324,13 @@ void AddHoldings(const Engine& engine, const Holdings& holdings, size_t model_co
   families.Gauge("spillway_rebuild_failed_sequences",
                  "Sequences found at the start that cannot be served again.");
   families.Value(rebuild.failed_count);
+  families.Gauge(
+      "spillway_restore_lost_records",
+      "Models, sequences and other records that were damaged at the start and are lost.");
+  families.Value(rebuild.lost_count);
+  families.Gauge("spillway_restore_damaged_sequences",
+                 "Sequences that were cut at the start, because rows were damaged.");
+  families.Value(rebuild.damaged_count);
   families.Gauge("spillway_rebuild_row_bytes", "Bytes of rows whose codes were computed again.");
   families.Value(rebuild.row_bytes);
   const auto add = [&](const auto& value) {

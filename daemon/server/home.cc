@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "daemon/server/devices.h"
 #include "daemon/server/logging.h"
 #include "host/base/status_macros.h"
@@ -96,12 +97,23 @@ absl::Status Home::Restore() {
   for (const absl::Status& lost : report.lost) {
     Log(LogLevel::kError, "record_lost", {{"error", std::string(lost.message())}});
   }
+  for (const DamagedRows& damaged : report.damaged) {
+    Log(LogLevel::kError, "rows_damaged",
+        {{"name", damaged.name},
+         {"layer", absl::StrCat(damaged.layer)},
+         {"kv_head", damaged.kv_head < 0 ? "any" : absl::StrCat(damaged.kv_head)},
+         {"kept_tokens", absl::StrCat(damaged.token_count)},
+         {"lost_tokens", absl::StrCat(damaged.lost_token_count)}});
+  }
   LogInfo("restored", {{"folder", store_->path()},
                        {"store_id", store_->identity()},
                        {"models", absl::StrCat(report.model_count)},
                        {"sequences", absl::StrCat(report.sequence_count)},
                        {"tokens", absl::StrCat(report.token_count)},
-                       {"lost", absl::StrCat(report.lost.size())}});
+                       {"lost", absl::StrCat(report.lost.size())},
+                       {"damaged", absl::StrCat(report.damaged.size())},
+                       {"checked_bytes", absl::StrCat(report.checked_bytes)},
+                       {"check_s", absl::StrFormat("%.3f", report.check_seconds)}});
   return absl::OkStatus();
 }
 

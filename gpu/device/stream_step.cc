@@ -20,6 +20,7 @@
 #include "gpu/kernels/step_append.h"
 #include "host/base/status_macros.h"
 #include "host/device/results.h"
+#include "host/memory/layer_record.h"
 
 namespace spillway::cuda {
 namespace {
@@ -386,8 +387,8 @@ absl::Status CudaStreamStep::AppendLayer(LayerRun& run, std::vector<TableUpdate>
     RETURN_IF_ERROR(index.Update(rows, updates));
     static_assert(sizeof(*StepLength::word) == sizeof(*rows.length_word()));
     run.lengths[i] = {reinterpret_cast<unsigned long long*>(rows.length_word()),
-                      static_cast<unsigned long long>(append.start),
-                      static_cast<unsigned long long>(append.start + count)};
+                      LayerRecord::LengthWord(append.start),
+                      LayerRecord::LengthWord(append.start + count)};
     RowTarget* const targets = run.targets + static_cast<int64_t>(i) * count * heads;
     for (int64_t t = 0; t < count; ++t) {
       for (int h = 0; h < heads; ++h) {

@@ -46,29 +46,35 @@ absl::Status AppendRows(const ModelSpec& spec, int layer, const AppendWork& work
     return absl::OkStatus();
   }
   const int heads = work.rows->kv_head_count();
-  // One task copies the rows of up to a page, of one KV head. With a single page, this thread
-  // copies all heads: that is faster than waking a worker.
-  const int64_t pages = (work.count + kPageTokenCount - 1) / kPageTokenCount;
+  // One task copies the new rows of one page, of one KV head. With few rows, this thread copies
+  // all: that is faster than waking a worker.
+  const int64_t end = work.start + work.count;
+  const int64_t first = work.start / kPageTokenCount;
+  const int64_t pages = (end + kPageTokenCount - 1) / kPageTokenCount - first;
+  const bool sum = work.rows->CanSum(work.start);
   std::vector<absl::Status> statuses(work.shared_source ? heads * pages : 0);
   const auto copy = [&](int64_t task) {
     const int head = static_cast<int>(task / pages);
-    const int64_t from = task % pages * kPageTokenCount;
-    const int64_t to = std::min<int64_t>(from + kPageTokenCount, work.count);
-    work.rows->WriteRows(head, work.start, from, to, work.k, work.v);
+    const int64_t page_start = (first + task % pages) * kPageTokenCount;
+    const int64_t from = std::max(work.start, page_start);
+    const int64_t to = std::min(end, page_start + kPageTokenCount);
+    work.rows->WriteRows(head, work.start, from - work.start, to - work.start, work.k, work.v);
     if (work.shared_source) {
-      statuses[task] =
-          CheckWritten(spec, layer, *work.rows, head, work.start + from, work.start + to);
+      statuses[task] = CheckWritten(spec, layer, *work.rows, head, from, to);
     }
+    if (sum) work.rows->SumRows(head, from, to);
   };
-  if (pages == 1) {
-    for (int64_t task = 0; task < heads; ++task) copy(task);
+  if (work.count <= kPageTokenCount) {
+    for (int64_t task = 0; task < heads * pages; ++task) copy(task);
   } else {
     ParallelFor(int64_t{0}, heads * pages, copy);
   }
+  // Also after an error: the rows are cut then, and with them their sums.
+  if (sum) work.rows->SetSummed(end);
   for (absl::Status& status : statuses) {
     if (!status.ok()) return status;
   }
-  work.rows->Commit(work.start + work.count);
+  work.rows->Commit(end);
   return absl::OkStatus();
 }
 

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "host/base/status_macros.h"
+#include "host/memory/layer_record.h"
 
 namespace spillway {
 
@@ -99,28 +100,38 @@ void LayerRows::Rollback() {
   for (PageTable& head : heads_) head.Truncate(token_count_);
 }
 
+uint64_t* LayerRows::length_word() const {
+  return record_ == nullptr ? nullptr : record_->length_word();
+}
+
 void LayerRows::Truncate(int64_t token_count) {
   assert(token_count >= 0 && token_count <= token_count_);
   token_count_ = token_count;
   // The record is shortened before others can allocate the pages.
-  if (record_ != nullptr && record_->token_count() > token_count) Keep(token_count);
+  if (record_ != nullptr) CutRecord(token_count);
   Rollback();
 }
 
-absl::Status LayerRows::Record(LayerRecord* record) {
+absl::Status LayerRows::Record(LayerRecord* record, const LayerRecord* sums) {
   const int64_t pages = heads_.front().page_count();
   RETURN_IF_ERROR(record->Reserve(pages));
+  const int64_t full = token_count_ / kPageTokenCount;
   for (int h = 0; h < kv_head_count(); ++h) {
-    for (int64_t p = 0; p < pages; ++p) record->SetPageIndex(h, p, heads_[h].ref(p).index);
+    for (int64_t p = 0; p < pages; ++p) {
+      record->SetPageIndex(h, p, heads_[h].ref(p).index);
+      record->SetPageSum(
+          h, p, p < full ? sums->PageSum(h, p) : SumOfRows(h, p * kPageTokenCount, token_count_));
+    }
   }
-  record->SetTokenCount(token_count_);
   record_ = record;
+  summed_token_count_ = token_count_;
+  record->SetTokenCount(token_count_, NotedOpenSum(token_count_));
   return absl::OkStatus();
 }
 
-absl::Status LayerRows::Adopt(const LayerRecord& record) {
+absl::Status LayerRows::Adopt(const LayerRecord& record, int64_t token_count) {
   assert(bytes() == 0);
-  const int64_t pages = (record.token_count() + kPageTokenCount - 1) / kPageTokenCount;
+  const int64_t pages = (token_count + kPageTokenCount - 1) / kPageTokenCount;
   for (int h = 0; h < kv_head_count(); ++h) {
     for (int64_t p = 0; p < pages; ++p) {
       ASSIGN_OR_RETURN(const PageRef page, pool_->Adopt(record.PageIndex(h, p)));
@@ -128,6 +139,11 @@ absl::Status LayerRows::Adopt(const LayerRecord& record) {
     }
   }
   return absl::OkStatus();
+}
+
+void LayerRows::CutAdopted(LayerRecord& record, int64_t token_count) {
+  record.SetTokenCount(token_count, SumOfOpenRows(token_count));
+  for (PageTable& head : heads_) head.Truncate(token_count);
 }
 
 LayerRows LayerRows::Share(int64_t token_count) const {

@@ -6,11 +6,12 @@
 
 #include "absl/status/status.h"
 #include "host/base/limits.h"
-#include "host/memory/layer_record.h"
 #include "host/memory/page_table.h"
 #include "host/model/model_spec.h"
 
 namespace spillway {
+
+class LayerRecord;
 
 // K or V of one layer in a caller's memory, [H_kv, count, d]: the first element, and the strides of
 // heads and tokens in bytes. The elements of a row are contiguous.
@@ -61,25 +62,48 @@ class LayerRows {
                  const RowSource& v);
   // Makes the prepared rows visible: token_count() becomes `token_count`.
   void Commit(int64_t token_count) { token_count_ = token_count; }
-  // Says that the first token_count rows are written, by host or device. If there is a record, they
-  // outlive the process from now on. REQUIRES: they are committed.
-  void Keep(int64_t token_count) {
-    if (record_ != nullptr) record_->SetTokenCount(token_count);
-  }
-  // Address of the word that Keep() writes, for a device that writes it itself. The device knows
-  // this memory from RecordFile::Observe(). Null without a record.
-  uint64_t* length_word() const { return record_ == nullptr ? nullptr : record_->length_word(); }
+
+  // --- Rows that outlive the process. Without a record nothing happens.
+
+  // Says that the first token_count rows are written, by host or device, and sums those that are
+  // not summed yet. They outlive the process from now on. REQUIRES: they are committed.
+  void Keep(int64_t token_count);
+  // The same where the device has written the length.
+  void KeepWritten(int64_t token_count);
+  // Address of the word in which a device writes the length itself, as LayerRecord::LengthWord()
+  // says. The device knows this memory from RecordFile::Observe(). Null without a record.
+  uint64_t* length_word() const;
+  // Whether SumRows() may be called for an append at this token.
+  bool CanSum(int64_t start) const { return record_ != nullptr && summed_token_count_ == start; }
+  // Adds tokens [from, to) of one page and KV head, which were just written, to the checksums:
+  // cheaper than later, while the rows are in a cache. Calls for different (head, page) may run in
+  // parallel.
+  void SumRows(int kv_head, int64_t from, int64_t to);
+  // Says that SumRows() was called for all tokens before token_count.
+  void SetSummed(int64_t token_count) { summed_token_count_ = token_count; }
+  // Sums all rows before token_count that are not summed yet, in parallel.
+  void SumUpTo(int64_t token_count);
+  // The checksum of a full page.
+  uint64_t SumOfPage(int kv_head, int64_t page) const;
+  // The sum of rows [page start, token_count) of all KV heads, in the page of token_count.
+  uint64_t SumOfOpenRows(int64_t token_count) const;
+
   // Gives back pages that were prepared and not committed.
   void Rollback();
 
   void Truncate(int64_t token_count);
 
   // Describes the committed rows in the record, which is updated from then on. It must have the
-  // same number of KV heads and outlive this object. RESOURCE_EXHAUSTED changes nothing visible.
-  absl::Status Record(LayerRecord* record);
-  // Prepares the record's tokens, whose rows exist; Commit() makes them visible. The record is not
-  // updated before Record(). DATA_LOSS. REQUIRES: there are no tokens yet.
-  absl::Status Adopt(const LayerRecord& record);
+  // same number of KV heads and outlive this object. Checksums of full pages are taken from the
+  // other record, which may be the same one; null if there are no full pages. RESOURCE_EXHAUSTED
+  // changes nothing visible.
+  absl::Status Record(LayerRecord* record, const LayerRecord* sums = nullptr);
+  // Prepares the first token_count of the record's tokens, whose rows exist; Commit() makes them
+  // visible. The record is not updated before Record(). DATA_LOSS. REQUIRES: there are no tokens
+  // yet.
+  absl::Status Adopt(const LayerRecord& record, int64_t token_count);
+  // Cuts rows that were adopted and not committed, and their record.
+  void CutAdopted(LayerRecord& record, int64_t token_count);
 
   // A copy that shares the pages of the first token_count tokens, without a record.
   LayerRows Share(int64_t token_count) const;
@@ -89,6 +113,8 @@ class LayerRows {
   const std::byte* Row(int kv_head, int64_t token) const {
     return Page(kv_head, token / kPageTokenCount) + (token % kPageTokenCount) * row_bytes_;
   }
+  // PageRef::index of a page.
+  uint32_t PageIndex(int kv_head, int64_t page) const { return heads_[kv_head].ref(page).index; }
   // Number of rows from `token` on, at most `count`, that are contiguous in memory.
   int64_t AdjacentRows(int kv_head, int64_t token, int64_t count) const;
   // PagePool::BytesToExtentEnd() of a row.
@@ -104,11 +130,21 @@ class LayerRows {
  private:
   LayerRows(PagePool* pool, int64_t row_bytes) : pool_(pool), row_bytes_(row_bytes) {}
 
+  // The sum of rows [from, to) of one page and KV head, to which others can be added.
+  uint64_t SumOfRows(int kv_head, int64_t from, int64_t to) const;
+  // The same of the open page of token_count, as SumRows() left it in the record.
+  uint64_t NotedOpenSum(int64_t token_count) const;
+  // Shortens the record to token_count, and the sums.
+  void CutRecord(int64_t token_count);
+
   PagePool* pool_;
   int64_t row_bytes_;
   int64_t token_count_ = 0;
   std::vector<PageTable> heads_;
   LayerRecord* record_ = nullptr;
+  // The record has sums of all full pages before this token. For its open page, the record's entry
+  // of each KV head has the sum of the rows before this token.
+  int64_t summed_token_count_ = 0;
 };
 
 }  // namespace spillway

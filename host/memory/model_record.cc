@@ -1,18 +1,24 @@
 #include "host/memory/model_record.h"
 
 #include <atomic>
+#include <optional>
 #include <utility>
 
 #include "host/base/status_macros.h"
 
 namespace spillway {
 
+namespace {
+
+constexpr uint64_t kWeightsSalt = 2;
+
+}  // namespace
+
 // Layout of the payload in the file.
 struct ModelRecord::Root {
-  uint32_t description;
-  uint32_t description_bytes;
-  uint64_t weights_bytes;
-  std::atomic<uint32_t> weights;  // 0: none, or not written yet
+  RecordRoot base;
+  RecordText weights;
+  CheckedWord has_weights;  // 1: all of them are written
 };
 
 ModelRecord::Root& ModelRecord::root() const { return file_->Payload<Root>(root_); }
@@ -22,49 +28,48 @@ absl::StatusOr<std::unique_ptr<ModelRecord>> ModelRecord::Create(RecordFile* fil
   ASSIGN_OR_RETURN(const RecordIndex index, file->Allocate());
   std::unique_ptr<ModelRecord> record(new ModelRecord(file, index));
   Root& root = record->root();
-  root.description = 0;
-  root.description_bytes = static_cast<uint32_t>(description.size());
-  root.weights_bytes = 0;
-  root.weights.store(0, std::memory_order_relaxed);
-  ASSIGN_OR_RETURN(root.description, file->WriteBytes(description));
+  root.base = {};
+  root.weights = {};
+  root.has_weights.Store(0, kWeightsSalt);
+  ASSIGN_OR_RETURN(root.base.description, file->WriteText(description));
+  root.base.sum = root.base.Sum(RecordKind::kModel);
   return record;
 }
 
 absl::StatusOr<ModelRecord::Opened> ModelRecord::Open(RecordFile* file, RecordIndex index) {
-  RETURN_IF_ERROR(file->Claim(index));
+  const size_t claimed = file->claim_count();
+  absl::StatusOr<Opened> opened = Read(file, index);
+  if (!opened.ok()) file->Unclaim(claimed);
+  return opened;
+}
+
+absl::StatusOr<ModelRecord::Opened> ModelRecord::Read(RecordFile* file, RecordIndex index) {
+  RETURN_IF_ERROR(file->ClaimRoot(index, RecordKind::kModel));
   Opened opened;
   opened.record.reset(new ModelRecord(file, index));
   Root& root = opened.record->root();
-  absl::StatusOr<std::string> description =
-      file->ReadBytes(root.description, root.description_bytes);
-  absl::StatusOr<std::string> weights = "";
-  const RecordIndex first = root.weights.load(std::memory_order_acquire);
-  if (first != 0) {
-    weights = file->ReadBytes(first, static_cast<int64_t>(root.weights_bytes));
+  ASSIGN_OR_RETURN(opened.description, file->ReadText(root.base.description));
+  const std::optional<uint64_t> has_weights = root.has_weights.Load(kWeightsSalt);
+  if (!has_weights) return file->Damaged(index, "whether it has weights is damaged");
+  if (*has_weights == 0) {
+    root.weights = {};  // the earlier process may have begun to write them
+  } else {
+    ASSIGN_OR_RETURN(opened.weights, file->ReadText(root.weights));
   }
-  if (!description.ok() || !weights.ok()) {
-    opened.record->Unlist();
-    root.description = 0;
-    root.weights.store(0, std::memory_order_relaxed);
-    return description.ok() ? weights.status() : description.status();
-  }
-  opened.description = *std::move(description);
-  opened.weights = *std::move(weights);
   return opened;
 }
 
 ModelRecord::~ModelRecord() {
   const auto kind = static_cast<RecordKind>(file_->At(root_).kind.load(std::memory_order_relaxed));
   if (kind == RecordKind::kModel) return;
-  file_->FreeChain(root().weights.load(std::memory_order_relaxed));
-  file_->FreeChain(root().description);
+  file_->FreeChain(static_cast<RecordIndex>(root().weights.first));
+  file_->FreeChain(static_cast<RecordIndex>(root().base.description.first));
   file_->Free(root_);
 }
 
 absl::Status ModelRecord::SetWeights(std::string_view weights) {
-  ASSIGN_OR_RETURN(const RecordIndex first, file_->WriteBytes(weights));
-  root().weights_bytes = weights.size();
-  root().weights.store(first, std::memory_order_release);
+  ASSIGN_OR_RETURN(root().weights, file_->WriteText(weights));
+  root().has_weights.Store(1, kWeightsSalt);
   return absl::OkStatus();
 }
 

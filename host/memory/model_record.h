@@ -19,8 +19,8 @@ class ModelRecord {
   static absl::StatusOr<std::unique_ptr<ModelRecord>> Create(RecordFile* file,
                                                              std::string_view description);
 
-  // Opens one of file->Find(RecordKind::kModel). DATA_LOSS if it is inconsistent; the record is
-  // then given up.
+  // Opens one of file->Find(RecordKind::kModel). DATA_LOSS if it is damaged; then nothing is
+  // claimed.
   struct Opened {
     std::string description;
     std::string weights;
@@ -44,6 +44,7 @@ class ModelRecord {
 
   ModelRecord(RecordFile* file, RecordIndex root) : file_(file), root_(root) {}
   Root& root() const;
+  static absl::StatusOr<Opened> Read(RecordFile* file, RecordIndex root);
 
   RecordFile* const file_;
   const RecordIndex root_;

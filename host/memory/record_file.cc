@@ -4,7 +4,10 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstddef>
 #include <cstring>
+#include <iterator>
+#include <optional>
 
 #include "absl/strings/str_cat.h"
 #include "host/base/random_id.h"
@@ -15,20 +18,27 @@ namespace spillway {
 namespace {
 
 constexpr char kMagic[8] = {'S', 'P', 'I', 'L', 'L', 'W', 'A', 'Y'};
-constexpr uint32_t kVersion = 1;
-// Largest size of the file. The records need at most a thousandth of the bytes of the rows.
+constexpr uint32_t kVersion = 2;
+// Largest size of the file. The records need at most a five-hundredth of the bytes of the rows.
 constexpr int64_t kCapacityBytes = int64_t{64} << 30;
 constexpr int64_t kGrowthBytes = kSlabBytes;
 
-// The first record of the file.
+// The first record of the file has it twice, so that damage to one of them loses nothing.
 struct Header {
   std::atomic<uint64_t> magic;  // written last
   uint32_t version;
   uint32_t record_bytes;
   char identity[24];
   uint64_t rows_number;
+  uint64_t sum;  // of the members above except the magic
+
+  uint64_t Sum() const {
+    return Checksum(
+        {reinterpret_cast<const char*>(&version), offsetof(Header, sum) - sizeof(magic)}, 0);
+  }
 };
-static_assert(sizeof(Header) <= Record::kBytes);
+constexpr int kHeaders = 2;
+static_assert(kHeaders * sizeof(Header) <= Record::kBytes);
 
 uint64_t MagicWord() {
   uint64_t word = 0;
@@ -63,31 +73,47 @@ absl::StatusOr<std::unique_ptr<RecordFile>> RecordFile::Open(std::unique_ptr<Are
 RecordFile::~RecordFile() { munmap(base_, static_cast<size_t>(capacity_bytes_)); }
 
 absl::Status RecordFile::ReadHeader(uint64_t rows_number) {
-  auto& header = *reinterpret_cast<Header*>(base_);
-  const uint64_t magic = header.magic.load(std::memory_order_acquire);
-  if (magic == 0) {
+  auto* const headers = reinterpret_cast<Header*>(base_);
+  const auto has_magic = [&](const Header& header) {
+    return header.magic.load(std::memory_order_acquire) == MagicWord();
+  };
+  const auto intact = [&](const Header& header) {
+    return has_magic(header) && header.version == kVersion &&
+           header.record_bytes == Record::kBytes && header.sum == header.Sum();
+  };
+  Header* const end = headers + kHeaders;
+  const Header* const good = std::find_if(headers, end, intact);
+  if (good == end) {
+    const Header* const other = std::find_if(headers, end, has_magic);
+    if (other != end && other->version != kVersion) {
+      return absl::FailedPreconditionError(absl::StrCat(
+          file_->path(), " has version ", other->version, ", but this build reads version ",
+          kVersion, ": start the build that wrote it, or delete the folder's files"));
+    }
+    if (other != end || headers[0].magic.load(std::memory_order_relaxed) != 0) {
+      return absl::FailedPreconditionError(
+          absl::StrCat(file_->path(),
+                       " is not a file of Spillway, or its header is damaged: delete the "
+                       "folder's files to begin with empty ones"));
+    }
     // A new file, or one whose creator was killed before it wrote a record.
     identity_ = RandomId();
-    header.version = kVersion;
-    header.record_bytes = Record::kBytes;
-    header.rows_number = rows_number;
-    std::copy_n(identity_.begin(), sizeof(header.identity), header.identity);
-    header.magic.store(MagicWord(), std::memory_order_release);
-    return absl::OkStatus();
+  } else {
+    if (good->rows_number != rows_number) {
+      return absl::FailedPreconditionError(absl::StrCat(
+          file_->path(), " does not belong to the file of rows beside it; delete both"));
+    }
+    identity_.assign(good->identity, sizeof(good->identity));
   }
-  if (magic != MagicWord()) {
-    return absl::FailedPreconditionError(absl::StrCat(file_->path(), " is not a file of Spillway"));
+  for (Header* header = headers; header < end; ++header) {
+    if (intact(*header)) continue;
+    header->version = kVersion;
+    header->record_bytes = Record::kBytes;
+    header->rows_number = rows_number;
+    std::copy_n(identity_.begin(), sizeof(header->identity), header->identity);
+    header->sum = header->Sum();
+    header->magic.store(MagicWord(), std::memory_order_release);
   }
-  if (header.version != kVersion || header.record_bytes != Record::kBytes) {
-    return absl::FailedPreconditionError(absl::StrCat(
-        file_->path(), " has version ", header.version, ", but this build reads version ", kVersion,
-        ": start the build that wrote it, or delete the folder's files"));
-  }
-  if (header.rows_number != rows_number) {
-    return absl::FailedPreconditionError(
-        absl::StrCat(file_->path(), " does not belong to the file of rows beside it; delete both"));
-  }
-  identity_.assign(header.identity, sizeof(header.identity));
   return absl::OkStatus();
 }
 
@@ -137,22 +163,95 @@ std::vector<RecordIndex> RecordFile::Find(RecordKind kind) const {
   return found;
 }
 
-absl::Status RecordFile::Claim(RecordIndex record) {
+std::vector<RecordIndex> RecordFile::FindDamaged() const {
+  constexpr RecordKind kKinds[] = {RecordKind::kFree, RecordKind::kPart, RecordKind::kModel,
+                                   RecordKind::kSequence};
+  std::vector<RecordIndex> found;
   const MutexLock lock(mutex_);
-  if (record == 0 || record >= claimed_.size()) {
-    return absl::DataLossError(absl::StrCat("record ", record, " is not in (0, ", claimed_.size(),
-                                            ") of ", file_->path()));
+  for (size_t i = 1; i < claimed_.size(); ++i) {
+    if (claimed_[i]) continue;
+    const auto index = static_cast<RecordIndex>(i);
+    const auto kind = static_cast<RecordKind>(At(index).kind.load(std::memory_order_relaxed));
+    if (std::find(std::begin(kKinds), std::end(kKinds), kind) == std::end(kKinds)) {
+      found.push_back(index);
+    }
   }
-  if (claimed_[record]) {
-    return absl::DataLossError(
-        absl::StrCat("record ", record, " of ", file_->path(), " is used twice"));
-  }
+  return found;
+}
+
+bool RecordFile::IsRecord(uint64_t index) const {
+  const MutexLock lock(mutex_);
+  return index > 0 && index < claimed_.size();
+}
+
+absl::Status RecordFile::Damaged(RecordIndex record, std::string_view what) const {
+  return absl::DataLossError(absl::StrCat("record ", record, ", at byte ",
+                                          int64_t{record} * int64_t{Record::kBytes}, " of ",
+                                          file_->path(), ": ", std::string(what)));
+}
+
+absl::Status RecordFile::Claim(RecordIndex record) {
+  if (!IsRecord(record)) return Damaged(record, "there is no such record");
+  const MutexLock lock(mutex_);
+  if (claimed_[record]) return Damaged(record, "it is used twice");
   claimed_[record] = true;
+  claims_.push_back(record);
   return absl::OkStatus();
+}
+
+size_t RecordFile::claim_count() const {
+  const MutexLock lock(mutex_);
+  return claims_.size();
+}
+
+void RecordFile::Unclaim(size_t count) {
+  const MutexLock lock(mutex_);
+  for (; claims_.size() > count; claims_.pop_back()) claimed_[claims_.back()] = false;
+}
+
+absl::StatusOr<RecordIndex> RecordFile::ClaimNext(RecordIndex record) {
+  const std::optional<uint64_t> next = At(record).next.Load(Record::kNextSalt);
+  if (!next) return Damaged(record, "the number of the next record is damaged");
+  if (*next == 0) return Damaged(record, "its chain ends too early");
+  const auto index = static_cast<RecordIndex>(*next);
+  RETURN_IF_ERROR(Claim(index));
+  // A kind that was damaged is not needed here.
+  At(index).kind.store(static_cast<uint32_t>(RecordKind::kPart), std::memory_order_relaxed);
+  return index;
+}
+
+uint64_t RecordText::Sum() const {
+  return Checksum({reinterpret_cast<const char*>(this), offsetof(RecordText, sum)}, 0);
+}
+
+uint64_t RecordRoot::Sum(RecordKind kind) const {
+  return Checksum({reinterpret_cast<const char*>(this), offsetof(RecordRoot, sum)},
+                  static_cast<uint64_t>(kind));
+}
+
+absl::Status RecordFile::ClaimRoot(RecordIndex record, RecordKind kind) {
+  const auto& root = Payload<RecordRoot>(record);
+  if (root.sum != root.Sum(kind)) return Damaged(record, "its checksum is wrong");
+  return Claim(record);
+}
+
+std::string RecordFile::DescriptionOf(RecordIndex record) const {
+  const RecordText text = Payload<RecordRoot>(record).description;
+  if (text.sum != text.Sum()) return "";
+  std::string bytes;
+  std::optional<uint64_t> next = text.first;
+  while (bytes.size() < text.byte_count && next && IsRecord(*next)) {
+    const Record& part = At(static_cast<RecordIndex>(*next));
+    bytes.append(reinterpret_cast<const char*>(part.payload),
+                 std::min(sizeof(part.payload), text.byte_count - bytes.size()));
+    next = part.next.Load(Record::kNextSalt);
+  }
+  return Checksum(bytes, 0) == text.text_sum ? bytes : "";
 }
 
 void RecordFile::FreeUnclaimed() {
   const MutexLock lock(mutex_);
+  claims_ = {};
   free_.clear();
   // In descending order, so that the lowest records are allocated first.
   for (size_t i = claimed_.size(); i-- > 1;) {
@@ -173,7 +272,8 @@ absl::StatusOr<RecordIndex> RecordFile::Allocate() {
   const RecordIndex index = free_.back();
   free_.pop_back();
   Record& record = At(index);
-  record.next.store(0, std::memory_order_relaxed);
+  record.unused = 0;
+  record.next.Store(0, Record::kNextSalt);
   record.kind.store(static_cast<uint32_t>(RecordKind::kPart), std::memory_order_relaxed);
   return index;
 }
@@ -181,18 +281,19 @@ absl::StatusOr<RecordIndex> RecordFile::Allocate() {
 void RecordFile::Free(RecordIndex record) {
   At(record).kind.store(static_cast<uint32_t>(RecordKind::kFree), std::memory_order_relaxed);
   const MutexLock lock(mutex_);
+  claimed_[record] = false;
   free_.push_back(record);
 }
 
 void RecordFile::FreeChain(RecordIndex record) {
   while (record != 0) {
-    const RecordIndex next = At(record).next.load(std::memory_order_relaxed);
+    const auto next = static_cast<RecordIndex>(At(record).next.value());
     Free(record);
     record = next;
   }
 }
 
-absl::StatusOr<RecordIndex> RecordFile::WriteBytes(std::string_view bytes) {
+absl::StatusOr<RecordText> RecordFile::WriteText(std::string_view bytes) {
   constexpr size_t kPart = sizeof(Record::payload);
   RecordIndex first = 0;
   // Begins with the last part, so that each part is linked only to a written one.
@@ -205,24 +306,30 @@ absl::StatusOr<RecordIndex> RecordFile::WriteBytes(std::string_view bytes) {
     Record& record = At(*index);
     const std::string_view part = bytes.substr(parts * kPart, kPart);
     std::memcpy(record.payload, part.data(), part.size());
-    record.next.store(first, std::memory_order_relaxed);
+    record.next.Store(first, Record::kNextSalt);
     first = *index;
   }
-  return first;
+  RecordText text{first, bytes.size(), Checksum(bytes, 0)};
+  text.sum = text.Sum();
+  return text;
 }
 
-absl::StatusOr<std::string> RecordFile::ReadBytes(RecordIndex first, int64_t byte_count) {
-  constexpr int64_t kPart = sizeof(Record::payload);
+absl::StatusOr<std::string> RecordFile::ReadText(const RecordText& text) {
+  constexpr size_t kPart = sizeof(Record::payload);
+  if (text.sum != text.Sum()) return absl::DataLossError("the place of a text is damaged");
   std::string bytes;
-  if (byte_count <= 0) return absl::DataLossError("no bytes, where there should be some");
-  for (int64_t left = byte_count; left > 0; left -= kPart) {
-    RETURN_IF_ERROR(Claim(first));
-    Record& record = At(first);
-    bytes.append(reinterpret_cast<const char*>(record.payload),
-                 static_cast<size_t>(std::min(left, kPart)));
-    // Cut the chain, because the records that follow were not claimed.
-    if (left <= kPart) record.next.store(0, std::memory_order_relaxed);
-    first = record.next.load(std::memory_order_relaxed);
+  auto part = static_cast<RecordIndex>(text.first);
+  RETURN_IF_ERROR(Claim(part));
+  for (;;) {
+    const size_t left = text.byte_count - bytes.size();
+    bytes.append(reinterpret_cast<const char*>(At(part).payload), std::min(left, kPart));
+    if (left <= kPart) break;
+    ASSIGN_OR_RETURN(part, ClaimNext(part));
+  }
+  // Cut the chain, because the records that follow were not claimed.
+  At(part).next.Store(0, Record::kNextSalt);
+  if (Checksum(bytes, 0) != text.text_sum) {
+    return Damaged(static_cast<RecordIndex>(text.first), "the text that begins here is damaged");
   }
   return bytes;
 }

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -18,6 +17,7 @@
 #include "absl/status/statusor.h"
 #include "host/base/mutex.h"
 #include "host/memory/arena_file.h"
+#include "host/memory/checksum.h"
 #include "host/memory/memory_budget.h"
 
 namespace spillway {
@@ -26,18 +26,45 @@ namespace spillway {
 using RecordIndex = uint32_t;
 
 // The type of a record. A later process searches for models and sequences, and finds other records
-// through them.
-enum class RecordKind : uint32_t { kFree, kPart, kModel, kSequence };
+// through them. The values differ in many bits, so that damage makes none of them from another.
+enum class RecordKind : uint32_t {
+  kFree = 0,
+  kPart = 0x5A3C96F0,
+  kModel = 0xC3A5690F,
+  kSequence = 0x996655AA,
+};
 
-// Layout of a record in the file.
+// Layout of a record in the file. All that a later process believes is under a checksum.
 struct Record {
   static constexpr size_t kBytes = 512;
 
   std::atomic<uint32_t> kind;  // RecordKind
-  std::atomic<uint32_t> next;  // next record of a chain; 0: the last
-  std::byte payload[kBytes - 2 * sizeof(uint32_t)];
+  uint32_t unused;
+  CheckedWord next;  // next record of a chain; 0: the last. Its salt is kNextSalt.
+  std::byte payload[kBytes - 4 * sizeof(uint32_t)];
+
+  static constexpr uint64_t kNextSalt = 1;
 };
 static_assert(sizeof(Record) == Record::kBytes && std::atomic<uint32_t>::is_always_lock_free);
+
+// Where a text is: in a chain of records.
+struct RecordText {
+  uint64_t first = 0;  // RecordIndex
+  uint64_t byte_count = 0;
+  uint64_t text_sum = 0;
+  uint64_t sum = 0;  // of the members above
+
+  uint64_t Sum() const;
+};
+
+// The beginning of the payload of a model and of a sequence: what is the same from its listing on.
+struct RecordRoot {
+  RecordText description;
+  uint32_t numbers[4] = {};  // for the kind of record
+  uint64_t sum = 0;          // of the members above and of the kind
+
+  uint64_t Sum(RecordKind kind) const;
+};
 
 // What an engine knows about the rows in its arena's file: a second file, mapped and divided into
 // records of one size. When a process is killed, the file has what the process wrote up to then, in
@@ -71,8 +98,24 @@ class RecordFile {
 
   // All records of this kind.
   std::vector<RecordIndex> Find(RecordKind kind) const;
+  // Records whose kind is damaged and that were not claimed. Each may have been a model's or a
+  // sequence's.
+  std::vector<RecordIndex> FindDamaged() const ABSL_LOCKS_EXCLUDED(mutex_);
   // Marks the record as used. DATA_LOSS if it does not exist or is in use already.
   absl::Status Claim(RecordIndex record) ABSL_LOCKS_EXCLUDED(mutex_);
+  // The same for the record after a claimed one in its chain.
+  absl::StatusOr<RecordIndex> ClaimNext(RecordIndex record) ABSL_LOCKS_EXCLUDED(mutex_);
+  // The same for a model's or a sequence's record, whose payload begins with a RecordRoot.
+  // DATA_LOSS, without a claim, also if that is damaged.
+  absl::Status ClaimRoot(RecordIndex record, RecordKind kind) ABSL_LOCKS_EXCLUDED(mutex_);
+  // DATA_LOSS for a record: names it, its place and the file.
+  absl::Status Damaged(RecordIndex record, std::string_view what) const;
+  // The description of a model or a sequence whose record may be damaged, without a claim; empty if
+  // it cannot be read. No checksum but the text's own is needed.
+  std::string DescriptionOf(RecordIndex record) const;
+  // How many records were claimed, and the opposite of all claims but the first `count`.
+  size_t claim_count() const ABSL_LOCKS_EXCLUDED(mutex_);
+  void Unclaim(size_t count) ABSL_LOCKS_EXCLUDED(mutex_);
   // Frees all records that were not claimed.
   void FreeUnclaimed() ABSL_LOCKS_EXCLUDED(mutex_);
 
@@ -93,9 +136,9 @@ class RecordFile {
   }
 
   // Writes at least one byte to a new chain of records. RESOURCE_EXHAUSTED leaves no records.
-  absl::StatusOr<RecordIndex> WriteBytes(std::string_view bytes);
-  // Claims the chain and reads its bytes. DATA_LOSS, also if byte_count is not positive.
-  absl::StatusOr<std::string> ReadBytes(RecordIndex first, int64_t byte_count);
+  absl::StatusOr<RecordText> WriteText(std::string_view text);
+  // Claims the chain and reads its text. DATA_LOSS if it is damaged.
+  absl::StatusOr<std::string> ReadText(const RecordText& text);
 
  private:
   RecordFile(std::unique_ptr<ArenaFile> file, MemoryBudget* budget, std::byte* base,
@@ -103,6 +146,8 @@ class RecordFile {
       : file_(std::move(file)), budget_(budget), base_(base), capacity_bytes_(capacity_bytes) {}
 
   absl::Status ReadHeader(uint64_t rows_number);
+  // Whether a record with this index is mapped.
+  bool IsRecord(uint64_t index) const ABSL_LOCKS_EXCLUDED(mutex_);
   absl::Status Show(std::span<std::byte> memory) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   // Allocates and maps the file up to `bytes`.
   absl::Status Grow(int64_t bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
@@ -119,6 +164,7 @@ class RecordFile {
   int64_t mapped_bytes_ ABSL_GUARDED_BY(mutex_) = 0;
   std::vector<MemoryReservation> reservations_ ABSL_GUARDED_BY(mutex_);
   std::vector<bool> claimed_ ABSL_GUARDED_BY(mutex_);
+  std::vector<RecordIndex> claims_ ABSL_GUARDED_BY(mutex_);  // in order
   std::vector<RecordIndex> free_ ABSL_GUARDED_BY(mutex_);
 };
 

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -23,8 +24,8 @@ class SequenceRecord {
                                                                 std::string_view description,
                                                                 int layer_count, int kv_head_count);
 
-  // Opens one of file->Find(RecordKind::kSequence), and completes a cut that was begun. DATA_LOSS
-  // if the record is inconsistent; it is then given up.
+  // Opens one of file->Find(RecordKind::kSequence). DATA_LOSS if it is damaged; then nothing is
+  // claimed.
   struct Opened {
     std::string description;
     std::unique_ptr<SequenceRecord> record;
@@ -46,8 +47,7 @@ class SequenceRecord {
   // The address of a layer's record never changes.
   LayerRecord& layer(int layer) { return layers_[layer]; }
 
-  // Marks it permanently; the caller gives the mark its meaning. Files of older versions have no
-  // marks.
+  // Marks it permanently; the caller gives the mark its meaning.
   void Mark();
   bool marked() const;
 
@@ -56,6 +56,12 @@ class SequenceRecord {
   // caller cuts the layers that are longer. EndCut() sets the generation.
   void BeginCut(int64_t token_count, int64_t generation);
   void EndCut();
+  // A cut that an earlier process began and did not end, which is then to be done. Nothing: none.
+  struct Cut {
+    int64_t token_count = 0;
+    int64_t generation = 0;
+  };
+  std::optional<Cut> begun_cut() const;
 
  private:
   struct Root;
@@ -64,7 +70,7 @@ class SequenceRecord {
       : file_(file), root_(root), kv_head_count_(kv_head_count) {}
 
   Root& root() const;
-  absl::Status OpenLayers(int64_t page_token_count);
+  static absl::StatusOr<Opened> Read(RecordFile* file, RecordIndex root, int64_t page_token_count);
 
   RecordFile* const file_;
   const RecordIndex root_;

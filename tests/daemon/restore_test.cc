@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <fstream>
+#include <random>
 
 #include "daemon/engine/engine.h"
 #include "daemon/store/store.h"
@@ -118,6 +119,7 @@ class RestoreTest : public ::testing::Test {
     chunk.layer_count = 2;
     chunk.start = start;
     chunk.count = count;
+    chunk.generation = sequence->snapshot().generation;
     chunk.k = chunk.v = source;
     std::optional<absl::StatusOr<AppendOutcome>> result;
     process.engine->Append({sequence, chunk, nullptr},
@@ -139,6 +141,17 @@ class RestoreTest : public ::testing::Test {
       asked->emplace(std::move(outcome));
     });
     return asked;
+  }
+
+  // Replaces the first `from` in the file of records by bytes of the same number.
+  void ChangeRecords(const std::string& from, const std::string& to) const {
+    std::fstream file(scratch.File("records"), std::ios::in | std::ios::out | std::ios::binary);
+    std::string text(int64_t{2} << 20, '\0');
+    file.read(text.data(), static_cast<std::streamsize>(text.size()));
+    const size_t at = text.find(from);
+    ASSERT_NE(at, std::string::npos);
+    file.seekp(static_cast<std::streamoff>(at));
+    file.write(to.data(), static_cast<std::streamsize>(to.size()));
   }
 
   ScratchFolder scratch;
@@ -339,40 +352,201 @@ TEST_F(RestoreTest, ASequenceWhoseRecordIsDamagedIsLostAlone) {
     ASSERT_TRUE(Append(*first, NewSequence(*first, "good"), 1000, 0, 300).ok());
     const auto bad = NewSequence(*first, "bad");
     ASSERT_TRUE(Append(*first, bad, 2000, 0, 300).ok());
-    // A page number far beyond the end of the row file.
-    bad->record->layer(1).SetPageIndex(0, 2, 0x7FFFFF00);
+    *bad->record->layer(1).length_word() ^= 1 << 5;
   }
   auto second = Open();
   const RestoreReport report = *Restore(*second);
   ASSERT_EQ(report.lost.size(), 1u);
-  EXPECT_THAT(std::string(report.lost[0].message()), HasSubstr("sequences/bad: page"));
+  EXPECT_THAT(std::string(report.lost[0].message()),
+              ::testing::MatchesRegex("sequences/bad: record [0-9]+, at byte [0-9]+ of "
+                                      "/.*/records: a layer's length .* is damaged"));
+  EXPECT_TRUE(report.damaged.empty());
   EXPECT_EQ(report.sequence_count, 1);
+  EXPECT_EQ(second->engine->rebuild_progress().lost_count, 1);
   second->device.ReleaseAll();
   EXPECT_THAT(second->rebuilt, ElementsAre("good"));
+  // Its memory is free, and so is its id.
+  EXPECT_EQ((*second->engine->registry().FindModel("m"))->row_pool.used_page_count(), 2 * 3);
   NewSequence(*second, "bad");
+}
+
+// A bit of the rows, or a page's number or its checksum in the record: the sequence is cut there.
+TEST_F(RestoreTest, DamagedRowsAreCutOff) {
+  {
+    auto first = Start();
+    NewModel(*first);
+    const auto a = NewSequence(*first, "a");
+    ASSERT_TRUE(Append(*first, a, 1000, 0, 600).ok());
+    Fork(*first, a, "fork");
+    bool cut = false;
+    const auto early = Fork(*first, a, "early");
+    first->engine->Truncate(early, 200, [&](const absl::Status& s) { cut = s.ok(); });
+    EXPECT_TRUE(cut);
+    ASSERT_TRUE(Append(*first, NewSequence(*first, "open"), 2000, 0, 300).ok());
+    const auto index = NewSequence(*first, "index");
+    ASSERT_TRUE(Append(*first, index, 3000, 0, 300).ok());
+    const auto sum = NewSequence(*first, "sum");
+    ASSERT_TRUE(Append(*first, sum, 4000, 0, 300).ok());
+    ASSERT_TRUE(Append(*first, NewSequence(*first, "good"), 5000, 0, 300).ok());
+    const auto flip = [](const LayerRows& rows, int64_t token) {
+      auto* const row = const_cast<std::byte*>(rows.Row(0, token));
+      row[5] ^= std::byte{4};
+    };
+    flip(a->rows[1], 260);
+    flip((*first->engine->registry().FindSequence("open"))->rows[0], 299);
+    index->record->layer(0).SetPageSum(0, 2, 7);  // of the open page: means nothing
+    sum->record->layer(1).SetPageSum(0, 1, 7);
+  }
+  auto second = Open();
+  const RestoreReport report = *Restore(*second);
+  EXPECT_TRUE(report.lost.empty());
+  std::vector<std::string> damaged;
+  for (const DamagedRows& rows : report.damaged) {
+    damaged.push_back(absl::StrCat(rows.name, " layer ", rows.layer, " kept ", rows.token_count,
+                                   " lost ", rows.lost_token_count));
+  }
+  EXPECT_THAT(damaged, ::testing::UnorderedElementsAre("sequences/a layer 1 kept 256 lost 344",
+                                                       "sequences/fork layer 1 kept 256 lost 344",
+                                                       "sequences/open layer 0 kept 256 lost 44",
+                                                       "sequences/sum layer 1 kept 128 lost 172"));
+  EXPECT_EQ(second->engine->rebuild_progress().damaged_count, 4);
+  second->device.ReleaseAll();
+  const auto expect = [&](const std::string& id, int64_t length, int64_t generation) {
+    const auto sequence = *second->engine->registry().FindSequence(id);
+    EXPECT_THAT(sequence->snapshot().layer_token_counts, ElementsAre(length, length)) << id;
+    EXPECT_EQ(sequence->snapshot().generation, generation) << id;
+    EXPECT_EQ(sequence->rows[1].token_count(), length) << id;
+  };
+  expect("a", 256, 1);
+  expect("fork", 256, 1);
+  expect("early", 200, 1);
+  expect("open", 256, 1);
+  expect("index", 300, 0);
+  expect("sum", 128, 1);
+  expect("good", 300, 0);
+  // They can be appended to, and the next process finds them right.
+  const auto append = [&](const std::string& id, int64_t start, int64_t count) {
+    const auto sequence = *second->engine->registry().FindSequence(id);
+    EXPECT_TRUE(Append(*second, sequence, 9000, start, count).ok()) << id;
+  };
+  append("a", 256, 50);
+  append("early", 200, 1);
+  second.reset();
+  second = Open();
+  const RestoreReport again = *Restore(*second);
+  EXPECT_TRUE(again.lost.empty());
+  EXPECT_TRUE(again.damaged.empty());
+  second->device.ReleaseAll();
+  expect("a", 306, 1);
+  expect("early", 201, 1);
+  expect("fork", 256, 1);
+}
+
+// Sums are right after all kinds of changes: appends of all sizes, cuts, forks, failed appends.
+TEST_F(RestoreTest, ChecksumsFollowWhatHappens) {
+  std::mt19937 random(3);
+  std::vector<int64_t> lengths;
+  {
+    auto process = Start();
+    NewModel(*process);
+    std::vector<std::shared_ptr<Sequence>> sequences = {NewSequence(*process, "s0")};
+    lengths.push_back(0);
+    for (int i = 0; i < 400; ++i) {
+      const size_t at = random() % sequences.size();
+      const std::shared_ptr<Sequence>& sequence = sequences[at];
+      const float tag = static_cast<float>(random() % 100000);
+      const int64_t count = 1 + static_cast<int64_t>(random() % (random() % 4 == 0 ? 300 : 4));
+      switch (random() % 6) {
+        case 0:
+          if (sequences.size() < 12) {
+            sequences.push_back(Fork(*process, sequence, absl::StrCat("s", sequences.size())));
+            lengths.push_back(lengths[at]);
+          }
+          break;
+        case 1: {
+          const int64_t to = std::max<int64_t>(0, lengths[at] - count);
+          process->engine->Truncate(sequence, to,
+                                    [](const absl::Status& s) { EXPECT_TRUE(s.ok()) << s; });
+          lengths[at] = to;
+          break;
+        }
+        case 2:
+          process->device.FailAppend(absl::InternalError("no"));
+          EXPECT_FALSE(Append(*process, sequence, tag, lengths[at], count).ok());
+          break;
+        default:
+          if (lengths[at] + count > 1000) break;
+          EXPECT_TRUE(Append(*process, sequence, tag, lengths[at], count).ok());
+          lengths[at] += count;
+      }
+    }
+  }
+  auto process = Open();
+  const RestoreReport report = *Restore(*process);
+  EXPECT_TRUE(report.lost.empty());
+  EXPECT_TRUE(report.damaged.empty());
+  for (size_t i = 0; i < lengths.size(); ++i) {
+    const auto sequence = *process->engine->registry().FindSequence(absl::StrCat("s", i));
+    EXPECT_EQ(sequence->snapshot().token_count, lengths[i]);
+  }
+}
+
+TEST_F(RestoreTest, AModelThatIsDamagedIsLostWithItsSequences) {
+  {
+    auto first = Start();
+    NewModel(*first);
+    ASSERT_TRUE(Append(*first, NewSequence(*first, "a"), 1000, 0, 300).ok());
+    ChangeRecords("\"softmax_scale\"", "\"softmax_scalf\"");
+  }
+  auto second = Open();
+  const RestoreReport report = *Restore(*second);
+  EXPECT_EQ(report.model_count, 0);
+  EXPECT_EQ(report.sequence_count, 0);
+  ASSERT_EQ(report.lost.size(), 2u);
+  EXPECT_THAT(std::string(report.lost[0].message()), HasSubstr("the text that begins here"));
+  EXPECT_THAT(std::string(report.lost[1].message()),
+              HasSubstr("sequences/a: its model, models/m, is lost"));
+  // All memory is free, and so are both ids.
+  EXPECT_EQ(second->arena->statistics().used_bytes, 0);
+  NewModel(*second);
+  NewSequence(*second, "a");
 }
 
 TEST_F(RestoreTest, AModelThatThisBuildDoesNotKnowStopsTheStart) {
   {
     auto first = Start();
-    NewModel(*first);
-    NewSequence(*first, "a");
-  }
-  {
-    std::fstream file(scratch.File("records"), std::ios::in | std::ios::out | std::ios::binary);
-    std::string text(int64_t{2} << 20, '\0');
-    file.read(text.data(), static_cast<std::streamsize>(text.size()));
-    const size_t at = text.find("\"kind\":\"none\"");
-    const size_t named = at == std::string::npos ? text.find("\"hash.kind\":\"none\"") : at;
-    ASSERT_NE(named, std::string::npos);
-    const size_t value = text.find("none", named);
-    file.seekp(static_cast<std::streamoff>(value));
-    file.write("moon", 4);
+    RecordFile& records = first->store->records();
+    std::string text = R"({"id":"m","spec":{"dtype":"f8"},"policy":{},"create_time_ns":0})";
+    (*ModelRecord::Create(&records, text))->List();
   }
   auto second = Open();
   const absl::Status status = Restore(*second).status();
   EXPECT_TRUE(absl::IsFailedPrecondition(status)) << status;
-  EXPECT_THAT(std::string(status.message()), HasSubstr("hash.kind is moon"));
+  EXPECT_THAT(std::string(status.message()), HasSubstr("start the build that wrote it to"));
+}
+
+// A valid record with an id that no call can name is not restored.
+TEST_F(RestoreTest, AnIdThatNobodyCanNameIsNotRestored) {
+  {
+    auto first = Start();
+    const auto model = NewModel(*first);
+    for (const char* id : {"Bad", "x/y/z", "a"}) {
+      StoredSequence stored{id,   "m", model->policy, absl::InfiniteDuration(), absl::UnixEpoch(),
+                            true, ""};
+      (*SequenceRecord::Create(&first->store->records(), Describe(stored), 2, 1))->List();
+      (*SequenceRecord::Create(&first->store->records(), Describe(stored), 2, 1))->List();
+    }
+  }
+  auto second = Open();
+  const RestoreReport report = *Restore(*second);
+  EXPECT_EQ(report.sequence_count, 1);
+  std::vector<std::string> lost;
+  for (const absl::Status& status : report.lost) lost.emplace_back(status.message());
+  EXPECT_THAT(lost, ::testing::UnorderedElementsAre("sequences/Bad: \"Bad\" is no id",
+                                                    "sequences/Bad: \"Bad\" is no id",
+                                                    "sequences/x/y/z: \"x/y/z\" is no id",
+                                                    "sequences/x/y/z: \"x/y/z\" is no id",
+                                                    "sequences/a: there are two with this id"));
 }
 
 // The names of the sequences that have expired.

@@ -14,6 +14,7 @@ import pytest
 import spillway
 from arena_folder import DIM, HEADS, LAYERS, SHAPES, Writer, daemon, folder_in_memory, over, rows
 from daemon_process import binary, device_flags, on_gpu
+from spillway._proto import admin_service_pb2
 
 QUERY = rows(99, 0, 2)[0].transpose(1, 0, 2).reshape(1, 4, DIM)
 
@@ -155,6 +156,12 @@ def test_killed_in_mid_append(tmp_path: Path, kill_count: int) -> None:
                     try:
                         while True:
                             writer.append(sequence, int(sizes.integers(1, 700)))
+                            if sizes.random() < 0.2:
+                                # The cut rows may be there still, if nobody confirms the cut.
+                                writer.acknowledged -= int(sizes.integers(1, 300)) % (
+                                    writer.acknowledged + 1
+                                )
+                                sequence.truncate(writer.acknowledged)
                     except spillway.Unavailable:
                         return
 
@@ -174,6 +181,7 @@ def test_killed_in_mid_append(tmp_path: Path, kill_count: int) -> None:
             for writer in writers:
                 writer.check(client)
         assert all(w.acknowledged > 1000 for w in writers)
+        assert "rows_damaged" not in (tmp_path / "spillwayd.log").read_text()
 
 
 def refused(folder: Path, arena: Path, memory_limit: str = "512MiB") -> str:
@@ -315,3 +323,55 @@ def test_requests_wait_for_their_own_codes_alone(tmp_path: Path) -> None:
         with spillway.connect(each.target) as client:
             for i in (5, 0, 3, 1, 4, 2):
                 assert_same(before[i], attended(client.get_sequence(f"sequences/s{i}")))
+
+
+def flip(path: Path, at: int) -> None:
+    """Flips one bit of a file."""
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 0x10]))
+
+
+def test_flipped_bits_are_never_served(tmp_path: Path) -> None:
+    """Damaged rows are cut off, and a damaged record loses itself alone. The log says both."""
+    with daemon(tmp_path) as each:
+        with spillway.connect(each.target) as client:
+            model = client.create_model("m", **SHAPES)
+            writers = [Writer(i, f"sequences/s{i}") for i in range(3)]
+            for writer in writers:
+                writer.append(client.create_sequence(model, writer.name.split("/")[1]), 700)
+            client.create_model("other", **SHAPES)
+            client.create_sequence("models/other", "of-other")
+        each.kill()
+        # Bytes of a row that only one sequence has.
+        row = rows(0, 300, 1)[1, 1, 0].tobytes()
+        flip(each.arena / "rows", (each.arena / "rows").read_bytes().index(row) + 9)
+        records = (each.arena / "records").read_bytes()
+        flip(each.arena / "records", records.index(b'{"id":"s1"') + 7)
+        flip(each.arena / "records", records.index(b'{"id":"other"') + 30)
+        each.start()
+        log = (tmp_path / "spillwayd.log").read_text()
+        damaged = "rows_damaged name=sequences/s0 layer=1 kv_head=1 kept_tokens=256 lost_tokens=444"
+        assert damaged in log
+        assert "of-other: its model, models/other, is lost" in log
+        assert log.count("record_lost") == 3
+        with spillway.connect(each.target) as client:
+            assert [s.name for s in client.list_sequences()] == ["sequences/s0", "sequences/s2"]
+            assert [m.name for m in client.list_models()] == ["models/m"]
+            writers[0].acknowledged = 256
+            sequence = writers[0].check(client)
+            assert (sequence.token_count, sequence.generation) == (256, 1)
+            writers[2].check(client)
+            # A runner appends the rest again; lost names are free.
+            writers[0].append(sequence, 444)
+            writers[0].check(client)
+            client.create_model("other", **SHAPES)
+            for name in ("s1", "of-other"):
+                client.create_sequence(model, name).delete()
+            request = admin_service_pb2.GetStatisticsRequest(include_metrics=True)
+            found = client._stubs.admin.GetStatistics(request).metrics
+            values = {f.name: f.metrics[0].value for f in found if len(f.metrics) == 1}
+            assert values["spillway_restore_lost_records"] == 3
+            assert values["spillway_restore_damaged_sequences"] == 1
