@@ -1,15 +1,16 @@
 """Measures what strangers can do to a daemon by its HTTP port, and how probes fare meanwhile.
 
-For each daemon given: bytes beyond the answer's body that a Range gets; resident memory while one
+Prints a JSON object: bytes beyond the answer's body that a Range gets; resident memory while one
 connection sends headers without end; seconds until /healthz, /readyz and /metrics answer, alone,
 beside 4 connections that send a byte every 2 s, beside 1,000 silent ones, and beside 8 clients that
-read /metrics all the time. Every probe waits at most 20 s. Prints a JSON object.
+read /metrics all the time. Every probe waits at most 20 s.
 
-    python bench/attacks/http.py [DAEMON ...]
+    python bench/attacks/http_floods.py [--daemon build/release/daemon/spillwayd]
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import resource
 import socket
@@ -166,8 +167,8 @@ def beside_readers(target: Target) -> dict[str, float | None]:
 def attacked(binary: Path) -> dict[str, Any]:
     """What one daemon does under each attack."""
     port = free_port()
-    flags = ("--device", "cpu", "--memory-limit", "256MiB", "--http-listen")
-    flags += (f"tcp:127.0.0.1:{port}",)
+    address = f"tcp:127.0.0.1:{port}"
+    flags = ("--device", "cpu", "--memory-limit", "256MiB", "--http-listen", address)
     with tempfile.TemporaryDirectory() as folder:
         socket_at = f"unix:{folder}/s"
         daemon = serving.Daemon(binary, socket_at, Path(folder) / "log", *flags, timeout=60)
@@ -192,10 +193,9 @@ def main() -> None:
     """Measures and prints."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    result = describe()
-    for binary in sys.argv[1:] or [str(serving.find_binary(ROOT))]:
-        result[binary] = attacked(Path(binary))
-    print(json.dumps(result, indent=1))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--daemon", type=Path, default=serving.find_binary(ROOT))
+    print(json.dumps(describe() | attacked(parser.parse_args().daemon), indent=1))
 
 
 if __name__ == "__main__":
