@@ -167,14 +167,29 @@ def test_a_name_of_several_addresses_is_served_at_one_port(tmp_path: Path) -> No
         assert served > 0
 
 
-def test_sessions_of_regions_wait_for_descriptors_too(tmp_path: Path) -> None:
+def test_sessions_of_regions_leave_descriptors_to_others(tmp_path: Path) -> None:
     listen = f"unix:{tmp_path}/spillwayd.sock"
     with limited_daemon(tmp_path, listen, DESCRIPTOR_COUNT, DESCRIPTOR_COUNT) as (process, _):
         with ExitStack() as held:
             for _ in range(120):
                 session = held.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
                 session.connect(f"{tmp_path}/spillwayd.sock.regions")
-            wait_for(lambda: len(list(Path(f"/proc/{process.pid}/fd").iterdir())) > 62)
+            with spillway.connect(listen) as client:
+                client.attach_region(4096).detach()
+            assert len(list(Path(f"/proc/{process.pid}/fd").iterdir())) < DESCRIPTOR_COUNT - 8
+
+
+def test_sessions_of_regions_wait_for_descriptors_too(tmp_path: Path) -> None:
+    listen = f"unix:{tmp_path}/spillwayd.sock"
+    with limited_daemon(tmp_path, listen, DESCRIPTOR_COUNT, DESCRIPTOR_COUNT) as (process, _):
+        with ExitStack() as held:
+            for _ in range(120):
+                connection = held.enter_context(socket.socket(socket.AF_UNIX))
+                connection.setblocking(False)
+                connection.connect_ex(f"{tmp_path}/spillwayd.sock")
+            wait_for(lambda: len(events(tmp_path, "descriptors_short")) > 0)
+            session = held.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            session.connect(f"{tmp_path}/spillwayd.sock.regions")
             before = cpu_ticks(process.pid)
             time.sleep(1)
             # It must be far below 100 ticks per second, because the daemon sleeps.
