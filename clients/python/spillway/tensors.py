@@ -297,7 +297,8 @@ def check_target(array: Array, shape: tuple[int, ...], dtype: DTypeName, what: s
     if isinstance(held, np.ndarray) and not held.flags.writeable:
         raise ValueError(f"{what} is read-only")
     strides = held.strides if isinstance(held, np.ndarray) else held.stride()
-    if any(count > 1 and not step for count, step in zip(shape, strides, strict=True)):
+    shared = any(count > 1 and not step for count, step in zip(shape, strides, strict=True))
+    if shared and 0 not in shape:
         raise ValueError(f"{what} has elements that share memory, so it cannot be written to")
 
 
