@@ -18,7 +18,7 @@ constexpr size_t kLineBytesMax = 4096;
 // Of an error of the parser, which shows the line.
 constexpr size_t kErrorBytesMax = 1000;
 
-absl::Status Wrong(const std::string& name, const std::string& what) {
+absl::Status Malformed(const std::string& name, const std::string& what) {
   return absl::InvalidArgumentError(absl::StrCat(name, ": ", what.substr(0, kErrorBytesMax)));
 }
 
@@ -48,7 +48,8 @@ absl::Status CheckLines(std::string_view text, const std::string& name) {
   for (size_t at = 0; at < text.size(); ++line) {
     const size_t end = std::min(text.find('\n', at), text.size());
     if (end - at > kLineBytesMax) {
-      return Wrong(name, absl::StrCat("line ", line, " has more than ", kLineBytesMax, " bytes"));
+      return Malformed(name,
+                       absl::StrCat("line ", line, " has more than ", kLineBytesMax, " bytes"));
     }
     at = end + 1;
   }
@@ -80,8 +81,8 @@ absl::Status CheckDepth(std::string_view text, const std::string& name) {
       dots = 0;
     }
     if (brackets + dots > kDepthMax) {
-      return Wrong(name,
-                   absl::StrCat("line ", line, " is nested more than ", kDepthMax, " levels deep"));
+      return Malformed(
+          name, absl::StrCat("line ", line, " is nested more than ", kDepthMax, " levels deep"));
     }
     ++at;
   }
@@ -97,7 +98,7 @@ absl::StatusOr<toml::value> ParseToml(const std::string& text, const std::string
     std::istringstream stream(text);
     return toml::parse(stream, name);
   } catch (const std::exception& error) {
-    return Wrong(name, error.what());
+    return Malformed(name, error.what());
   }
 }
 

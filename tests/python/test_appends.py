@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -73,7 +74,7 @@ def test_a_cache_that_does_nothing_has_no_threads() -> None:
     assert len(there) == 8
     wait_for(lambda: threading.active_count() == before)
     # An error of an append is raised, and `abandon` forgets it.
-    appends.start(cast(Any, None), 0, 0, rows, rows)
+    appends.start(cast(Any, SimpleNamespace(_forget=lambda: None)), 0, 0, rows, rows)
     with pytest.raises(AttributeError):
         appends.finish()
     appends.abandon()

@@ -129,7 +129,7 @@ def test_ports_and_probes() -> None:
     assert options()["--http-listen"].endswith(f":{port['containerPort']}")
     annotations = manifest()["spec"]["template"]["metadata"]["annotations"]
     assert annotations["prometheus.io/port"] == value("EXPOSE")
-    server = (ROOT / "daemon/http/http_server.cc").read_text()
+    server = (ROOT / "daemon/http/answers.cc").read_text()
     paths = [annotations["prometheus.io/path"]]
     for probe in ("livenessProbe", "readinessProbe"):
         assert daemon[probe]["httpGet"]["port"] == port["name"]

@@ -90,7 +90,7 @@ def test_fields_that_do_not_matter(tmp_path: Path) -> None:
     # The same after it was saved, and written out so that no version changes the digest unseen.
     config.save_pretrained(tmp_path)
     assert config_fields(LlamaConfig.from_pretrained(tmp_path)) == {"model_type": "llama"}
-    assert config_digest({"model_type": "llama"}) == "81dddc8c379baae1"
+    assert config_digest({"model_type": "llama"}) == "81ddd"
 
 
 class Stubborn(PreTrainedConfig):

@@ -76,9 +76,9 @@ def _rope_types(parameters: Any) -> set[Any]:
 
 
 def config_digest(fields: Mapping[str, Any]) -> str:
-    """Returns a digest of `config_fields`, the same in every process."""
+    """Returns a short digest of `config_fields` for names, the same in every process."""
     text = json.dumps(fields, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return hashlib.sha256(text.encode()).hexdigest()[:5]
 
 
 def check_config(saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:

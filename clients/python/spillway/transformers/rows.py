@@ -34,7 +34,7 @@ from spillway.transformers.transfer import to_host
 
 _EXACT = Policy(selector="all")
 # Names of models that `RowStore` creates: digests of the config and of all that determines them.
-_OWN_MODEL = re.compile(r"models/hf-[0-9a-f]{16}-[0-9a-f]{20}")
+_OWN_MODEL = re.compile(r"models/hf-[0-9a-f]{5}-[0-9a-f]{20}")
 
 
 @dataclass
