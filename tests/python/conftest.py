@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -52,6 +53,14 @@ def engine(request: pytest.FixtureRequest) -> Iterator[spillway.Client]:
     """An embedded engine for one module, so that tests can count what it holds."""
     with connected("embedded", request) as client:
         yield client
+
+
+@pytest.fixture
+def folder(client: spillway.Client, tmp_path: Path, request: pytest.FixtureRequest) -> str:
+    """A folder where a cache may be saved."""
+    if client.transport == "embedded":
+        return str(tmp_path / "chat")
+    return f"chats/{abs(hash(request.node.nodeid)):x}"
 
 
 @pytest.fixture

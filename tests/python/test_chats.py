@@ -41,14 +41,6 @@ def spilled() -> Any:
     return model
 
 
-@pytest.fixture
-def folder(client: Client, tmp_path: Path, request: pytest.FixtureRequest) -> str:
-    """A folder where a cache may be saved."""
-    if client.transport == "embedded":
-        return str(tmp_path / "chat")
-    return f"chats/{abs(hash(request.node.nodeid)):x}"
-
-
 def forward(model: Any, ids: torch.Tensor, cache: SpillwayCache) -> torch.Tensor:
     """The logits of the last position. The cache may already have the first tokens."""
     with torch.no_grad():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,14 +31,6 @@ def spilled() -> Any:
     model = llama(2)
     model.set_attn_implementation("spillway")
     return model
-
-
-@pytest.fixture
-def folder(client: Client, tmp_path: Path, request: pytest.FixtureRequest) -> str:
-    """A folder where a cache may be saved."""
-    if client.transport == "embedded":
-        return str(tmp_path / "chat")
-    return f"chats/{abs(hash(request.node.nodeid)):x}"
 
 
 def padded(count: int) -> torch.Tensor:
