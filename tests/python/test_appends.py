@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from types import SimpleNamespace
 from typing import Any, cast
@@ -9,6 +10,8 @@ from typing import Any, cast
 import pytest
 import torch
 from helpers import wait_for
+from interrupts import Interrupted
+from spillway.transformers import appends as module
 from spillway.transformers.appends import Appends
 from spillway.transformers.rows import Row, RowStore
 
@@ -80,3 +83,35 @@ def test_a_cache_that_does_nothing_has_no_threads() -> None:
     appends.abandon()
     appends.finish()
     wait_for(lambda: threading.active_count() == before)
+
+
+def test_after_an_interrupt_nothing_is_waited_for_that_does_not_end() -> None:
+    rows = torch.ones((1, 1, 16))
+    for line in itertools.count():
+        appends = Appends()
+        done: list[int] = []
+        sequence = SimpleNamespace(
+            append=lambda layer, *_: done.append(layer),  # noqa: B023
+            _forget=lambda: None,
+        )
+
+        def work(appends: Appends = appends, sequence: Any = sequence) -> None:
+            for layer in range(6):
+                appends.start(sequence, layer, 0, rows, rows)
+            appends.wait_for(sequence, 2)
+            appends.finish()
+
+        hit = Interrupted(line, (str(module.__file__),)).run(work)
+        abandons = threading.Thread(target=appends.abandon, daemon=True)
+        abandons.start()
+        abandons.join(30)
+        assert not abandons.is_alive(), f"interrupted at line {line}"
+        # What was started is done, in any order.
+        assert sorted(done) == list(range(len(done)))
+        appends.start(cast(Any, sequence), 6, 0, rows, rows)
+        appends.finish()
+        assert done[-1] == 6
+        if not hit:
+            break
+    assert line > 60
+    assert len(done) == 7

@@ -7,15 +7,15 @@ import itertools
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 import spillway
 import torch
 from daemon_process import on_gpu
+from interrupts import Interrupted, lines
 from random_llama import llama, prompt
 from spillway import Client, Policy
 from spillway._proto import sequence_service_pb2
@@ -24,13 +24,6 @@ from spillway.transformers import AttendEvent, SpillwayCache, TokenMismatchError
 from spillway.transformers import generate as generate_text
 
 pytestmark = pytest.mark.transports("regions", "grpcio", "embedded")
-PACKAGE = str(Path(spillway.__file__).parent)
-INTERRUPTED = (
-    f"{PACKAGE}/transformers/",
-    f"{PACKAGE}/step.py",
-    f"{PACKAGE}/sequence.py",
-    f"{PACKAGE}/decode.py",
-)
 
 
 @pytest.fixture(scope="module")
@@ -63,45 +56,6 @@ def held(cache: SpillwayCache) -> set[tuple[int, ...]]:
     for sequence in cache.sequences:
         sequence.refresh()
     return {sequence.layer_token_counts for sequence in cache.sequences}
-
-
-class Interrupted:
-    """Raises KeyboardInterrupt at the n-th line of Spillway that this thread runs."""
-
-    def __init__(self, line: int) -> None:
-        self._left = line
-        self.fired = False
-
-    def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
-        """The trace function for sys.settrace."""
-        if not frame.f_code.co_filename.startswith(INTERRUPTED):
-            return None
-        if event == "line" and not self.fired:
-            self._left -= 1
-            if self._left < 0:
-                self.fired = True
-                raise KeyboardInterrupt
-        return self
-
-    def run(self, call: Callable[[], Any]) -> bool:
-        """Runs the call, and returns whether it was interrupted."""
-        before = sys.gettrace()
-        sys.settrace(self)
-        try:
-            call()
-        except KeyboardInterrupt:
-            pass
-        finally:
-            sys.settrace(before)
-        return self.fired
-
-
-def lines(first: int, step: int) -> Iterator[int]:
-    """Where to interrupt: the line `first`, and then every `step`-th."""
-    at = first
-    while True:
-        yield at
-        at += step
 
 
 @pytest.mark.parametrize("kind", ["prompt", "chunk", "step", "crop"])

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import spillway
 import torch
+from interrupts import Interrupted, lines
 from random_llama import llama, prompt
 from spillway import Client
 from spillway.transformers import SpillwayCache, TokenMismatchError, generate
-from test_chats import Interrupted, lines
 from test_sliding_layers import qwen
 from transformers import DynamicCache
 

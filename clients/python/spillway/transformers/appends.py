@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
+from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
@@ -27,68 +28,106 @@ class _Running(NamedTuple):
     byte_count: int
 
 
+class _Call(NamedTuple):
+    future: Future[None]
+    function: Callable[[], None]
+
+
 class _Threads:
-    """Up to four threads, which exist only while there is something to call. Thread-safe."""
+    """Up to four threads, which exist only while there is something to call. Thread-safe.
+
+    An interrupt (Ctrl-C) may arrive anywhere in `submit` and `wait`. They thus hold no lock, and
+    what `wait` waits for is only changed in the threads, where no interrupt is raised.
+    """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._calls: deque[tuple[Future[None], Callable[[], None]]] = deque()
-        self._count = 0
-        self._idents: set[int] = set()
+        self._calls: deque[_Call] = deque()
+        # What a thread calls. A call is in here before it leaves `_calls`.
+        self._running: set[_Call] = set()
+        # Includes threads that were never started because of an interrupt.
+        self._threads: set[threading.Thread] = set()
+        # Re-entrant, because the garbage collector may finalize the cache while it is held.
+        self._taking = threading.RLock()
 
-    def submit(self, call: Callable[[], None]) -> Future[None]:
-        """Calls in a thread, in the order of `submit`."""
-        future: Future[None] = Future()
-        with self._changed:
-            self._calls.append((future, call))
-            if self._count == _THREAD_COUNT:
-                return future
-            self._count += 1
-        try:
-            # Not a daemon thread: the program waits for it when it ends.
-            threading.Thread(target=self._run, name="spillway-append").start()
-        except BaseException:
-            with self._changed:
-                self._count -= 1
-            raise
-        return future
+    def submit(self, function: Callable[[], None]) -> Future[None]:
+        """Calls in a thread, in the order of `submit`.
+
+        Raises:
+            RuntimeError: There is no thread for it. The next `submit` or `wait` tries again.
+        """
+        call = _Call(Future(), function)
+        self._calls.append(call)
+        self._start()
+        return call.future
 
     def inside(self) -> bool:
         """Whether the caller is one of the threads."""
-        return threading.get_ident() in self._idents
+        return threading.current_thread() in self._threads
 
     def cancel(self) -> None:
-        """Cancels the calls that have not begun."""
-        with self._changed:
+        """Cancels the calls that have not begun. For use in one of the threads."""
+        with self._taking:
             calls = list(self._calls)
             self._calls.clear()
-        for future, _ in calls:
-            future.cancel()
+        for call in calls:
+            call.future.cancel()
 
     def wait(self) -> None:
-        """Waits until all calls have returned."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._count == 0)
+        """Waits until all calls have returned. Not for use in one of the threads.
+
+        Raises:
+            RuntimeError: There is no thread for them.
+        """
+        while pending := [*self._calls.copy(), *self._running.copy()]:
+            if self._calls:
+                # An interrupt may have left a call without a thread.
+                self._start()
+            wait([call.future for call in pending])
+
+    def _start(self) -> None:
+        """Starts a thread, unless there are enough."""
+        for thread in self._threads.copy():
+            if not thread.is_alive():
+                self._threads.discard(thread)
+        if len(self._threads) < _THREAD_COUNT:
+            # Not a daemon thread: the program waits for it when it ends.
+            thread = threading.Thread(target=self._run, name="spillway-append")
+            self._threads.add(thread)
+            thread.start()
 
     def _run(self) -> None:
-        self._idents.add(threading.get_ident())
-        while True:
-            with self._changed:
-                if not self._calls:
-                    self._count -= 1
-                    self._changed.notify_all()
-                    # Last, because the garbage collector may finalize the cache here.
-                    self._idents.discard(threading.get_ident())
-                    return
-                future, call = self._calls.popleft()
+        thread = threading.current_thread()
+        self._threads.add(thread)
+        while call := self._take():
+            error = None
             try:
-                call()
-            except BaseException as error:
-                future.set_exception(error)
+                call.function()
+            except BaseException as raised:
+                error = raised
+            self._running.discard(call)
+            if error is None:
+                call.future.set_result(None)
             else:
-                future.set_result(None)
-            # A future or an error that is kept here would keep the K/V.
-            del future, call
+                call.future.set_exception(error)
+            # What is kept here would keep the K/V.
+            del call, error
+        self._threads.discard(thread)
+        # A call may have come for which no thread was started, because this one was there.
+        if self._calls:
+            self._start()
+
+    def _take(self) -> _Call | None:
+        with self._taking, suppress(IndexError):
+            call = self._calls[0]
+            self._running.add(call)
+            try:
+                self._calls.popleft()
+            except IndexError:
+                # Cancelled by a finalizer in this thread.
+                self._running.discard(call)
+                raise
+            return call
+        return None
 
 
 class Appends:
@@ -159,10 +198,10 @@ class Appends:
         """
         if self._threads.inside():
             self._running.clear()
+            self._threads.cancel()
         else:
             # Also waits for an append that is not in `_running` because of an interrupt.
             self._threads.wait()
-        self._threads.cancel()
         while self._running:
             self._wait()
         self._error = None

@@ -1,0 +1,64 @@
+"""Ctrl-C at any line of the client."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import spillway
+
+_PACKAGE = str(Path(spillway.__file__).parent)
+_FILES = (
+    f"{_PACKAGE}/transformers/",
+    f"{_PACKAGE}/step.py",
+    f"{_PACKAGE}/sequence.py",
+    f"{_PACKAGE}/decode.py",
+)
+
+
+class Interrupted:
+    """Raises KeyboardInterrupt at the n-th line of some files that this thread runs.
+
+    Args:
+        line: n.
+        files: What the paths of the files begin with.
+    """
+
+    def __init__(self, line: int, files: tuple[str, ...] = _FILES) -> None:
+        self._left = line
+        self._files = files
+        self.fired = False
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
+        """The trace function for sys.settrace."""
+        if not frame.f_code.co_filename.startswith(self._files):
+            return None
+        if event == "line" and not self.fired:
+            self._left -= 1
+            if self._left < 0:
+                self.fired = True
+                raise KeyboardInterrupt
+        return self
+
+    def run(self, call: Callable[[], Any]) -> bool:
+        """Runs the call, and returns whether it was interrupted."""
+        before = sys.gettrace()
+        sys.settrace(self)
+        try:
+            call()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        return self.fired
+
+
+def lines(first: int, step: int) -> Iterator[int]:
+    """Where to interrupt: the line `first`, and then every `step`-th."""
+    at = first
+    while True:
+        yield at
+        at += step
