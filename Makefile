@@ -160,4 +160,4 @@ gpu-test: setup venv ## GPU suites and benchmarks, here or on a machine reached 
 	JOBS=$(JOBS) scripts/gpu-test.sh $(call option,via,VIA)
 
 clean: ## remove builds and the Python environment
-	rm -rf build .venv .venv-vllm clients/python/spillway/_proto clients/python/build clients/lab/build
+	rm -rf build .venv .venv-vllm clients/python/spillway_kv/_proto clients/python/build

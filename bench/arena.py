@@ -79,12 +79,12 @@ def steps(client: Any, model: Any) -> dict[str, float]:
 
 def fill(device: str, memory_limit: str, folder: str, token_count: int) -> dict[str, Any]:
     """Appends a sequence and attends to it, in this process."""
-    import spillway  # noqa: PLC0415
+    import spillway_kv  # noqa: PLC0415
 
     random = np.random.default_rng(1)
     shape = (LAYERS, KV_HEADS, CHUNK_TOKENS, DIM)
     chunk = random.standard_normal(shape, np.float32).astype(np.float16)
-    client = spillway.connect("embedded:", settings=settings(device, memory_limit, folder))
+    client = spillway_kv.connect("embedded:", settings=settings(device, memory_limit, folder))
     model = client.create_model(
         "m",
         layer_count=LAYERS,
@@ -106,7 +106,7 @@ def fill(device: str, memory_limit: str, folder: str, token_count: int) -> dict[
         "attend_us": 1e6 * attend_seconds(sequence, q, None),
         "append_cpu_s_gb": cpu / (token_count * row_bytes / 1e9),
         **steps(client, model),
-        "all_us": 1e6 * attend_seconds(sequence, q, spillway.Policy(selector="all")),
+        "all_us": 1e6 * attend_seconds(sequence, q, spillway_kv.Policy(selector="all")),
         "huge_page_share": client.statistics().memory.arena_huge_page_bytes
         / max(client.statistics().memory.arena_committed_bytes, 1),
         "out": out.ravel().tolist(),
@@ -115,13 +115,13 @@ def fill(device: str, memory_limit: str, folder: str, token_count: int) -> dict[
 
 def restore(device: str, memory_limit: str, folder: str, token_count: int) -> dict[str, Any]:
     """Restores the sequence that `fill` appended, and attends to it."""
-    import spillway  # noqa: PLC0415
+    import spillway_kv  # noqa: PLC0415
 
     random = np.random.default_rng(1)
     random.standard_normal((LAYERS, KV_HEADS, CHUNK_TOKENS, DIM), np.float32)
     q = random.standard_normal((1, QUERY_HEADS, DIM), np.float32)
     begin = time.perf_counter()
-    client = spillway.connect("embedded:", settings=settings(device, memory_limit, folder))
+    client = spillway_kv.connect("embedded:", settings=settings(device, memory_limit, folder))
     opened = time.perf_counter()
     out = np.asarray(client.get_sequence("sequences/s").attend(1, q).out)
     end = time.perf_counter()

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from spillway import RotationHash
+from spillway_kv import RotationHash
 from worker import Worker
 
 # Epsilon and delta of the default policy. If a larger share of outputs than delta has an error

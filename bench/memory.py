@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import spillway
+import spillway_kv
 import torch
-from spillway_lab import serving
+from spillway_kv.lab import serving
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -49,7 +49,7 @@ def run(data: Path) -> dict[str, Any]:
     binary = serving.find_binary(ROOT)
     with serving.running_daemon(binary, log, "--device", "cpu", timeout=30) as target:
         pid = server_pid(target)
-        with spillway.connect(target) as client:
+        with spillway_kv.connect(target) as client:
             model = client.create_model(
                 layer_count=LAYER_COUNT,
                 query_head_count=meta["query_head_count"],

@@ -12,7 +12,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 import numpy as np  # noqa: E402
-from spillway_lab.evaluation.style import BLUE, GREEN, GREY, ORANGE, RED, label_ends  # noqa: E402
+from spillway_kv.lab.evaluation.style import BLUE, GREEN, GREY, ORANGE, RED, label_ends  # noqa: E402
 
 
 def _lengths(axes: Any, lengths: list[int]) -> None:

@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import spillway
+import spillway_kv
 import torch
 import typer
 from demonstration import decoding, document, engines, model, report
 from demonstration.observation import Observer, worst_head
 from rich.console import Console
-from spillway.transformers import SpillwayCache
+from spillway_kv.transformers import SpillwayCache
 from transformers import DynamicCache
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -133,9 +133,9 @@ def summarize(
     dense: Side,
     sparse: Side,
     observer: Observer,
-    daemon_model: spillway.Model,
+    daemon_model: spillway_kv.Model,
     device: str,
-    info: spillway.SequenceInfo,
+    info: spillway_kv.SequenceInfo,
 ) -> dict[str, Any]:
     """Collects the fields of summary.json."""
 
@@ -278,7 +278,7 @@ def main(
         where = "two daemons, which share the KV heads"
     console.print(f"\n[bold]attention through {where}[/]")
     language_model.set_attn_implementation("spillway")
-    policy = spillway.Policy(seed=seed)
+    policy = spillway_kv.Policy(seed=seed)
     log = output / "spillwayd.log"
     with (
         engine(device, daemon, restart, cluster, output, console) as (client, trouble),

@@ -25,5 +25,5 @@ fi
 
 mkdir -p "$output"
 # The model is on this machine, so the hub is not needed.
-HF_HUB_OFFLINE=1 "$python" -m spillway_lab.cli eval all "$model" "$text" --output "$output" \
+HF_HUB_OFFLINE=1 "$python" -m spillway_kv.lab.cli eval all "$model" "$text" --output "$output" \
   --preset small --queries 16

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes all files of a release in build/release-VERSION: wheels, Debian packages and the archive,
+# Makes all files of a release in build/release-VERSION: the wheel, Debian packages and the archive,
 # each tested, with their SHA-256 sums and the release notes from the changelog. Publishes nothing
 # and changes nothing else. Prints the next steps, which a person does.
 set -euo pipefail
@@ -47,7 +47,6 @@ Spillway $version lies in $made; nothing is published. A person does the rest:
   git tag --sign v$version --message "Spillway $version" && git push origin v$version
   attach the files of $made to the release of that tag, with NOTES.md as its text
   sign SHA256SUMS (gpg --detach-sign --armor $made/SHA256SUMS) and attach the signature
-  try the client's wheel where another system is: scripts/wheels-test.sh bundle
-
-The name spillway on PyPI is another project's: the wheels cannot be uploaded there under it.
+  try the wheel where another system is: scripts/wheels-test.sh bundle
+  upload the wheel to PyPI as spillway-kv
 EOF

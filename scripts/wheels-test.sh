@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Tests the wheels of scripts/wheels.sh as a user without a checkout gets them:
-#   wheels-test.sh                  all packages with their dependencies, in an empty environment; as
-#                                   root also the client in an empty Debian 12
-#   wheels-test.sh bundle [3.12]    makes build/wheels-3.12: the wheels, their dependencies for that
-#                                   Python, and try_wheels.py, for a machine without a checkout or an
-#                                   index: python3 build/wheels-3.12/try_wheels.py build/wheels-3.12
-# The variable WHEELS names a folder of wheels; the default is build/wheels.
+# Tests the wheel of scripts/wheels.sh as a user without a checkout gets it:
+#   wheels-test.sh                  in an empty environment, and with each extra in another one; as
+#                                   root also in an empty Debian 12
+#   wheels-test.sh bundle [3.12]    makes build/wheels-3.12: the wheel, its dependencies for that
+#                                   Python, and try_wheel.py, for a machine without a checkout or an
+#                                   index: python3 build/wheels-3.12/try_wheel.py build/wheels-3.12
+# The variable WHEELS names the folder of the wheel; the default is build/wheels.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -14,16 +14,16 @@ readonly work=build/wheels-test
 python=.venv/bin/python
 
 bundle() { # PYTHON_VERSION
-  local folder=build/wheels-$1 client
-  client=$(echo "$wheels"/spillway-*.whl)
+  local folder=build/wheels-$1 wheel
+  wheel=$(echo "$wheels"/spillway_kv-*.whl)
   rm -rf "$folder"
   mkdir -p "$folder"
-  cp "$wheels"/*.whl scripts/try_wheels.py "$folder"
-  # The client's dependencies, what the --help of the other packages needs, and pip.
-  local platforms=("$(sed 's/.*-none-\(.*\)\.whl$/\1/' <<<"$client")" manylinux_2_28_x86_64
+  cp "$wheels"/*.whl scripts/try_wheel.py "$folder"
+  # What it needs, what the --help of the programs needs, and pip.
+  local platforms=("$(sed 's/.*-none-\(.*\)\.whl$/\1/' <<<"$wheel")" manylinux_2_28_x86_64
     manylinux_2_17_x86_64 manylinux2014_x86_64)
   "$python" -m pip download --quiet --dest "$folder" --only-binary=:all: --implementation cp \
-    --python-version "$1" "${platforms[@]/#/--platform=}" "$client" typer pip
+    --python-version "$1" "${platforms[@]/#/--platform=}" "$wheel" typer pip
   du -sh "$folder"
 }
 
@@ -42,7 +42,7 @@ esac
 mkdir -p "$work"
 # Pins torch to the build in the checkout's environment.
 sed -n 's/^readonly torch=//p' scripts/venv.sh >"$work/constraint"
-PIP_CONSTRAINT=$PWD/$work/constraint "$python" scripts/try_wheels.py "$wheels" --everything \
+PIP_CONSTRAINT=$PWD/$work/constraint "$python" scripts/try_wheel.py "$wheels" --extras transformers lab ray \
   --output "$work/here.json"
 if ((EUID != 0)); then
   echo "wheels-test: for an empty Debian it takes root, which is left out" >&2
@@ -67,6 +67,6 @@ cp -r build/wheels-3.11 "$root/wheels"
 unshare --mount --pid --fork --kill-child bash -euc '
   mount -t proc proc "$0/proc"
   mount --rbind /dev "$0/dev"
-  exec chroot "$0" /usr/bin/env -i PATH=/usr/bin:/bin python3 /wheels/try_wheels.py /wheels --output /result.json
+  exec chroot "$0" /usr/bin/env -i PATH=/usr/bin:/bin python3 /wheels/try_wheel.py /wheels --output /result.json
 ' "$root"
 cp "$root/result.json" "$work/debian.json"

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "tests/python")]
 
 import numpy as np  # noqa: E402
-import spillway  # noqa: E402
+import spillway_kv  # noqa: E402
 from access_daemon import Served, make_authority, make_certificate, served, token_entry  # noqa: E402
 from environment import describe  # noqa: E402
 from http2 import END_HEADERS, HEADERS, RESET, Raw, calls, frame, raw, request  # noqa: E402
@@ -90,7 +90,7 @@ class Run:
 
     def call(self) -> None:
         """Calls as another client does."""
-        with spillway.connect(
+        with spillway_kv.connect(
             self.daemon.address, token=TOKEN, native=False, ca=self.authority or None
         ) as client:
             while not self.ended.is_set():

@@ -26,7 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from environment import ROOT, describe
-from spillway_lab import serving
+from spillway_kv.lab import serving
 
 REQUEST = b"GET %s HTTP/1.1\r\nHost: localhost\r\n"
 PROBES = ("/healthz", "/readyz", "/metrics")

@@ -26,13 +26,13 @@ from typing import Annotated, Any
 
 import numpy as np
 import ray
-import spillway
+import spillway_kv
 import typer
 from ray.cluster_utils import Cluster
-from spillway_cluster import deploy
-from spillway_cluster.handle import DIRECTORY, DirectoryHandle
-from spillway_cluster.settings import Settings
-from spillway_lab import serving
+from spillway_kv.cluster import deploy
+from spillway_kv.cluster.handle import DIRECTORY, DirectoryHandle
+from spillway_kv.cluster.settings import Settings
+from spillway_kv.lab import serving
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 import environment  # noqa: E402
@@ -44,7 +44,7 @@ SHAPES: dict[str, Any] = {
     "kv_head_count": KV_HEADS,
     "head_dim": DIM,
     "dtype": "bfloat16",
-    "policy": spillway.Policy(dense_token_count=1024),
+    "policy": spillway_kv.Policy(dense_token_count=1024),
 }
 
 app = typer.Typer(add_completion=False, no_args_is_help=True)
@@ -71,7 +71,7 @@ class Rows:
 
     @staticmethod
     def _bfloat16(values: np.ndarray) -> Any:
-        return spillway.BFloat16.from_float32(values.astype("f4"))
+        return spillway_kv.BFloat16.from_float32(values.astype("f4"))
 
     def prefill(self, sequence: Any, token_count: int) -> None:
         for start in range(0, token_count, 8192):
@@ -134,7 +134,7 @@ def daemons(count: int, memory_limit: str) -> Iterator[None]:
 
 def undisturbed(rows: Rows, first: int, end: int) -> list[np.ndarray]:
     """The outputs of an engine in this process that nothing disturbs."""
-    with spillway.connect("embedded:", settings={"device.name": "cpu"}) as client:
+    with spillway_kv.connect("embedded:", settings={"device.name": "cpu"}) as client:
         client.create_model("m", **SHAPES)
         sequence = client.create_sequence("models/m")
         rows.prefill(sequence, first)
@@ -175,7 +175,7 @@ def decode(
             try:
                 out = rows.step(client, decoding.sequence, decoding.first + number)
                 break
-            except (spillway.Unavailable, spillway.Cancelled):
+            except (spillway_kv.Unavailable, spillway_kv.Cancelled):
                 decoding.repeated += 1
                 time.sleep(0.05)
         decoding.begun.append(begin)
@@ -215,8 +215,8 @@ def kills(
     with (
         ray_nodes(2),
         daemons(2, "1GiB"),
-        spillway.connect("ray:") as whole,
-        spillway.connect("ray:?parts=2") as split,
+        spillway_kv.connect("ray:") as whole,
+        spillway_kv.connect("ray:?parts=2") as split,
     ):
         whole.create_model("m", **SHAPES)
         split.create_model("split", **SHAPES)
@@ -281,7 +281,7 @@ def drain(
     lengths = [max(longest >> (i % 5), 2048) for i in range(sequence_count)]
     rows = Rows(longest + steps)
     expected = {first: undisturbed(rows, first, first + 200) for first in sorted(set(lengths))}
-    with ray_nodes(2), daemons(2, "8GiB"), spillway.connect("ray:") as client:
+    with ray_nodes(2), daemons(2, "8GiB"), spillway_kv.connect("ray:") as client:
         client.create_model("m", **SHAPES)
         made: list[Decoding] = []
         directory = DirectoryHandle(deploy.NAMESPACE)

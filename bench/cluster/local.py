@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import spillway
-from spillway_cluster import ClusterClient
-from spillway_cluster.directory import Directory
-from spillway_cluster.directory_placement import DirectoryPlacement, LocalDirectory
-from spillway_cluster.node import host_id
-from spillway_cluster.records import DaemonRecord, MemoryStore
+import spillway_kv
+from spillway_kv.cluster import ClusterClient
+from spillway_kv.cluster.directory import Directory
+from spillway_kv.cluster.directory_placement import DirectoryPlacement, LocalDirectory
+from spillway_kv.cluster.node import host_id
+from spillway_kv.cluster.records import DaemonRecord, MemoryStore
 
 
 def cluster_of(targets: Sequence[str], part_count: int = 1) -> ClusterClient:
@@ -19,5 +19,5 @@ def cluster_of(targets: Sequence[str], part_count: int = 1) -> ClusterClient:
         directory.register(
             DaemonRecord("", slot, "node", host_id(), target, memory_limit_bytes=1 << 40)
         )
-    placement = DirectoryPlacement(LocalDirectory(directory), part_count, 1, spillway.connect)
+    placement = DirectoryPlacement(LocalDirectory(directory), part_count, 1, spillway_kv.connect)
     return ClusterClient(placement, "local:")

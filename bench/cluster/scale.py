@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import spillway
+import spillway_kv
 import typer
 from local import cluster_of
 from simulated_daemon import simulated_daemons
-from spillway_cluster import ClusterClient
-from spillway_lab import serving
+from spillway_kv.cluster import ClusterClient
+from spillway_kv.lab import serving
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 import environment  # noqa: E402
@@ -47,12 +47,12 @@ WARM_UP = 3
 app = typer.Typer(add_completion=False, no_args_is_help=True)
 
 
-def random(seed: int, *shape: int) -> spillway.BFloat16:
+def random(seed: int, *shape: int) -> spillway_kv.BFloat16:
     numbers = np.random.default_rng(seed).standard_normal(shape, np.float32)
-    return spillway.BFloat16.from_float32(numbers)
+    return spillway_kv.BFloat16.from_float32(numbers)
 
 
-def rows_of(count: int) -> tuple[spillway.BFloat16, ...]:
+def rows_of(count: int) -> tuple[spillway_kv.BFloat16, ...]:
     """q, k and v of a step of `count` sequences."""
     return (
         random(1, count, 1, HEADS, DIM),
@@ -104,10 +104,10 @@ def steps(seconds: float = 0.005) -> dict[str, Any]:
         with (
             tempfile.TemporaryDirectory() as folder,
             simulated_daemons(Path(folder), max(parts, 1), seconds) as targets,
-            cluster_of(targets, parts) if parts else spillway.connect(targets[0]) as client,
+            cluster_of(targets, parts) if parts else spillway_kv.connect(targets[0]) as client,
         ):
             rows.append({"parts": parts, **timed_steps(client, 30)})
-    return {"what": "parts 0: spillway.Client alone", "set_us": 1e6 * seconds, "rows": rows}
+    return {"what": "parts 0: spillway_kv.Client alone", "set_us": 1e6 * seconds, "rows": rows}
 
 
 def rate(client: ClusterClient, seconds: float, *, together: bool) -> float:
@@ -197,7 +197,7 @@ def daemons_of(count: int, kind: str) -> Iterator[list[str]]:
 
 def daemons() -> dict[str, Any]:
     """Measures steps over several real daemons, minus the device time of the slowest."""
-    policy = spillway.Policy(heavy=spillway.TopK(fraction=0.02), tail="none")
+    policy = spillway_kv.Policy(heavy=spillway_kv.TopK(fraction=0.02), tail="none")
     rows = []
     for kind in ("unix", "tcp"):
         for parts in (1, 2, 4):
@@ -210,7 +210,7 @@ def hops() -> dict[str, Any]:
     """Measures the round trip of an empty call to a daemon on this machine."""
     rows = []
     for kind in ("unix", "tcp"):
-        with daemons_of(1, kind) as (target,), spillway.connect(target) as client:
+        with daemons_of(1, kind) as (target,), spillway_kv.connect(target) as client:
             times = []
             for number in range(2100):
                 begin = time.perf_counter()

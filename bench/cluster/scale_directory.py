@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 import ray
-from spillway_cluster.actors import DirectoryActor
-from spillway_cluster.records import DaemonRecord
+from spillway_kv.cluster.actors import DirectoryActor
+from spillway_kv.cluster.records import DaemonRecord
 
 
 def per_second(call: Callable[[int], Any], seconds: float = 2.0) -> float:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-from spillway._proto import (
+from spillway_kv._proto import (
     admin_service_pb2,
     admin_service_pb2_grpc,
     attention_service_pb2,
@@ -32,7 +32,7 @@ from spillway._proto import (
     sequence_service_pb2,
     sequence_service_pb2_grpc,
 )
-from spillway.tensors import dtype_number
+from spillway_kv.tensors import dtype_number
 
 _VERSION = "0.1.0"
 _F32 = dtype_number("float32")

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import spillway
+import spillway_kv
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -86,11 +86,11 @@ class Way:
 
     def __init__(
         self,
-        client: spillway.Client,
-        model: spillway.Model,
+        client: spillway_kv.Client,
+        model: spillway_kv.Model,
         trace: Trace,
         count: int,
-        policy: spillway.Policy,
+        policy: spillway_kv.Policy,
     ) -> None:
         self.client = client
         self.sequences = [client.create_sequence(model, policy=policy) for _ in range(count)]
@@ -275,12 +275,12 @@ def host_us(times: list[float] | None) -> float | None:
 
 
 def measure(
-    client: spillway.Client,
-    resident: spillway.Client,
+    client: spillway_kv.Client,
+    resident: spillway_kv.Client,
     trace: Trace,
     count: int,
     names: Sequence[str],
-    policy: spillway.Policy,
+    policy: spillway_kv.Policy,
 ) -> None:
     model, resident_model = (
         engine.create_model(
@@ -344,7 +344,9 @@ def measure(
             attend_host_us=host_us(way and way.attend_us),
             error_median=round(statistics.median(errors), 4),
             error_max=round(max(errors), 4),
-            **({"top": policy.heavy.fraction} if isinstance(policy.heavy, spillway.TopK) else {}),
+            **(
+                {"top": policy.heavy.fraction} if isinstance(policy.heavy, spillway_kv.TopK) else {}
+            ),
             rounds=ROUNDS,
             steps=STEPS,
         )
@@ -363,15 +365,15 @@ def main() -> None:
     parser.add_argument("--top", type=float, help="this share of the rows, in place of the default")
     parser.add_argument("--device", default="cuda:0")
     arguments = parser.parse_args()
-    policy = spillway.Policy()
+    policy = spillway_kv.Policy()
     if arguments.top is not None:
-        policy = spillway.Policy(heavy=spillway.TopK(fraction=arguments.top), tail="none")
+        policy = spillway_kv.Policy(heavy=spillway_kv.TopK(fraction=arguments.top), tail="none")
     report(gpu=torch.cuda.get_device_name(), torch=torch.__version__)
     for tokens in arguments.tokens:
         settings = {"memory.limit": "100GiB", "device.name": arguments.device}
         with (
-            spillway.connect("embedded:", settings=settings) as client,
-            spillway.connect(
+            spillway_kv.connect("embedded:", settings=settings) as client,
+            spillway_kv.connect(
                 "embedded:", settings=settings | {"device.gpu_resident_limit": "68GiB"}
             ) as resident,
         ):

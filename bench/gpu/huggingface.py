@@ -33,14 +33,14 @@ from unittest.mock import patch
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-import spillway
+import spillway_kv
 import torch
 import transformers
-from spillway import DecodeStream, Policy, TopK
-from spillway.transformers import SpillwayCache
-from spillway.transformers import layer as layer_module
-from spillway.transformers import rows as rows_module
-from spillway_lab import serving
+from spillway_kv import DecodeStream, Policy, TopK
+from spillway_kv.lab import serving
+from spillway_kv.transformers import SpillwayCache
+from spillway_kv.transformers import layer as layer_module
+from spillway_kv.transformers import rows as rows_module
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -386,7 +386,7 @@ def measure_policy(
 
 @contextmanager
 def filled(
-    bench: Bench, way: str, client: spillway.Client, keys: str
+    bench: Bench, way: str, client: spillway_kv.Client, keys: str
 ) -> Iterator[tuple[SpillwayCache, float]]:
     """Yields a SpillwayCache that holds the context, and the seconds that filling it took."""
     say(f"spillway, {way}, {keys} keys: appending")
@@ -401,7 +401,7 @@ def filled(
 
 
 def measure_spillway(
-    bench: Bench, way: str, client: spillway.Client, keys: str, steps: int, wanted: Step
+    bench: Bench, way: str, client: spillway_kv.Client, keys: str, steps: int, wanted: Step
 ) -> None:
     """Measures SpillwayCache with each policy whose outputs are meaningful with these keys."""
     with filled(bench, way, client, keys) as (cache, seconds):
@@ -427,7 +427,7 @@ def measure_spillway(
 
 
 def measure_turns(
-    bench: Bench, clients: dict[str, spillway.Client], keys: str, steps: int, rounds: int
+    bench: Bench, clients: dict[str, spillway_kv.Client], keys: str, steps: int, rounds: int
 ) -> None:
     """Measures the default policy and transformers' resident cache in turns.
 
@@ -465,7 +465,7 @@ def measure_turns(
         )
 
 
-def round_trip_us(client: spillway.Client) -> float:
+def round_trip_us(client: spillway_kv.Client) -> float:
     """The median round trip of an empty call."""
     times = []
     for _ in range(300):
@@ -493,16 +493,16 @@ def main() -> None:
     with ExitStack() as stack:
         memory_bytes = bench.row_bytes * 5 // 4 + (2 << 30)
         target = stack.enter_context(running_daemon(options.device, memory_bytes))
-        client = stack.enter_context(spillway.connect(target))
+        client = stack.enter_context(spillway_kv.connect(target))
         settings = {"memory.limit": memory_bytes, "device.name": options.device}
         ways = {
             "daemon": client,
-            "embedded": stack.enter_context(spillway.connect("embedded:", settings=settings)),
+            "embedded": stack.enter_context(spillway_kv.connect("embedded:", settings=settings)),
         }
         if on_gpu:
             settings["device.gpu_resident_limit"] = memory_bytes
             ways["embedded, all rows on the GPU too"] = stack.enter_context(
-                spillway.connect("embedded:", settings=settings)
+                spillway_kv.connect("embedded:", settings=settings)
             )
         with client.decode() as stream:
             transport = stream.transport

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import spillway
+import spillway_kv
 import torch
-from spillway.transformers import SpillwayCache, appends
-from spillway_lab import serving
+from spillway_kv.lab import serving
+from spillway_kv.transformers import SpillwayCache, appends
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,7 +31,7 @@ VOCABULARY = 1024
 
 def in_turn(
     self: appends.Appends,
-    sequence: spillway.Sequence,
+    sequence: spillway_kv.Sequence,
     layer: int,
     start: int,
     k: torch.Tensor,
@@ -96,7 +96,7 @@ def main() -> None:
     model.set_attn_implementation("spillway")
     limit = 2 * row_bytes + (4 << 30)
     settings = {"memory.limit": limit, "device.name": options.device}
-    with spillway.connect("embedded:", settings=settings) as embedded:
+    with spillway_kv.connect("embedded:", settings=settings) as embedded:
 
         def make_embedded() -> SpillwayCache:
             return SpillwayCache(config, embedded)
@@ -109,7 +109,7 @@ def main() -> None:
     with (
         tempfile.TemporaryDirectory(prefix="spillway-bench-") as folder,
         serving.running_daemon(binary, Path(folder) / "log", *flags, timeout=60) as target,
-        spillway.connect(target) as client,
+        spillway_kv.connect(target) as client,
     ):
 
         def make() -> SpillwayCache:

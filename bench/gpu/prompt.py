@@ -3,7 +3,7 @@
 One layer of an 8B shape, 32 query heads over 8 KV heads of 128, bf16, Gaussian rows, an
 engine in this process:
 
-- `last chunk`: the last tokens of the prompt over all earlier ones, by `spillway.prefill`;
+- `last chunk`: the last tokens of the prompt over all earlier ones, by `spillway_kv.prefill`;
   by the same kernels with all K/V in GPU memory (`resident`); by FlashAttention in one call
   over them; and the copies alone (`fetch`), block by block into the same buffers.
 - `whole prompt`: all chunks through some layers, with appends, compared with the same kernels
@@ -28,12 +28,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import spillway
+import spillway_kv
 import torch
-from spillway.prefill import BLOCK_TOKEN_COUNT, Prefill, attention_with_lse
-from spillway.prefill_kernels import kernel_of, merge_into, trials
-from spillway.transformers.appends import Appends
-from spillway_lab import serving
+from spillway_kv.lab import serving
+from spillway_kv.prefill import BLOCK_TOKEN_COUNT, Prefill, attention_with_lse
+from spillway_kv.prefill_kernels import kernel_of, merge_into, trials
+from spillway_kv.transformers.appends import Appends
 
 ROOT = Path(__file__).resolve().parents[2]
 QUERY_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -98,7 +98,7 @@ class Bench:
 def resident(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int) -> torch.Tensor:
     """Attention of the last T of L tokens over all L, with k and v [H_kv, L, d].
 
-    Uses the same kernels as `spillway.prefill` uses for chunks.
+    Uses the same kernels as `spillway_kv.prefill` uses for chunks.
     """
     out, lse = attention_with_lse(q, k[:, start:], v[:, start:], causal=True, scale=SCALE)
     if start == 0:
@@ -145,8 +145,12 @@ def exact(
 
 
 def filled(
-    client: spillway.Client, model: spillway.Model, k: torch.Tensor, v: torch.Tensor, piece: int
-) -> spillway.Sequence:
+    client: spillway_kv.Client,
+    model: spillway_kv.Model,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    piece: int,
+) -> spillway_kv.Sequence:
     """A sequence that holds K and V [H_kv, L, d] at layer 0."""
     sequence = client.create_sequence(model)
     for start in range(0, k.shape[1], piece):
@@ -156,7 +160,7 @@ def filled(
 
 
 def measure_last_chunk(
-    bench: Bench, client: spillway.Client, model: spillway.Model, earlier: int
+    bench: Bench, client: spillway_kv.Client, model: spillway_kv.Model, earlier: int
 ) -> None:
     """Measures the last chunk of a prompt, after `earlier` tokens."""
     name = f"last chunk over {earlier // 1024}K"
@@ -229,7 +233,7 @@ def measure_last_chunk(
 
 
 def measure_prompt(
-    bench: Bench, client: spillway.Client, model: spillway.Model, tokens: int, layers: int
+    bench: Bench, client: spillway_kv.Client, model: spillway_kv.Model, tokens: int, layers: int
 ) -> None:
     """Measures all chunks of a prompt through some layers, including appends."""
     shape = (layers, KV_HEADS, tokens, HEAD_DIM)
@@ -250,7 +254,7 @@ def measure_prompt(
                 in_memory[layer, part] = resident(q[layer, part], *rows, part.start)
 
     with Prefill(block_token_count=bench.block) as prefill:
-        sequence: spillway.Sequence | None = None
+        sequence: spillway_kv.Sequence | None = None
         appends = Appends()
 
         def by_engine(hidden: bool = True) -> None:
@@ -304,14 +308,14 @@ def measure_prompt(
 
 
 def measure_engine(
-    bench: Bench, client: spillway.Client, model: spillway.Model, earlier: int
+    bench: Bench, client: spillway_kv.Client, model: spillway_kv.Model, earlier: int
 ) -> None:
     """Measures the engine's own attend of a chunk over all rows, once."""
     k, v = (bench.made(KV_HEADS, earlier + bench.chunk, HEAD_DIM, seed=s) for s in (1, 2))
     q = bench.made(bench.chunk, QUERY_HEADS, HEAD_DIM, seed=3)
     sequence = filled(client, model, k, v, 1 << 17)
     begin = time.perf_counter()
-    answer = sequence.attend(0, q, spillway.Policy(selector="all"), timeout=300)
+    answer = sequence.attend(0, q, spillway_kv.Policy(selector="all"), timeout=300)
     seconds = time.perf_counter() - begin
     bench.report(
         name=f"last chunk over {earlier // 1024}K, in the engine",
@@ -338,7 +342,7 @@ def main() -> None:
     most = max([*options.earlier, options.layers * options.tokens, options.chunk])
     limit = 2 * ROW_BYTES * (most + options.chunk) + (2 << 30)
     settings = {"memory.limit": limit, "device.name": options.device}
-    with spillway.connect("embedded:", settings=settings) as client, torch.inference_mode():
+    with spillway_kv.connect("embedded:", settings=settings) as client, torch.inference_mode():
         model = client.create_model(
             layer_count=options.layers,
             query_head_count=QUERY_HEADS,

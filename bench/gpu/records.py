@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from spillway import RotationHash
-from spillway_lab.evaluation import style
+from spillway_kv import RotationHash
+from spillway_kv.lab.evaluation import style
 
 KV_HEADS = 8
 ROW_BYTES = 512

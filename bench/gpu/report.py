@@ -30,8 +30,8 @@ from records import (
     paragraph,
     verdict,
 )
-from spillway_lab.bench import link_plots
-from spillway_lab.evaluation import style
+from spillway_kv.lab.bench import link_plots
+from spillway_kv.lab.evaluation import style
 
 GOALS_US = {(1, 524288): 25, (1, 1048576): 45, (2, 524288): 50, (2, 1048576): 95}
 STAGES_OF_SELECTION = ("query", "reference", "score", "cut")

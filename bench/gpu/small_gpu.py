@@ -40,7 +40,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # Lets growing caches use memory that others have freed.
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
-import spillway
+import spillway_kv
 import torch
 import transformers
 from small_gpu_plot import (
@@ -53,9 +53,9 @@ from small_gpu_plot import (
     plot,
     plot_decoding,
 )
-from spillway.transformers import SpillwayCache, prompt_memory
-from spillway_lab import serving
-from spillway_lab.evaluation import language
+from spillway_kv.lab import serving
+from spillway_kv.lab.evaluation import language
+from spillway_kv.transformers import SpillwayCache, prompt_memory
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -234,7 +234,7 @@ def attempt(run: Callable[[], Outcome]) -> Outcome | str:
         return run()
     except torch.OutOfMemoryError:
         return "torch is out of GPU memory"
-    except spillway.ResourceExhausted as error:
+    except spillway_kv.ResourceExhausted as error:
         return f"the engine is out of memory: {error.message}"
 
 
@@ -407,7 +407,7 @@ def main() -> None:
     }
     if bench.on_gpu:
         settings["device.gpu_memory_limit"] = engine_bytes
-    with spillway.connect("embedded:", settings=settings) as client:
+    with spillway_kv.connect("embedded:", settings=settings) as client:
         records: list[dict[str, Any]] = [
             {
                 "name": "environment",

@@ -9,7 +9,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from spillway_lab.evaluation import style
+from spillway_kv.lab.evaluation import style
 
 WHOLE, RESIDENT, OFFLOADED, SPILLWAY = (
     "transformers, whole GPU",

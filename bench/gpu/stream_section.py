@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from records import DENSE, Record, draw_times, faster_from, label, paragraph
-from spillway_lab.evaluation import style
+from spillway_kv.lab.evaluation import style
 
 _NAMES = {
     "job": "Spillway, a job on its own stream",

@@ -18,7 +18,7 @@ from records import (
     paragraph,
     verdict,
 )
-from spillway_lab.evaluation import style
+from spillway_kv.lab.evaluation import style
 
 GATHER_SM_COUNT = 8  # kGatherBlocks of gpu/device/sparse_pipeline.cc
 # Goal: a whole attend takes at most FACTOR x (scoring + moved rows / rate + REST_US).

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from spillway import Client, Policy, Sequence
+from spillway_kv import Client, Policy, Sequence
 
 ROOT = Path(__file__).resolve().parents[2]
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import spillway
+import spillway_kv
 from decoding import (
     CHUNK,
     ERROR_MAX,
@@ -39,8 +39,8 @@ from decoding import (
     quantiles,
     surroundings,
 )
-from spillway import Policy, Sequence
-from spillway_lab import serving
+from spillway_kv import Policy, Sequence
+from spillway_kv.lab import serving
 
 SMALL_TOKENS, QUERIES = 16384, 16
 TOKENS = {"small": "small-token-of-the-benchmark", "giant": "giant-token-of-the-benchmark"}
@@ -138,8 +138,8 @@ def main() -> None:
             serving.running_daemon(
                 serving.find_binary(ROOT), log, *flags, *more, timeout=60
             ) as target,
-            spillway.connect(target, token=TOKENS["small"]) as small,
-            spillway.connect(target, token=TOKENS["giant"], timeout=600) as giant,
+            spillway_kv.connect(target, token=TOKENS["small"]) as small,
+            spillway_kv.connect(target, token=TOKENS["giant"], timeout=600) as giant,
         ):
             facts = surroundings(small)
             decoder = Decoder(small, filled(small, SMALL_TOKENS))

@@ -30,12 +30,12 @@ from typing import Any
 
 import grpc
 import numpy as np
-import spillway
+import spillway_kv
 from decoding import ROOT, Decoder, filled, quantiles, surroundings
-from spillway import Client
-from spillway._proto import sequence_service_pb2, sequence_service_pb2_grpc
-from spillway.presence import Presence
-from spillway_lab import serving
+from spillway_kv import Client
+from spillway_kv._proto import sequence_service_pb2, sequence_service_pb2_grpc
+from spillway_kv.lab import serving
+from spillway_kv.presence import Presence
 
 
 def others(target: str, ask: Connection) -> None:
@@ -124,7 +124,7 @@ def main() -> None:
         binary = serving.find_binary(ROOT)
         with (
             serving.running_daemon(binary, log, *flags, timeout=60) as target,
-            spillway.connect(target) as client,
+            spillway_kv.connect(target) as client,
             connected(client, log) as clients,
         ):
             facts = surroundings(client)

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import spillway
+import spillway_kv
 import torch
 from bulk import HEAD_DIM, KV_HEADS, LAYERS, REPETITIONS, report, seconds
-from spillway import Client
-from spillway_lab import serving
+from spillway_kv import Client
+from spillway_kv.lab import serving
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -41,7 +41,7 @@ def append(client: Client, k: Any, v: Any, codes: bool, new_memory: bool = False
         kv_head_count=KV_HEADS,
         head_dim=HEAD_DIM,
         dtype="float16",
-        hash_weights=spillway.RotationHash() if codes else None,
+        hash_weights=spillway_kv.RotationHash() if codes else None,
     )
     # The first sequence gets memory from the system. The second uses it after the first is deleted.
     if not new_memory:
@@ -50,7 +50,7 @@ def append(client: Client, k: Any, v: Any, codes: bool, new_memory: bool = False
         first.delete()
     sequence = client.create_sequence(model)
     took = seconds(lambda: sequence.append(0, 0, k, v))
-    chosen = spillway.Selection(
+    chosen = spillway_kv.Selection(
         offsets=np.arange(KV_HEADS + 1) * 2,
         indices=np.tile(np.array([0, k.shape[2] - 1], np.uint32), KV_HEADS),
     )
@@ -94,9 +94,9 @@ def main() -> None:
         flags = ("--device", arguments.device)
         with serving.running_daemon(binary, log, *flags, timeout=60) as target:
             with (
-                spillway.connect(target) as messages,
-                spillway.connect(target) as regions,
-                spillway.connect(
+                spillway_kv.connect(target) as messages,
+                spillway_kv.connect(target) as regions,
+                spillway_kv.connect(
                     "embedded:", settings={"device.name": arguments.device}
                 ) as embedded,
             ):
@@ -130,7 +130,7 @@ def main() -> None:
                         took["link"] = link_seconds(source)
                         for codes in (False, True):
                             settings = {"device.name": arguments.device}
-                            with spillway.connect("embedded:", settings=settings) as new:
+                            with spillway_kv.connect("embedded:", settings=settings) as new:
                                 told = "with codes" if codes else "rows alone"
                                 took[f"CUDA, new memory, {told}"] = append(
                                     new, *there, codes, new_memory=True

@@ -20,10 +20,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
-import spillway
+import spillway_kv
 import torch
-from spillway import Client, DecodeStream, Sequence
-from spillway_lab import serving
+from spillway_kv import Client, DecodeStream, Sequence
+from spillway_kv.lab import serving
 
 ROOT = Path(__file__).resolve().parents[2]
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -131,9 +131,11 @@ def main() -> None:
         target = stack.enter_context(
             serving.running_daemon(binary, folder / "log", *flags, timeout=60)
         )
-        clients = [stack.enter_context(spillway.connect(target, native=n)) for n in (False, True)]
+        clients = [
+            stack.enter_context(spillway_kv.connect(target, native=n)) for n in (False, True)
+        ]
         settings = {"device.name": arguments.device, "memory.limit": limit}
-        clients.append(stack.enter_context(spillway.connect("embedded:", settings=settings)))
+        clients.append(stack.enter_context(spillway_kv.connect("embedded:", settings=settings)))
         sides = ways(stack, clients)
         print(clients[0].server_info.devices[0].description)
         print(f"{'':28}" + "".join(f"{name:>9}" for name in Taken._fields))

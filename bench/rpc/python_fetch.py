@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import spillway
+import spillway_kv
 import torch
 from bulk import HEAD_DIM, KV_HEADS, LAYERS, REPETITIONS, report, seconds
-from spillway import Client, Selection, Sequence
-from spillway_lab import serving
+from spillway_kv import Client, Selection, Sequence
+from spillway_kv.lab import serving
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -148,8 +148,8 @@ def main() -> None:
         serving.running_daemon(
             serving.find_binary(ROOT), Path(folder, "log"), *flags, timeout=60
         ) as target,
-        spillway.connect(target) as daemon,
-        spillway.connect("embedded:", settings=settings) as embedded,
+        spillway_kv.connect(target) as daemon,
+        spillway_kv.connect("embedded:", settings=settings) as embedded,
     ):
         # Only fetches into the region's array use the region. Those into `copy` use messages.
         shared = daemon.attach_region(source.nbytes).array(source.shape, np.float16)

@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import spillway
+import spillway_kv
 import torch
-from spillway import BFloat16, Client, Policy, Sequence, TopK
-from spillway_lab import serving
+from spillway_kv import BFloat16, Client, Policy, Sequence, TopK
+from spillway_kv.lab import serving
 
 ROOT = Path(__file__).resolve().parents[2]
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
@@ -56,7 +56,7 @@ def step_tensors(seed: int, count: int = 1) -> tuple[BFloat16, BFloat16, BFloat1
 
 def run(target: str, name: str, seed: int, seconds: float, say: Connection) -> None:
     """One runner. Sends its first output, and later its steps and the seconds they took."""
-    with spillway.connect(target) as client:
+    with spillway_kv.connect(target) as client:
         sequence = client.get_sequence(name)
         q, k, v = step_tensors(seed)
 
@@ -211,7 +211,7 @@ def main() -> None:
         log = Path(folder) / "log"
         with (
             serving.running_daemon(binary, log, *flags, timeout=60) as target,
-            spillway.connect(target) as client,
+            spillway_kv.connect(target) as client,
         ):
             device = client.server_info.devices[0].description
             for count in arguments.streams:

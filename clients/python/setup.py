@@ -5,7 +5,8 @@ have changed.
 
 A wheel is pure Python unless SPILLWAY_LIBRARY_FILE names a libspillway.so.1. Then the wheel
 contains this file and is for the platform on which it is built. auditwheel adds the libraries that
-it needs (scripts/wheels.sh).
+it needs (scripts/wheels.sh). If SPILLWAY_SHARE names a folder with man pages and completions, the
+wheel contains them too.
 """
 
 import os
@@ -23,8 +24,9 @@ from setuptools.command.sdist import sdist
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 PROTO = ROOT / "proto"
-OUT = HERE / "spillway" / "_proto"
+OUT = HERE / "spillway_kv" / "_proto"
 LIBRARY = os.environ.get("SPILLWAY_LIBRARY_FILE")
+SHARE = Path(os.environ.get("SPILLWAY_SHARE", "/none"))
 # A source distribution has its own VERSION file.
 VERSION = HERE / "VERSION" if (HERE / "VERSION").exists() else ROOT / "VERSION"
 
@@ -33,7 +35,7 @@ MODULE = re.compile(r"(BuildTopDescriptorsAndMessages\(DESCRIPTOR, ')spillway\.v
 
 
 class BuildProto(Command):
-    """Generates spillway/_proto: messages, stubs and .pyi files."""
+    """Generates spillway_kv/_proto: messages, stubs and .pyi files."""
 
     description = "generate the gRPC stubs"
     user_options = []
@@ -74,9 +76,9 @@ class BuildProto(Command):
                     stale.unlink()
             for made in sorted(Path(scratch, "spillway", "v1").iterdir()):
                 # protoc derives the import from the proto package, but the stubs are in
-                # spillway._proto.
-                text = IMPORT.sub("from spillway._proto import ", made.read_text())
-                text = MODULE.sub(r"\1spillway._proto.", text)
+                # spillway_kv._proto.
+                text = IMPORT.sub("from spillway_kv._proto import ", made.read_text())
+                text = MODULE.sub(r"\1spillway_kv._proto.", text)
                 (OUT / made.name).write_text(text)
         (OUT / "__init__.py").write_text('"""Generated from proto/spillway/v1."""\n')
 
@@ -92,10 +94,10 @@ class BuildPy(build_py):
         if LIBRARY and not Path(LIBRARY).is_file():
             raise FileNotFoundError(f"SPILLWAY_LIBRARY_FILE names {LIBRARY}, which is no file")
         self.run_command("build_proto")
-        # The packages were listed before spillway._proto existed.
-        if "spillway._proto" not in self.packages:
-            self.packages.append("spillway._proto")
-        made = Path(self.build_lib) / "spillway"
+        # The packages were listed before spillway_kv._proto existed.
+        if "spillway_kv._proto" not in self.packages:
+            self.packages.append("spillway_kv._proto")
+        made = Path(self.build_lib) / "spillway_kv"
         if not self.editable_mode:
             # Files of an earlier build would go into the wheel too.
             shutil.rmtree(made, ignore_errors=True)
@@ -138,6 +140,11 @@ class Sdist(sdist):
 setup(
     version=VERSION.read_text().strip(),
     distclass=Contents,
+    data_files=[
+        (f"share/{file.parent.relative_to(SHARE)}", [os.path.relpath(file, HERE)])
+        for file in sorted(SHARE.rglob("*"))
+        if file.is_file()
+    ],
     cmdclass={
         "bdist_wheel": BdistWheel,
         "build_proto": BuildProto,

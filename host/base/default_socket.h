@@ -16,7 +16,7 @@ namespace spillway {
 //   /run/user/UID/spillway     if there is a /run/user/UID, as for a cron job of this user;
 //   $HOME/.spillway            otherwise.
 //
-// clients/python/spillway/target.py has the same rules.
+// clients/python/spillway_kv/target.py has the same rules.
 inline std::string DefaultSocketPath() {
   constexpr char kName[] = "/spillway/spillwayd.sock";
   const char* const runtime = std::getenv("XDG_RUNTIME_DIR");

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
-from spillway.transformers import cache_argument
+from spillway_kv.transformers import cache_argument
 from transformers import TextStreamer
 
 NEW_TOKEN_COUNT_MAX = 96

@@ -11,9 +11,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-import spillway
+import spillway_kv
 from rich.console import Console
-from spillway_lab import serving
+from spillway_kv.lab import serving
 
 # The number of the token of the second answer at which a daemon is killed.
 _KILLED_AT = 3
@@ -58,7 +58,7 @@ class KillOne:
 
     def _pid(self) -> int:
         import ray  # noqa: PLC0415
-        from spillway_cluster import deploy  # noqa: PLC0415
+        from spillway_kv.cluster import deploy  # noqa: PLC0415
 
         _, pid = ray.get(deploy.node_of(self._daemon).pids.remote())
         return int(pid)
@@ -76,18 +76,18 @@ class KillOne:
 
 
 @contextmanager
-def embedded(root: Path, device: str) -> Iterator[spillway.Client]:
+def embedded(root: Path, device: str) -> Iterator[spillway_kv.Client]:
     """Yields a client with an engine in this process."""
     if "SPILLWAY_LIBRARY" not in os.environ:
         serving.prefer_library(serving.find_binary(root))
-    with spillway.connect("embedded:", settings={"device.name": device}) as client:
+    with spillway_kv.connect("embedded:", settings={"device.name": device}) as client:
         yield client
 
 
 @contextmanager
 def daemon(
     root: Path, device: str, log: Path, restart: bool
-) -> Iterator[tuple[spillway.Client, Trouble | None]]:
+) -> Iterator[tuple[spillway_kv.Client, Trouble | None]]:
     """Runs a daemon, which writes the log. With `restart`, its rows outlive it in a folder."""
     with tempfile.TemporaryDirectory(prefix="spillway-demo-", dir="/dev/shm") as arena:
         kept = ("--arena-directory", arena) if restart else ()
@@ -96,7 +96,7 @@ def daemon(
             serving.restartable_daemon(
                 serving.find_binary(root), log, *flags, timeout=30
             ) as served,
-            spillway.connect(served.target) as client,
+            spillway_kv.connect(served.target) as client,
         ):
             yield client, Restart(served) if restart else None
 
@@ -110,8 +110,8 @@ def cluster(
 
     import ray  # noqa: PLC0415
     from ray.cluster_utils import Cluster  # noqa: PLC0415
-    from spillway_cluster import deploy  # noqa: PLC0415
-    from spillway_cluster.settings import Settings  # noqa: PLC0415
+    from spillway_kv.cluster import deploy  # noqa: PLC0415
+    from spillway_kv.cluster.settings import Settings  # noqa: PLC0415
 
     binary = serving.find_binary(root)
     serving.prefer_library(binary)
@@ -136,7 +136,7 @@ def cluster(
         )
         stack.callback(deploy.down)
         deploy.up(settings)
-        client = stack.enter_context(spillway.connect("ray:?parts=2"))
+        client = stack.enter_context(spillway_kv.connect("ray:?parts=2"))
         for record in deploy.status().daemons:
             console.print(f"  {record.name} on node {record.node[:8]}: {record.target}")
         yield client, KillOne("daemon-1")

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from spillway import Policy
-from spillway.transformers import AttendEvent
+from spillway_kv import Policy
+from spillway_kv.transformers import AttendEvent
 
 EXACT = Policy(selector="all")
 

@@ -15,7 +15,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from rich.console import Console
 from rich.table import Table
-from spillway_lab.evaluation import intervals, style
+from spillway_kv.lab.evaluation import intervals, style
 
 from demonstration.observation import Observer
 

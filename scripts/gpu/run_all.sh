@@ -109,7 +109,7 @@ done
 # Runs a command in the bundle's tree, which is like a checkout. torch,
 # transformers and their dependencies are those of the machine.
 in_tree=(env -u LD_LIBRARY_PATH -C tree 
-  PYTHONPATH="$PWD/site-packages:$PWD/tree/clients/python:$PWD/tree/clients/lab:$PWD/tree/clients/vllm:$PWD/tree/clients/cluster"
+  PYTHONPATH="$PWD/site-packages:$PWD/tree/clients/python"
   SPILLWAY_LIBRARY="$PWD/lib/libspillway.so.1"
   PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 SPILLWAY_TEST_DEVICE="$device")
 pytest=(python3 -m pytest -q -p no:cacheprovider --durations=10)

@@ -66,10 +66,9 @@ EOF
 
 stage_tree() {
   mkdir -p "$bundle/tree"
-  [[ -f clients/python/spillway/_proto/__init__.py ]] ||
+  [[ -f clients/python/spillway_kv/_proto/__init__.py ]] ||
     (cd clients/python && "../../$python" setup.py --quiet build_proto)
-  cp -r --parents README.md clients/python/spillway clients/python/examples \
-    clients/lab/spillway_lab clients/vllm/spillway_vllm clients/cluster/spillway_cluster \
+  cp -r --parents README.md clients/python/spillway_kv clients/python/examples \
     clients/cpp/examples scripts/demo.py scripts/demonstration \
     tests/python tests/cluster tests/cluster_ray tests/model bench/arena.py bench/environment.py \
     bench/cluster/*.py bench/gpu/*.py bench/rpc/*.py \

@@ -1,4 +1,4 @@
-"""Makes the reference of the API and of the Python packages: python scripts/reference FOLDER
+"""Makes the reference of the API and of the Python package: python scripts/reference FOLDER
 
 The API's pages are made of the comments in proto/, those of Python of the docstrings, by pdoc.
 """
@@ -14,8 +14,8 @@ import api
 import pdoc
 import pdoc.render
 
-# The public modules of the packages.
-MODULES = ["spillway", "spillway.transformers", "spillway.torch", "spillway_cluster"]
+# The public modules.
+MODULES = ["spillway_kv", "spillway_kv.transformers", "spillway_kv.torch", "spillway_kv.cluster"]
 
 
 def main() -> None:

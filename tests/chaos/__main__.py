@@ -19,7 +19,7 @@ from typing import Annotated
 
 import numpy as np
 import typer
-from spillway_lab import serving
+from spillway_kv.lab import serving
 
 from chaos import kills, mutations, shortages
 from chaos.contents import Tally

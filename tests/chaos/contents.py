@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
-import spillway
+import spillway_kv
 from arena_folder import DIM, HEADS, LAYERS, SHAPES, rows
 
 __all__ = ["DIM", "LAYERS", "SHAPES", "rows"]
@@ -55,7 +55,7 @@ class Tally:
 
 
 def check_sequence(
-    sequence: spillway.Sequence, tag: int, acknowledged: list[int], tally: Tally
+    sequence: spillway_kv.Sequence, tag: int, acknowledged: list[int], tally: Tally
 ) -> None:
     """Checks that all acknowledged rows are there, all rows are the writer's, and attends see them.
 
@@ -82,7 +82,7 @@ def check_sequence(
                 f"{sequence.name}, layer {layer}: {bad.sum()} tokens are not the writer's, the "
                 f"first at {int(bad.argmax())} of {length}"
             )
-        out = np.asarray(sequence.attend(layer, q, spillway.Policy(selector="all")).out)
+        out = np.asarray(sequence.attend(layer, q, spillway_kv.Policy(selector="all")).out)
         error = np.abs(out[0] - exact(tag, length, layer, q)).max()
         if error > 1e-4:
             tally.wrong(f"{sequence.name}, layer {layer}: an attend is off by {error:.2g}")

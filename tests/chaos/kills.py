@@ -6,9 +6,9 @@ import time
 from pathlib import Path
 
 import numpy as np
-import spillway
+import spillway_kv
 from arena_folder import folder_in_memory
-from spillway_lab import serving
+from spillway_kv.lab import serving
 
 from chaos.contents import Tally, check_sequence
 from chaos.processes import WriterProcess
@@ -18,12 +18,12 @@ WAYS = ("mixed", "append", "stream", "step")
 TOKENS_MAX = 20_000
 
 
-def check_all(client: spillway.Client, acknowledged: dict[int, list[int]], tally: Tally) -> None:
+def check_all(client: spillway_kv.Client, acknowledged: dict[int, list[int]], tally: Tally) -> None:
     """Checks the sequences of all writers."""
     for tag, lengths in acknowledged.items():
         try:
             sequence = client.get_sequence(f"sequences/w{tag}")
-        except spillway.NotFound:
+        except spillway_kv.NotFound:
             if any(lengths):
                 tally.wrong(f"sequences/w{tag} is gone with {lengths} tokens")
             continue
@@ -56,7 +56,7 @@ def kill_daemons(
                 acknowledged = {writer.tag: writer.ended() for writer in writers}
                 begin = time.monotonic()
                 daemon.start()
-                with spillway.connect(target, resume_seconds=0) as client:
+                with spillway_kv.connect(target, resume_seconds=0) as client:
                     for sequence in client.list_sequences():
                         if sequence.token_count > 0:
                             client.get_sequence(sequence.name).fetch(0, 0, 1)
@@ -75,7 +75,7 @@ def kill_clients(
     with serving.running_daemon(
         binary, folder / "clients.log", "--memory-limit", "1GiB", *flags, timeout=60
     ) as target:
-        with spillway.connect(target) as client:
+        with spillway_kv.connect(target) as client:
             for number in range(count):
                 tag = number % len(WAYS)
                 seed = int(random.integers(1 << 30))
@@ -106,7 +106,7 @@ def kill_runners(count: int, random: np.random.Generator, *settings: str) -> Tal
             lengths = writer.kill()
             tally.fault("embedded runner killed")
             begin = time.monotonic()
-            with spillway.connect(
+            with spillway_kv.connect(
                 "embedded:", settings=dict(s.split("=", 1) for s in named)
             ) as client:
                 client.get_sequence(f"sequences/w{tag}").refresh()

@@ -16,7 +16,7 @@ import select
 import sys
 
 import numpy as np
-import spillway
+import spillway_kv
 
 from chaos.contents import LAYERS, SHAPES, Tally, check_sequence, rows
 from chaos.writer import queries
@@ -24,7 +24,7 @@ from chaos.writer import queries
 ROUNDS_BETWEEN_TRIMS = 20
 
 
-def write(client: spillway.Client, sequence: spillway.Sequence, tag: int, at: int) -> int:
+def write(client: spillway_kv.Client, sequence: spillway_kv.Sequence, tag: int, at: int) -> int:
     """Appends with an append, a stream's steps and a step's layers; returns the new length."""
     k = rows(tag, at, 700)
     sequence.append(0, at, k, -k)
@@ -43,7 +43,7 @@ def write(client: spillway.Client, sequence: spillway.Sequence, tag: int, at: in
     return at + 8
 
 
-def refused(client: spillway.Client, sequence: spillway.Sequence, tag: int, at: int) -> None:
+def refused(client: spillway_kv.Client, sequence: spillway_kv.Sequence, tag: int, at: int) -> None:
     """Sends requests that must be refused."""
     k = rows(tag, at, 3)
     for bad in (
@@ -57,7 +57,7 @@ def refused(client: spillway.Client, sequence: spillway.Sequence, tag: int, at: 
     ):
         try:
             bad()
-        except (spillway.SpillwayError, ValueError):
+        except (spillway_kv.SpillwayError, ValueError):
             continue
         raise AssertionError("a request that cannot be served was served")
 
@@ -67,9 +67,9 @@ def work(target: str, seed: int, number: int, native: bool, tally: Tally) -> Non
     random = np.random.default_rng([seed, number])
     tag = int(random.integers(1 << 20))
     connection = (
-        spillway.connect(target, settings={"memory.limit": "256MiB"})
+        spillway_kv.connect(target, settings={"memory.limit": "256MiB"})
         if target == "embedded:"
-        else spillway.connect(target, native=native)
+        else spillway_kv.connect(target, native=native)
     )
     with connection as client:
         model = client.create_model(**SHAPES)

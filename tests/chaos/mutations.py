@@ -8,9 +8,9 @@ from typing import Any
 
 import grpc
 import numpy as np
-import spillway
+import spillway_kv
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
-from spillway._proto import (
+from spillway_kv._proto import (
     admin_service_pb2,
     attention_service_pb2,
     memory_service_pb2,
@@ -18,7 +18,7 @@ from spillway._proto import (
     sequence_service_pb2,
     tensor_pb2,
 )
-from spillway_lab import serving
+from spillway_kv.lab import serving
 
 from chaos.contents import LAYERS, SHAPES, Tally, check_sequence, rows
 
@@ -160,7 +160,7 @@ def mutate_messages(
         binary, folder / "mutations.log", *limits, *flags, timeout=120
     ) as target:
         with (
-            spillway.connect(target, native=False) as client,
+            spillway_kv.connect(target, native=False) as client,
             grpc.insecure_channel(target) as channel,
         ):
             client.create_model("m", **SHAPES)
@@ -170,7 +170,7 @@ def mutate_messages(
                 control.append(0, 0, k, -k)
                 try:
                     client.create_sequence("models/m", "s")
-                except spillway.AlreadyExists:
+                except spillway_kv.AlreadyExists:
                     pass
                 send(channel, family, count, random, tally)
                 check_sequence(control, 3, [2500] * LAYERS, tally)

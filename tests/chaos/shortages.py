@@ -11,14 +11,14 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
-import spillway
-from spillway_lab import serving
+import spillway_kv
+from spillway_kv.lab import serving
 
 from chaos.contents import LAYERS, SHAPES, Tally, check_sequence, rows
 from chaos.processes import WriterProcess, small_file_system
 
 
-def fill(client: spillway.Client, tag: int, tally: Tally, what: str) -> None:
+def fill(client: spillway_kv.Client, tag: int, tally: Tally, what: str) -> None:
     """Appends until refused. All acknowledged rows must be there, and freed room must be usable."""
     sequence = client.create_sequence("models/m", f"w{tag}")
     at = 0
@@ -28,7 +28,7 @@ def fill(client: spillway.Client, tag: int, tally: Tally, what: str) -> None:
             sequence.append(0, at, k, -k)
             at += 2000
         tally.wrong(f"{what}: nothing was refused")
-    except spillway.ResourceExhausted:
+    except spillway_kv.ResourceExhausted:
         tally.fault(what)
     sequence.refresh()
     check_sequence(sequence, tag, [at] * LAYERS, tally)
@@ -48,7 +48,7 @@ def run_out(binary: Path, folder: Path, count: int, *flags: str) -> Tally:
         serving.running_daemon(
             binary, log, "--memory-limit", "96MiB", *flags, timeout=60
         ) as target,
-        spillway.connect(target) as client,
+        spillway_kv.connect(target) as client,
     ):
         client.create_model("m", **SHAPES)
         for tag in range(count):
@@ -61,10 +61,10 @@ def run_out(binary: Path, folder: Path, count: int, *flags: str) -> Tally:
         daemon = serving.Daemon(binary, target, folder / "full.log", *kept, timeout=60)
         daemon.start()
         try:
-            with spillway.connect(target) as client:
+            with spillway_kv.connect(target) as client:
                 client.create_model("m", **SHAPES)
             for tag in range(count):
-                with spillway.connect(target) as client:
+                with spillway_kv.connect(target) as client:
                     fill(client, tag, tally, "file system full")
                     sequence = client.create_sequence("models/m", f"kept{tag}")
                     k = rows(tag, 0, 300)
@@ -79,7 +79,7 @@ def run_out(binary: Path, folder: Path, count: int, *flags: str) -> Tally:
                     daemon.end()
                 subprocess.run(["mount", "-o", "remount,rw", str(place)], check=True)
                 daemon.start()
-                with spillway.connect(target) as client:
+                with spillway_kv.connect(target) as client:
                     sequence = client.get_sequence(f"sequences/kept{tag}")
                     check_sequence(sequence, tag, [300] * LAYERS, tally)
                     sequence.delete()
@@ -108,7 +108,7 @@ def few_descriptors(binary: Path, folder: Path, count: int, *flags: str) -> Tall
                         continue
                 tally.fault("descriptors short")
             begin = time.monotonic()
-            with spillway.connect(target) as client:
+            with spillway_kv.connect(target) as client:
                 if not client.health():
                     tally.wrong("not healthy after descriptors were short")
             tally.recovered(time.monotonic() - begin)
@@ -125,7 +125,7 @@ def slow_ones(
         daemon = stack.enter_context(
             serving.restartable_daemon(binary, log, "--memory-limit", "1GiB", *flags, timeout=60)
         )
-        client = stack.enter_context(spillway.connect(daemon.target))
+        client = stack.enter_context(spillway_kv.connect(daemon.target))
         half_open = []
         for _ in range(20):
             connection = stack.enter_context(socket.socket(socket.AF_UNIX))

@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Annotated
 
 import numpy as np
-import spillway
+import spillway_kv
 import typer
-from spillway_lab import serving
+from spillway_kv.lab import serving
 
 from chaos.contents import Tally, check_sequence
 from chaos.processes import WriterProcess, environment
@@ -104,7 +104,7 @@ def kill_a_writer(target: str, tag: int, tally: Tally) -> None:
     time.sleep(0.5)
     lengths = writer.kill()
     tally.fault("client killed")
-    with spillway.connect(target) as client:
+    with spillway_kv.connect(target) as client:
         sequence = client.get_sequence(f"sequences/w{tag}")
         check_sequence(sequence, tag, lengths, tally)
         sequence.delete()
@@ -157,7 +157,7 @@ def main(
             if status != 0:
                 tally.wrong(f"{what} ended with {status}")
             tally.wrong_answers += worker.wrong
-        with spillway.connect(daemon.target) as client:
+        with spillway_kv.connect(daemon.target) as client:
             left = [sequence.name for sequence in client.list_sequences()]
             if left:
                 tally.wrong(f"{len(left)} sequences are left: {left[:3]}")

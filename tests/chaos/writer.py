@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 
 import numpy as np
-import spillway
+import spillway_kv
 
 from chaos.contents import LAYERS, QUERY_HEADS, SHAPES, rows
 
@@ -28,7 +28,7 @@ def queries(tag: int, at: int) -> np.ndarray:
     return np.ascontiguousarray(rows(tag + 2000, at, 2)[0].reshape(1, QUERY_HEADS, -1))
 
 
-def catch_up(sequence: spillway.Sequence, tag: int) -> list[int]:
+def catch_up(sequence: spillway_kv.Sequence, tag: int) -> list[int]:
     """Appends to the shorter layers until all are as long as the longest; returns the lengths."""
     lengths = list(sequence.refresh().layer_token_counts)
     for layer in range(LAYERS):
@@ -39,15 +39,15 @@ def catch_up(sequence: spillway.Sequence, tag: int) -> list[int]:
     return lengths
 
 
-def write(client: spillway.Client, tag: int, random: np.random.Generator, how: str) -> None:
+def write(client: spillway_kv.Client, tag: int, random: np.random.Generator, how: str) -> None:
     """Writes until the process is killed."""
     try:
         model = client.create_model("m", **SHAPES)
-    except spillway.AlreadyExists:
+    except spillway_kv.AlreadyExists:
         model = client.get_model("models/m")
     try:
         sequence = client.create_sequence(model, f"w{tag}", ttl=0)
-    except spillway.AlreadyExists:
+    except spillway_kv.AlreadyExists:
         sequence = client.get_sequence(f"sequences/w{tag}")
     lengths = catch_up(sequence, tag)
     tell(lengths)
@@ -84,13 +84,13 @@ def main() -> None:
     target, tag, seed, how, *settings = sys.argv[1:]
     named = dict(setting.split("=", 1) for setting in settings)
     client = (
-        spillway.connect(target, settings=named)
+        spillway_kv.connect(target, settings=named)
         if target == "embedded:"
-        else spillway.connect(target, resume_seconds=0)
+        else spillway_kv.connect(target, resume_seconds=0)
     )
     try:
         write(client, int(tag), np.random.default_rng(int(seed)), how)
-    except spillway.Unavailable:
+    except spillway_kv.Unavailable:
         sys.exit(75)  # the daemon was killed
 
 

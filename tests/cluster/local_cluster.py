@@ -9,14 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import spillway
+import spillway_kv
 from daemon_process import running_daemon
-from spillway_cluster import ClusterClient
-from spillway_cluster.directory import Directory
-from spillway_cluster.directory_placement import DirectoryPlacement, LocalDirectory, connected
-from spillway_cluster.node import Node, host_id
-from spillway_cluster.process import DaemonProcess
-from spillway_cluster.records import DaemonRecord, MemoryStore
+from spillway_kv.cluster import ClusterClient
+from spillway_kv.cluster.directory import Directory
+from spillway_kv.cluster.directory_placement import DirectoryPlacement, LocalDirectory, connected
+from spillway_kv.cluster.node import Node, host_id
+from spillway_kv.cluster.process import DaemonProcess
+from spillway_kv.cluster.records import DaemonRecord, MemoryStore
 
 
 class MortalDirectory(LocalDirectory):
@@ -53,7 +53,7 @@ class LocalCluster:
 
     def connect(self, part_count: int = 1, layer_groups: int = 1, owner: str = "") -> ClusterClient:
         placement = DirectoryPlacement(
-            self.directory, part_count, layer_groups, spillway.connect, owner
+            self.directory, part_count, layer_groups, spillway_kv.connect, owner
         )
         return ClusterClient(placement, "local")
 
@@ -112,7 +112,7 @@ def local_cluster(
                 process,
                 cluster.directory,
                 record(slot, target),
-                lambda other: connected(other, host_id(), spillway.connect),
+                lambda other: connected(other, host_id(), spillway_kv.connect),
             )
             cluster.nodes[node.start()] = node
             stack.callback(node.stop)

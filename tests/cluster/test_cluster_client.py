@@ -13,15 +13,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-import spillway
+import spillway_kv
 from daemon_process import binary, device_flags
 from helpers import wait_for
 from local_cluster import LocalCluster, local_cluster
 from random_llama import generate, llama, prompt
-from spillway.transformers import SpillwayCache
-from spillway_cluster import ClusterClient, ClusterSequence
-from spillway_cluster.connect import owner_of
-from spillway_cluster.placement import Moved
+from spillway_kv.cluster import ClusterClient, ClusterSequence
+from spillway_kv.cluster.connect import owner_of
+from spillway_kv.cluster.placement import Moved
+from spillway_kv.transformers import SpillwayCache
 
 LAYERS, KV_HEADS, GROUP, DIM, TOKENS = 3, 2, 2, 64, 2500
 SHAPES: dict[str, Any] = {
@@ -31,7 +31,7 @@ SHAPES: dict[str, Any] = {
     "head_dim": DIM,
     "dtype": "float32",
 }
-POLICY = spillway.Policy(dense_token_count=1024)
+POLICY = spillway_kv.Policy(dense_token_count=1024)
 STEPS = 60
 # When a daemon ends, it gives idle clients six seconds of its grace time to notice.
 FLAGS = ("--memory-limit", "512MiB", "--grace", "1")
@@ -63,7 +63,7 @@ def expected(cluster: LocalCluster) -> list[list[tuple[np.ndarray, np.ndarray]]]
     """The answers of one daemon that has the whole sequence, by step and layer."""
     record = cluster.directory.daemon("daemon-0")
     answers: list[list[tuple[np.ndarray, np.ndarray]]] = []
-    with spillway.connect(record.target) as client:
+    with spillway_kv.connect(record.target) as client:
         model = client.create_model("alone", **SHAPES, policy=POLICY)
         sequence = client.create_sequence(model)
         sequence.append(0, 0, K[:, :, :TOKENS], V[:, :, :TOKENS])
@@ -170,9 +170,9 @@ def test_sequences_are_spread_and_work_together(
         # One sequence is gone, and only its attend fails.
         sequences[2].delete()
         failed = client.attend(0, dict.fromkeys(sequences, Q[1]), return_errors=True)
-        assert isinstance(failed.pop(sequences[2]), spillway.NotFound)
+        assert isinstance(failed.pop(sequences[2]), spillway_kv.NotFound)
         assert all(np.array_equal(r.out, expected[1][0][0][0]) for r in failed.values())
-        with pytest.raises(spillway.NotFound):
+        with pytest.raises(spillway_kv.NotFound):
             client.attend(0, dict.fromkeys(sequences, Q[1]))
 
 
@@ -180,7 +180,7 @@ def test_sequences_are_spread_and_work_together(
 def test_names(cluster: LocalCluster, part_count: int) -> None:
     with client_of(cluster, part_count) as client, cluster.connect(part_count) as other:
         named = filled(client, "mine")
-        with pytest.raises(spillway.AlreadyExists, match="sequences/mine exists"):
+        with pytest.raises(spillway_kv.AlreadyExists, match="sequences/mine exists"):
             other.create_sequence("models/m", "mine")
         found = other.get_sequence("sequences/mine")
         assert found.daemons == named.daemons
@@ -191,15 +191,15 @@ def test_names(cluster: LocalCluster, part_count: int) -> None:
             "sequences/copy",
             "sequences/mine",
         ]
-        with pytest.raises(spillway.AlreadyExists):
+        with pytest.raises(spillway_kv.AlreadyExists):
             named.fork("copy")
         named.delete()
-        with pytest.raises(spillway.NotFound, match="no .*sequences/mine"):
+        with pytest.raises(spillway_kv.NotFound, match="no .*sequences/mine"):
             other.get_sequence("sequences/mine")
         filled(client, "mine").delete()
-        with pytest.raises(spillway.AlreadyExists, match="models/m exists"):
+        with pytest.raises(spillway_kv.AlreadyExists, match="models/m exists"):
             other.create_model("m", **SHAPES)
-        with pytest.raises(spillway.NotFound, match="there is no models/other"):
+        with pytest.raises(spillway_kv.NotFound, match="there is no models/other"):
             other.get_model("models/other")
         assert [model.name for model in other.list_models()] == ["models/m"]
 
@@ -211,14 +211,14 @@ def test_a_name_whose_sequence_is_gone_is_free_again(
         sequence = client.create_sequence("models/m", "short")
         # As if its ttl had ended: the directory does not learn of this.
         sequence.parts[0].sequence.delete()
-        with pytest.raises(spillway.AlreadyExists):
+        with pytest.raises(spillway_kv.AlreadyExists):
             client.create_sequence("models/m", "short")
-        monkeypatch.setattr("spillway_cluster.client.CLAIM_SECONDS", 0.0)
+        monkeypatch.setattr("spillway_kv.cluster.client.CLAIM_SECONDS", 0.0)
         # A client with another token would not see the sequence even if it were there.
         with cluster.connect(owner="another token") as other:
-            with pytest.raises(spillway.NotFound):
+            with pytest.raises(spillway_kv.NotFound):
                 other.get_sequence("sequences/short")
-            with pytest.raises(spillway.AlreadyExists):
+            with pytest.raises(spillway_kv.AlreadyExists):
                 other.create_sequence("models/m", "short")
         client.create_sequence("models/m", "short")
 
@@ -273,7 +273,7 @@ def test_splits_that_do_not_go_are_refused(cluster: LocalCluster) -> None:
             ValueError, match="3 daemons cannot share 2 KV heads: each needs at least one"
         ):
             client.create_model("n", **SHAPES, part_count=3)
-        with pytest.raises(spillway.Unavailable, match="4 daemons are needed, and 3"):
+        with pytest.raises(spillway_kv.Unavailable, match="4 daemons are needed, and 3"):
             client.create_model(
                 "n", **{**SHAPES, "kv_head_count": 4, "query_head_count": 8}, part_count=4
             )
@@ -326,10 +326,12 @@ def test_what_is_created_on_a_daemon_that_was_drained_meanwhile_is_created_elsew
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     with fresh(tmp_path, 2) as cluster, client_of(cluster) as client:
-        create = spillway.Client.create_sequence
+        create = spillway_kv.Client.create_sequence
         drained: list[str] = []
 
-        def late(daemon: spillway.Client, *arguments: Any, **options: Any) -> spillway.Sequence:
+        def late(
+            daemon: spillway_kv.Client, *arguments: Any, **options: Any
+        ) -> spillway_kv.Sequence:
             if not drained:
                 drained.extend(
                     each for each in cluster.nodes if client.placement.client(each) is daemon
@@ -337,7 +339,7 @@ def test_what_is_created_on_a_daemon_that_was_drained_meanwhile_is_created_elsew
                 cluster.nodes[drained[0]].drain()
             return create(daemon, *arguments, **options)
 
-        monkeypatch.setattr(spillway.Client, "create_sequence", late)
+        monkeypatch.setattr(spillway_kv.Client, "create_sequence", late)
         sequence = client.create_sequence("models/m", name)
         assert sequence.daemons != drained
         # The daemon still runs, because the test starts and ends it.
@@ -352,7 +354,7 @@ def test_what_is_created_just_before_a_daemon_counts_as_drained_is_moved(
     with fresh(tmp_path, 2) as cluster, client_of(cluster) as client:
         client._ensure(client.described("models/m"), 0, "daemon-0")
         ask = cluster.directory.ask
-        late: list[spillway.Sequence] = []
+        late: list[spillway_kv.Sequence] = []
 
         def first_create(method: str, *arguments: Any, **named: Any) -> Any:
             if arguments[1:2] == ("drained",) and not late:
@@ -370,19 +372,19 @@ def test_a_step_that_one_daemon_was_not_sent_is_not_taken_for_the_next(
 ) -> None:
     with client_of(cluster, 2) as client, client.decode() as stream:
         sequence = filled(client)
-        send, calls = spillway.DecodeStream.send, [0]
+        send, calls = spillway_kv.DecodeStream.send, [0]
 
         def second_fails(*arguments: Any, **options: Any) -> int:
             calls[0] += 1
             if calls[0] == 2:
-                raise spillway.ResourceExhausted("no room")
+                raise spillway_kv.ResourceExhausted("no room")
             return send(*arguments, **options)
 
-        monkeypatch.setattr(spillway.DecodeStream, "send", second_fails)
+        monkeypatch.setattr(spillway_kv.DecodeStream, "send", second_fails)
         (q, k, v), other = new_rows(0, 0), Q[1]
         first = stream.send(sequence, 0, other, k[0], v[0])
         second = stream.send(sequence, 0, q[0], k[0], v[0], start=TOKENS)
-        with pytest.raises(spillway.ResourceExhausted) as raised:
+        with pytest.raises(spillway_kv.ResourceExhausted) as raised:
             stream.recv()
         assert raised.value.correlation_id == first
         number, result = stream.recv()
@@ -401,12 +403,12 @@ def test_a_sequence_that_has_moved_twice_is_found_before_the_second_move_is_told
 
         def dies(method: str, *arguments: Any, **named: Any) -> Any:
             if method == "end_move" and named["done"]:
-                raise spillway.Unavailable("killed")
+                raise spillway_kv.Unavailable("killed")
             return ask(method, *arguments, **named)
 
         with monkeypatch.context() as patch:
             patch.setattr(cluster.directory, "ask", dies)
-            with pytest.raises(spillway.Unavailable, match="killed"):
+            with pytest.raises(spillway_kv.Unavailable, match="killed"):
                 cluster.nodes[second].drain()
         assert sequence.refresh().token_count == TOKENS
         assert sequence.daemons == [({*cluster.nodes} - {first, second}).pop()]
@@ -420,9 +422,9 @@ def test_nothing_is_asked_where_no_daemon_serves(cluster: LocalCluster) -> None:
             assert not client.health()
             assert client.statistics() == []
             assert not list(client.list_models())
-            with pytest.raises(spillway.Unavailable, match="no daemon of local serves"):
+            with pytest.raises(spillway_kv.Unavailable, match="no daemon of local serves"):
                 client.get_sequence("sequences/x")
-            with pytest.raises(spillway.Unavailable, match="no daemon of local serves"):
+            with pytest.raises(spillway_kv.Unavailable, match="no daemon of local serves"):
                 client.delete_model("models/m")
         finally:
             for name in cluster.nodes:
@@ -437,7 +439,7 @@ def test_what_a_daemon_may_have_that_is_being_restarted_is_not_said_to_be_nowher
         (daemon,) = sequence.daemons
         cluster.directory.set_state(daemon, "down")
         try:
-            with pytest.raises(spillway.Unavailable, match=f"{daemon}, which may have"):
+            with pytest.raises(spillway_kv.Unavailable, match=f"{daemon}, which may have"):
                 client.get_sequence(sequence.name)
         finally:
             cluster.directory.set_state(daemon, "up")
@@ -456,7 +458,7 @@ def test_a_new_sequence_waits_for_a_daemon_that_is_being_restarted(
         def comes_back(method: str, *arguments: Any, **named: Any) -> Any:
             try:
                 return ask(method, *arguments, **named)
-            except spillway.Unavailable as error:
+            except spillway_kv.Unavailable as error:
                 refused.append(error)
                 for name in ("daemon-0", "daemon-1"):
                     ask("set_state", name, "up")
@@ -510,11 +512,11 @@ def test_a_node_that_is_gone_takes_its_sequences_and_no_others(tmp_path: Path) -
         broken = client.placement.client(lost)
 
         def unreachable(*_: Any, **__: Any) -> None:
-            raise spillway.Unavailable("no route to host")
+            raise spillway_kv.Unavailable("no route to host")
 
         broken._call = unreachable  # type: ignore[method-assign]
         started = time.monotonic()
-        with pytest.raises(spillway.Unavailable, match="its machine is off") as raised:
+        with pytest.raises(spillway_kv.Unavailable, match="its machine is off") as raised:
             sequences[0].refresh()
         assert raised.value.reason == "DAEMON_LOST"
         assert time.monotonic() - started < 30  # must not take as long as a restart may take
@@ -534,14 +536,14 @@ def test_a_name_that_was_lost_with_a_daemon_is_free_again(tmp_path: Path) -> Non
         assert {*replaced.daemons} == {lost, left}
         cluster.directory.dead_nodes["node-0"] = "its machine is off"
         with cluster.connect(2) as other:
-            with pytest.raises(spillway.Unavailable, match="DAEMON_LOST"):
+            with pytest.raises(spillway_kv.Unavailable, match="DAEMON_LOST"):
                 other.get_sequence("sequences/b")
             again = other.create_sequence("models/m", "b")
             assert {*again.daemons} == {"daemon-1", "daemon-2"}
             broken = client.placement.client(lost)
 
             def unreachable(*_: Any, **__: Any) -> None:
-                raise spillway.Unavailable("no route to host")
+                raise spillway_kv.Unavailable("no route to host")
 
             broken._call = unreachable  # type: ignore[method-assign]
             deleted.delete()
@@ -551,7 +553,7 @@ def test_a_name_that_was_lost_with_a_daemon_is_free_again(tmp_path: Path) -> Non
             names = [info.name for info in client.placement.client(left).list_sequences()]
             assert names == [part.sequence.name for part in again.parts if part.daemon == left]
             again.delete()
-            with pytest.raises(spillway.NotFound):
+            with pytest.raises(spillway_kv.NotFound):
                 client.get_sequence("sequences/b")
 
 
@@ -599,7 +601,7 @@ def test_a_drain_during_which_the_daemon_is_killed_leaves_no_copy(
             os.kill(pid, 9)
             wait_for(lambda: node.pid not in (None, pid))
 
-        with monkeypatch.context() as patch, pytest.raises(spillway.Unavailable):
+        with monkeypatch.context() as patch, pytest.raises(spillway_kv.Unavailable):
             patch.setattr(cluster.directory, "begin_move", killed, raising=False)
             node.drain()
         # The sequence grows at its old place. So a copy there would be outdated.
@@ -637,7 +639,7 @@ def test_what_fails_leaves_nothing(cluster: LocalCluster) -> None:
         for _ in range(3):  # so that any choice of daemons occurs
             try:
                 client.create_sequence("models/m", "blocked").delete()
-            except spillway.AlreadyExists:
+            except spillway_kv.AlreadyExists:
                 assert client.placement.find("sequences/blocked") is None
         listed = [i.name for each in client.clients for i in each.list_sequences()]
         assert listed == [blocker.name]
@@ -646,12 +648,12 @@ def test_what_fails_leaves_nothing(cluster: LocalCluster) -> None:
 def test_a_name_of_a_part_is_nobodys(cluster: LocalCluster) -> None:
     with client_of(cluster, 2) as client:
         for name in ("x.0of2", "models.1of3"):
-            with pytest.raises(spillway.InvalidArgument, match="ends like the parts of a model"):
+            with pytest.raises(spillway_kv.InvalidArgument, match="ends like the parts of a model"):
                 client.create_model(name, **SHAPES)
-            with pytest.raises(spillway.InvalidArgument, match="ends like the parts of a model"):
+            with pytest.raises(spillway_kv.InvalidArgument, match="ends like the parts of a model"):
                 client.create_sequence("models/m", name)
         sequence = client.create_sequence("models/m", "s")
-        with pytest.raises(spillway.InvalidArgument, match="ends like the parts of a model"):
+        with pytest.raises(spillway_kv.InvalidArgument, match="ends like the parts of a model"):
             sequence.fork("s.0of2")
         # This model's name looks like a part's but is not one.
         model = client.create_model("m.0", part_count=1, **SHAPES)
@@ -666,7 +668,7 @@ def test_a_model_that_another_client_made_anew_is_the_new_one(cluster: LocalClus
     with client_of(cluster) as client, cluster.connect() as other:
         client.create_sequence("models/m").delete()
         other.delete_model("models/m")
-        with pytest.raises(spillway.NotFound, match="there is no models/m"):
+        with pytest.raises(spillway_kv.NotFound, match="there is no models/m"):
             client.create_sequence("models/m")
         shapes = {**SHAPES, "layer_count": 1}
         other.create_model("m", part_count=2, **shapes)
@@ -683,7 +685,9 @@ def test_a_model_is_not_deleted_while_a_daemon_that_may_have_it_is_being_restart
     with client_of(cluster) as client:
         cluster.directory.set_state("daemon-1", "down")
         try:
-            with pytest.raises(spillway.Unavailable, match="daemon-1, which may have models/m, is"):
+            with pytest.raises(
+                spillway_kv.Unavailable, match="daemon-1, which may have models/m, is"
+            ):
                 client.delete_model("models/m")
         finally:
             cluster.directory.set_state("daemon-1", "up")
@@ -698,15 +702,15 @@ def test_a_model_that_cannot_be_created_leaves_no_part_where_a_daemon_answers(
         monkeypatch.setattr(client.placement, "choose", lambda *_: ["daemon-0", "daemon-1"])
 
         def unreachable(*_: Any) -> None:
-            raise spillway.Unavailable("no route to host")
+            raise spillway_kv.Unavailable("no route to host")
 
         def refuse(_: Any) -> None:
-            raise spillway.AlreadyExists("models/x exists")
+            raise spillway_kv.AlreadyExists("models/x exists")
 
         with monkeypatch.context() as patch:
             patch.setattr(client.placement, "add_model", refuse)
             patch.setattr(first, "delete_model", unreachable)
-            with pytest.raises(spillway.AlreadyExists, match="models/x exists"):
+            with pytest.raises(spillway_kv.AlreadyExists, match="models/x exists"):
                 client.create_model("x", part_count=2, **SHAPES)
         assert not [model.name for model in second.list_models() if "x" in model.name]
         first.delete_model("models/x.0of2")
@@ -717,7 +721,7 @@ def test_a_delete_of_a_model_that_is_refused_changes_nothing(cluster: LocalClust
         for name in cluster.nodes:
             client._ensure(client.described("models/m"), 0, name)
         sequence = client.create_sequence("models/m")
-        with pytest.raises(spillway.FailedPrecondition, match="models/m has sequences on"):
+        with pytest.raises(spillway_kv.FailedPrecondition, match="models/m has sequences on"):
             client.delete_model("models/m")
         assert [each.get_model("models/m").name for each in client.clients] == ["models/m"] * 3
         # As if the sequence had been created just after a daemon was found to have none.
@@ -742,12 +746,12 @@ def test_an_older_model_with_the_same_name_is_not_taken_for_the_model(
     with client_of(cluster) as client:
         for name in cluster.nodes:
             daemon = client.placement.client(name)
-            with contextlib.suppress(spillway.NotFound):
+            with contextlib.suppress(spillway_kv.NotFound):
                 daemon.delete_model("models/m")
             daemon.create_model("m", **{**SHAPES, "policy": POLICY, **older})
         with cluster.connect() as other:
             expected = f"has an older models/m, {message}: delete it there"
-            with pytest.raises(spillway.FailedPrecondition, match=expected):
+            with pytest.raises(spillway_kv.FailedPrecondition, match=expected):
                 other.create_sequence("models/m")
 
 
@@ -782,7 +786,7 @@ def test_what_a_drain_that_broke_off_has_copied_goes_with_the_sequence(
         moved = Moved(target, sequence.generation, copy.generation)
         cluster.directory.begin_move("sequences/s", source, moved)
         sequence.delete()
-        with pytest.raises(spillway.NotFound):
+        with pytest.raises(spillway_kv.NotFound):
             copy.refresh()
-        with pytest.raises(spillway.NotFound):
+        with pytest.raises(spillway_kv.NotFound):
             client.get_sequence("sequences/s")

@@ -7,10 +7,10 @@ import math
 from typing import Any
 
 import pytest
-import spillway
-from spillway_cluster.directory import Directory
-from spillway_cluster.placement import Dealt, Moved, Stale
-from spillway_cluster.records import DaemonRecord, MemoryStore
+import spillway_kv
+from spillway_kv.cluster.directory import Directory
+from spillway_kv.cluster.placement import Dealt, Moved, Stale
+from spillway_kv.cluster.records import DaemonRecord, MemoryStore
 
 GIB = 1 << 30
 
@@ -72,11 +72,11 @@ def test_a_name_is_taken_once(cluster: Cluster) -> None:
     daemons = cluster.directory.choose(1, "sequences/a", "mine")
     # The same call again, as if its answer had been lost.
     assert cluster.directory.choose(1, "sequences/a", "mine") == daemons
-    with pytest.raises(spillway.AlreadyExists, match="sequences/a exists"):
+    with pytest.raises(spillway_kv.AlreadyExists, match="sequences/a exists"):
         cluster.directory.choose(1, "sequences/a", "another")
     cluster.again()
     assert cluster.directory.find("sequences/a") == daemons
-    with pytest.raises(spillway.AlreadyExists):
+    with pytest.raises(spillway_kv.AlreadyExists):
         cluster.directory.put("sequences/a", ["daemon-0"], "another")
     cluster.directory.drop("sequences/a")
     assert cluster.directory.find("sequences/a") is None
@@ -88,12 +88,12 @@ def test_what_cannot_be_placed_is_refused(cluster: Cluster) -> None:
     with pytest.raises(ValueError, match="part_count 0 is not in"):
         cluster.directory.choose(0, "", "c")
     cluster.directory.set_state("daemon-1", "draining")
-    with pytest.raises(spillway.Unavailable, match="3 daemons are needed, and 2 take sequences"):
+    with pytest.raises(spillway_kv.Unavailable, match="3 daemons are needed, and 2 take sequences"):
         cluster.directory.choose(3, "", "c")
     cluster.directory.register(record(0, version="0.2.0"))
     assert cluster.directory.choose(1, "", "c")
     with pytest.raises(
-        spillway.VersionMismatch, match=r"daemon-\d has version 0.[12].0, daemon-\d has 0.[12].0"
+        spillway_kv.VersionMismatch, match=r"daemon-\d has version 0.[12].0, daemon-\d has 0.[12].0"
     ):
         cluster.directory.choose(2, "", "c")
 
@@ -223,12 +223,12 @@ def test_a_target_has_room(cluster: Cluster) -> None:
     assert cluster.directory.choose_target("daemon-0", "sequences/a", 2 * GIB) == "daemon-2"
     cluster.directory.report("daemon-2", memory_used_bytes=95 * GIB)
     with pytest.raises(
-        spillway.ResourceExhausted, match=f"has {8 * GIB} bytes .* free is {5 * GIB}"
+        spillway_kv.ResourceExhausted, match=f"has {8 * GIB} bytes .* free is {5 * GIB}"
     ):
         cluster.directory.choose_target("daemon-0", "sequences/a", 8 * GIB)
     for name in ("daemon-1", "daemon-2"):
         cluster.directory.set_state(name, "draining")
-    with pytest.raises(spillway.Unavailable, match="no other daemon than daemon-0"):
+    with pytest.raises(spillway_kv.Unavailable, match="no other daemon than daemon-0"):
         cluster.directory.choose_target("daemon-0", "sequences/a", 1)
 
 
@@ -236,7 +236,7 @@ def test_models_are_kept(cluster: Cluster) -> None:
     one, other = (Dealt(spillway_model("models/m", heads), 1) for heads in (2, 4))
     cluster.directory.add_model(one)
     cluster.directory.add_model(one)
-    with pytest.raises(spillway.AlreadyExists):
+    with pytest.raises(spillway_kv.AlreadyExists):
         cluster.directory.add_model(other)
     cluster.again()
     assert cluster.directory.model("models/m") == one
@@ -246,8 +246,8 @@ def test_models_are_kept(cluster: Cluster) -> None:
     assert cluster.directory.model("models/m") is None
 
 
-def spillway_model(name: str, kv_heads: int) -> spillway.Model:
-    return spillway.Model(
+def spillway_model(name: str, kv_heads: int) -> spillway_kv.Model:
+    return spillway_kv.Model(
         name=name,
         layer_count=1,
         query_head_count=kv_heads,
@@ -255,9 +255,9 @@ def spillway_model(name: str, kv_heads: int) -> spillway.Model:
         head_dim=64,
         dtype="float32",
         softmax_scale=1.0,
-        policy=spillway.Policy(),
+        policy=spillway_kv.Policy(),
         hash_weights=None,
-        key_indices=spillway.KeyIndices(),
+        key_indices=spillway_kv.KeyIndices(),
         resident_sample_fraction=0.01,
         first_layer=0,
         first_kv_head=0,
@@ -350,7 +350,7 @@ def test_a_sequence_of_a_model_that_was_deleted_is_placed_nowhere(cluster: Clust
     cluster.directory.add_model(dealt("m", made="first"))
     known = ("models/m", "first")
     assert cluster.directory.choose(1, "", "c", known)
-    with pytest.raises(spillway.AlreadyExists):
+    with pytest.raises(spillway_kv.AlreadyExists):
         cluster.directory.add_model(dealt("m", made="second"))
     cluster.directory.drop_model("models/m")
     with pytest.raises(Stale, match="models/m was deleted"):
@@ -358,5 +358,5 @@ def test_a_sequence_of_a_model_that_was_deleted_is_placed_nowhere(cluster: Clust
     cluster.directory.add_model(dealt("m", made="second"))
     with pytest.raises(Stale):
         cluster.directory.choose(1, "", "c", known)
-    with pytest.raises(spillway.NotFound, match="there is no models/m as it was"):
+    with pytest.raises(spillway_kv.NotFound, match="there is no models/m as it was"):
         cluster.directory.note_weights(dealt("m", made="first"))

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import spillway
+import spillway_kv
 from daemon_process import running_daemon
-from spillway_cluster.directory import Directory
-from spillway_cluster.moving import Copied, move
-from spillway_cluster.records import MemoryStore
+from spillway_kv.cluster.directory import Directory
+from spillway_kv.cluster.moving import Copied, move
+from spillway_kv.cluster.records import MemoryStore
 
 LAYERS, KV_HEADS, DIM, TOKENS = 4, 2, 64, 3000
 SHAPES: dict[str, Any] = {
@@ -34,18 +34,18 @@ Q = rows(3, 1, 2 * KV_HEADS, DIM)
 
 
 @pytest.fixture(scope="module")
-def clients(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[spillway.Client]]:
+def clients(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[spillway_kv.Client]]:
     with ExitStack() as stack:
         folders = [tmp_path_factory.mktemp(f"daemon{number}") for number in range(2)]
         targets = [
             stack.enter_context(running_daemon(folder, "--memory-limit", "512MiB"))
             for folder in folders
         ]
-        yield [stack.enter_context(spillway.connect(target)) for target in targets]
+        yield [stack.enter_context(spillway_kv.connect(target)) for target in targets]
 
 
 def moved(
-    clients: list[spillway.Client], part: str, directory: Directory | None = None
+    clients: list[spillway_kv.Client], part: str, directory: Directory | None = None
 ) -> Copied | None:
     return move(
         clients[0],
@@ -59,7 +59,7 @@ def moved(
 
 
 @pytest.fixture
-def model(clients: list[spillway.Client]) -> Iterator[spillway.Model]:
+def model(clients: list[spillway_kv.Client]) -> Iterator[spillway_kv.Model]:
     models = [client.create_model("m", **SHAPES) for client in clients]
     yield models[0]
     for client in clients:
@@ -69,9 +69,9 @@ def model(clients: list[spillway.Client]) -> Iterator[spillway.Model]:
 
 
 def test_a_move_keeps_rows_policy_ttl_and_answers(
-    clients: list[spillway.Client], model: spillway.Model
+    clients: list[spillway_kv.Client], model: spillway_kv.Model
 ) -> None:
-    policy = spillway.Policy(dense_token_count=1024, epsilon=0.2)
+    policy = spillway_kv.Policy(dense_token_count=1024, epsilon=0.2)
     old = clients[0].create_sequence(model, policy=policy, ttl=600)
     old.append(0, 0, K[:, :, :TOKENS], V[:, :, :TOKENS])
     before = [old.attend(layer, Q) for layer in range(LAYERS)]
@@ -80,7 +80,7 @@ def test_a_move_keeps_rows_policy_ttl_and_answers(
     assert copied is not None
     assert copied.token_count == TOKENS
     assert copied.sealed_token_count == 0
-    with pytest.raises(spillway.NotFound):
+    with pytest.raises(spillway_kv.NotFound):
         old.refresh()
     new = clients[1].get_sequence(old.name)
     assert new.layer_token_counts == (TOKENS,) * LAYERS
@@ -96,7 +96,7 @@ def test_a_move_keeps_rows_policy_ttl_and_answers(
 
 
 def test_a_layer_in_the_middle_of_a_step_keeps_its_length(
-    clients: list[spillway.Client], model: spillway.Model
+    clients: list[spillway_kv.Client], model: spillway_kv.Model
 ) -> None:
     old = clients[0].create_sequence(model)
     old.append(0, 0, K[:, :, :100], V[:, :, :100])
@@ -106,12 +106,12 @@ def test_a_layer_in_the_middle_of_a_step_keeps_its_length(
 
 
 def test_nothing_that_is_appended_meanwhile_is_lost(
-    clients: list[spillway.Client], model: spillway.Model
+    clients: list[spillway_kv.Client], model: spillway_kv.Model
 ) -> None:
     old = clients[0].create_sequence(model)
     old.append(0, 0, K[:, :, :TOKENS], V[:, :, :TOKENS])
     acknowledged = TOKENS
-    refused: list[spillway.SpillwayError] = []
+    refused: list[spillway_kv.SpillwayError] = []
 
     def append() -> None:
         nonlocal acknowledged
@@ -119,7 +119,7 @@ def test_nothing_that_is_appended_meanwhile_is_lost(
             at = slice(acknowledged, acknowledged + 1)
             try:
                 old.append(0, acknowledged, K[:, :, at], V[:, :, at])
-            except spillway.SpillwayError as error:
+            except spillway_kv.SpillwayError as error:
                 refused.append(error)
                 return
             acknowledged += 1
@@ -129,7 +129,7 @@ def test_nothing_that_is_appended_meanwhile_is_lost(
     assert moved(clients, old.name) is not None
     thread.join()
     assert refused, "the move was over before an append was refused"
-    gone = isinstance(refused[0], spillway.NotFound)
+    gone = isinstance(refused[0], spillway_kv.NotFound)
     assert gone or refused[0].reason == "SEQUENCE_SEALED"
     new = clients[1].get_sequence(old.name)
     assert new.layer_token_counts == (acknowledged,) * LAYERS
@@ -141,21 +141,21 @@ def test_nothing_that_is_appended_meanwhile_is_lost(
 
 
 def test_what_is_truncated_meanwhile_is_copied_anew(
-    clients: list[spillway.Client], model: spillway.Model, monkeypatch: pytest.MonkeyPatch
+    clients: list[spillway_kv.Client], model: spillway_kv.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old = clients[0].create_sequence(model)
     old.append(0, 0, K[:, :, :500], V[:, :, :500])
-    seal = spillway.Sequence.seal
-    calls: list[spillway.Sequence] = []
+    seal = spillway_kv.Sequence.seal
+    calls: list[spillway_kv.Sequence] = []
 
-    def truncate_first(sequence: spillway.Sequence) -> spillway.SequenceInfo:
+    def truncate_first(sequence: spillway_kv.Sequence) -> spillway_kv.SequenceInfo:
         if not calls:
             old.truncate(400)
             old.append(0, 400, V[:, :, :100], K[:, :, :100])
         calls.append(sequence)
         return seal(sequence)
 
-    monkeypatch.setattr(spillway.Sequence, "seal", truncate_first)
+    monkeypatch.setattr(spillway_kv.Sequence, "seal", truncate_first)
     directory = Directory(MemoryStore())
     assert moved(clients, old.name, directory) is not None
     assert len(calls) == 2
@@ -172,9 +172,9 @@ class Broken(Exception):
     """The process that moves a sequence dies."""
 
 
-@pytest.mark.parametrize("failure", [Broken, spillway.Unavailable("no directory")])
+@pytest.mark.parametrize("failure", [Broken, spillway_kv.Unavailable("no directory")])
 def test_a_move_that_fails_leaves_the_sequence_as_it_was(
-    clients: list[spillway.Client], model: spillway.Model, failure: Any
+    clients: list[spillway_kv.Client], model: spillway_kv.Model, failure: Any
 ) -> None:
     class Ledger(Directory):
         def begin_move(self, *_: Any) -> None:
@@ -183,9 +183,9 @@ def test_a_move_that_fails_leaves_the_sequence_as_it_was(
     old = clients[0].create_sequence(model)
     old.append(0, 0, K[:, :, :500], V[:, :, :500])
     directory = Ledger(MemoryStore())
-    with pytest.raises((Broken, spillway.Unavailable)):
+    with pytest.raises((Broken, spillway_kv.Unavailable)):
         moved(clients, old.name, directory)
-    with pytest.raises(spillway.NotFound):
+    with pytest.raises(spillway_kv.NotFound):
         clients[1].get_sequence(old.name)
     # The sequence is not sealed.
     old.append(0, 500, K[:, :, 500:501], V[:, :, 500:501])
@@ -193,7 +193,7 @@ def test_a_move_that_fails_leaves_the_sequence_as_it_was(
 
 
 def test_a_mover_that_dies_before_the_delete_is_followed_by_another(
-    clients: list[spillway.Client], model: spillway.Model, monkeypatch: pytest.MonkeyPatch
+    clients: list[spillway_kv.Client], model: spillway_kv.Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old = clients[0].create_sequence(model)
     old.append(0, 0, K[:, :, :500], V[:, :, :500])
@@ -203,8 +203,8 @@ def test_a_mover_that_dies_before_the_delete_is_followed_by_another(
         raise Broken
 
     with monkeypatch.context() as patch:
-        patch.setattr(spillway.Sequence, "delete", die)
-        patch.setattr("spillway_cluster.moving._take_back", lambda *_: None)
+        patch.setattr(spillway_kv.Sequence, "delete", die)
+        patch.setattr("spillway_kv.cluster.moving._take_back", lambda *_: None)
         with pytest.raises(Broken):
             moved(clients, old.name, directory)
     # The move is noted and the sequence is sealed, but not deleted. So clients must wait.
@@ -217,39 +217,39 @@ def test_a_mover_that_dies_before_the_delete_is_followed_by_another(
 
 @pytest.mark.parametrize("deleted", [False, True])
 def test_a_delete_without_an_answer_is_a_move_only_if_the_sequence_is_gone(
-    clients: list[spillway.Client],
-    model: spillway.Model,
+    clients: list[spillway_kv.Client],
+    model: spillway_kv.Model,
     monkeypatch: pytest.MonkeyPatch,
     deleted: bool,
 ) -> None:
     old = clients[0].create_sequence(model)
     old.append(0, 0, K[:, :, :500], V[:, :, :500])
     directory = Directory(MemoryStore())
-    delete = spillway.Sequence.delete
+    delete = spillway_kv.Sequence.delete
 
-    def unanswered(sequence: spillway.Sequence, if_sealed: bool = False) -> None:
+    def unanswered(sequence: spillway_kv.Sequence, if_sealed: bool = False) -> None:
         if deleted or not if_sealed:
             delete(sequence, if_sealed)
         if if_sealed:
-            raise spillway.Unavailable("the daemon has ended")
+            raise spillway_kv.Unavailable("the daemon has ended")
 
-    monkeypatch.setattr(spillway.Sequence, "delete", unanswered)
+    monkeypatch.setattr(spillway_kv.Sequence, "delete", unanswered)
     if deleted:
         assert moved(clients, old.name, directory) is not None
         assert clients[1].get_sequence(old.name).token_count == 500
     else:
-        with pytest.raises(spillway.Unavailable, match="the daemon has ended"):
+        with pytest.raises(spillway_kv.Unavailable, match="the daemon has ended"):
             moved(clients, old.name, directory)
         # It is not sealed, there is no copy, and nobody takes it for moved if its daemon is lost.
         old.append(0, 500, K[:, :, 500:501], V[:, :, 500:501])
-        with pytest.raises(spillway.NotFound):
+        with pytest.raises(spillway_kv.NotFound):
             clients[1].get_sequence(old.name)
     there = directory.moved(old.name, "a", gone=True)
     assert (there is not None) == deleted
 
 
 def test_a_mover_that_dies_after_the_delete_has_moved_it(
-    clients: list[spillway.Client], model: spillway.Model
+    clients: list[spillway_kv.Client], model: spillway_kv.Model
 ) -> None:
     class Ledger(Directory):
         def end_move(self, part: str, *, done: bool) -> None:
@@ -271,7 +271,7 @@ def test_a_mover_that_dies_after_the_delete_has_moved_it(
 
 
 def test_a_daemon_that_opened_it_again_keeps_it(
-    clients: list[spillway.Client], model: spillway.Model
+    clients: list[spillway_kv.Client], model: spillway_kv.Model
 ) -> None:
     """As after the daemon's restart. What a client then appends there must not be lost."""
     old = clients[0].create_sequence(model)
@@ -285,15 +285,17 @@ def test_a_daemon_that_opened_it_again_keeps_it(
             other.append(0, 500, K[:, :, 500:501], V[:, :, 500:501])
 
     directory = Ledger(MemoryStore())
-    with pytest.raises(spillway.FailedPrecondition, match="SEQUENCE_NOT_SEALED"):
+    with pytest.raises(spillway_kv.FailedPrecondition, match="SEQUENCE_NOT_SEALED"):
         moved(clients, old.name, directory)
     assert old.refresh().token_count == 501
     assert directory.moved(old.name, "a", gone=False) is None
-    with pytest.raises(spillway.NotFound):
+    with pytest.raises(spillway_kv.NotFound):
         clients[1].get_sequence(old.name)
 
 
-def test_what_is_gone_is_not_moved(clients: list[spillway.Client], model: spillway.Model) -> None:
+def test_what_is_gone_is_not_moved(
+    clients: list[spillway_kv.Client], model: spillway_kv.Model
+) -> None:
     old = clients[0].create_sequence(model)
     old.delete()
     assert moved(clients, old.name) is None

@@ -9,14 +9,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import spillway
+import spillway_kv
 from helpers import settles, wait_for
 from local_cluster import Served, record
-from spillway_cluster import node
-from spillway_cluster.directory import Directory
-from spillway_cluster.node import Node
-from spillway_cluster.placement import Moved
-from spillway_cluster.records import DaemonRecord, MemoryStore
+from spillway_kv.cluster import node
+from spillway_kv.cluster.directory import Directory
+from spillway_kv.cluster.node import Node
+from spillway_kv.cluster.placement import Moved
+from spillway_kv.cluster.records import DaemonRecord, MemoryStore
 
 
 class EndsOnce(Served):
@@ -40,7 +40,7 @@ class Unreachable(Directory):
     def register(self, record: DaemonRecord) -> str:
         if record.restart_count and self.failures:
             self.failures -= 1
-            raise spillway.Unavailable("the directory is being restarted")
+            raise spillway_kv.Unavailable("the directory is being restarted")
         return super().register(record)
 
 
@@ -199,7 +199,7 @@ def test_a_daemon_that_ends_during_a_report_is_started_again(
             process.ended.set()
             # As `Restarts` does while it waits for the daemon's next process.
             given_up.append(settles(lambda: made._restarts.given_up() is not None, 5))
-            raise spillway.Unavailable("the daemon has ended")
+            raise spillway_kv.Unavailable("the daemon has ended")
 
         made.statistics = ends
         return made
@@ -225,7 +225,7 @@ def test_what_other_tokens_have_is_not_lost_by_a_drain() -> None:
     name = made.start()
     try:
         with pytest.raises(
-            spillway.FailedPrecondition, match="those of other tokens would be lost"
+            spillway_kv.FailedPrecondition, match="those of other tokens would be lost"
         ):
             made.drain()
         assert directory.daemon(name).state == "up"
@@ -240,7 +240,7 @@ def test_a_node_that_starts_again_ends_the_moves_that_were_interrupted(deleted: 
     def with_parts(which: DaemonRecord) -> Any:
         def get_sequence(part: str) -> Any:
             if deleted:
-                raise spillway.NotFound(part)
+                raise spillway_kv.NotFound(part)
             return SimpleNamespace(
                 unseal=lambda: calls.append(f"unseal {part} on slot {which.slot}"),
                 delete=lambda: calls.append(f"delete {part} on slot {which.slot}"),
@@ -346,6 +346,6 @@ def test_a_drained_daemon_stays_drained() -> None:
     name = made.start()
     made.drain()
     assert directory.daemon(name).state == "drained"
-    with pytest.raises(spillway.Unavailable, match="daemon-0 was drained or stopped"):
+    with pytest.raises(spillway_kv.Unavailable, match="daemon-0 was drained or stopped"):
         made.drain()
     assert directory.daemon(name).state == "drained"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from helpers import wait_for
-from spillway_cluster.process import DaemonProcess
+from spillway_kv.cluster.process import DaemonProcess
 
 
 def process(folder: Path) -> DaemonProcess:

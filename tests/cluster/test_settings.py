@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from spillway_cluster.settings import Settings
+from spillway_kv.cluster.settings import Settings
 
 
 def test_ray_clusters_of_one_machine_share_no_folder() -> None:

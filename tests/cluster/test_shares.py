@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from spillway_cluster import Share, deal
-from spillway_cluster.shares import even_ranges
+from spillway_kv.cluster import Share, deal
+from spillway_kv.cluster.shares import even_ranges
 
 
 @pytest.mark.parametrize(

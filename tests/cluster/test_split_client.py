@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import spillway
+import spillway_kv
 import torch
 from daemon_process import running_daemon
 from random_llama import generate, llama, prompt
-from spillway import torch as spillway_torch
-from spillway.transformers import SpillwayCache
-from spillway_cluster import SplitClient
+from spillway_kv import torch as spillway_torch
+from spillway_kv.cluster import SplitClient
+from spillway_kv.transformers import SpillwayCache
 
 LAYERS, KV_HEADS, GROUP, DIM = 3, 3, 2, 64
 TOKENS = 6000
@@ -25,12 +25,12 @@ SHAPES: dict[str, Any] = {
     "head_dim": DIM,
     "dtype": "float32",
 }
-POLICY = spillway.Policy(dense_token_count=1024, dense_layers=[2])
+POLICY = spillway_kv.Policy(dense_token_count=1024, dense_layers=[2])
 
 
 @contextmanager
 def split(targets: list[str], layer_groups: int = 1) -> Iterator[SplitClient]:
-    clients = [spillway.connect(target) for target in targets]
+    clients = [spillway_kv.connect(target) for target in targets]
     with SplitClient(clients, layer_groups) as client:
         yield client
 
@@ -49,7 +49,7 @@ Q = rows(3, 2, KV_HEADS * GROUP, DIM)
 class Pair:
     """The same sequence, whole on one daemon and split."""
 
-    def __init__(self, one: spillway.Client, many: SplitClient) -> None:
+    def __init__(self, one: spillway_kv.Client, many: SplitClient) -> None:
         self.clients: list[Any] = [one, many]
         self.models = [client.create_model(**SHAPES, policy=POLICY) for client in self.clients]
         self.one, self.many = (
@@ -80,7 +80,7 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
 def pair(request: pytest.FixtureRequest, targets: list[str]) -> Iterator[Pair]:
     count = 3 if request.param == "heads of 3" else 2
     groups = 2 if request.param == "layers" else 1
-    with spillway.connect(targets[0]) as one, split(targets[:count], groups) as many:
+    with spillway_kv.connect(targets[0]) as one, split(targets[:count], groups) as many:
         made = Pair(one, many)
         yield made
         made.delete()
@@ -114,7 +114,7 @@ def test_attend(pair: Pair, layer: int) -> None:
 
 
 def test_a_policy_that_names_layers_names_those_of_the_whole(pair: Pair) -> None:
-    policy = spillway.Policy(dense_layers=[1])
+    policy = spillway_kv.Policy(dense_layers=[1])
     for layer, dense in ((0, False), (1, True), (2, False)):
         whole, parts = (s.attend(layer, Q, policy) for s in (pair.one, pair.many))
         expect_same(whole, parts)
@@ -199,18 +199,18 @@ def test_steps_streams_and_truncation(pair: Pair) -> None:
         assert fork.layer_token_counts == (TOKENS + 4,) * LAYERS
         assert fork.truncate(TOKENS + 1).token_count == TOKENS + 1
         answers[i].append(fork.attend(0, Q))
-        with pytest.raises(spillway.OutOfRange, match=f"token_count {TOKENS + 2}|{TOKENS + 2}"):
+        with pytest.raises(spillway_kv.OutOfRange, match=f"token_count {TOKENS + 2}|{TOKENS + 2}"):
             fork.truncate(TOKENS + 2)
         assert fork.refresh().layer_token_counts == (TOKENS + 1,) * LAYERS
         fork.delete()
-        with pytest.raises(spillway.NotFound):
+        with pytest.raises(spillway_kv.NotFound):
             fork.delete()
     for whole, parts in zip(*answers, strict=True):
         expect_same(whole, parts)
 
 
 def test_a_step_of_elements_by_their_bits(pair: Pair) -> None:
-    q = spillway.BFloat16.from_float32(Q[None, :1])
+    q = spillway_kv.BFloat16.from_float32(Q[None, :1])
     k, v = rows(9, 1, KV_HEADS, 1, DIM), rows(10, 1, KV_HEADS, 1, DIM)
     outs = []
     for client, whole in zip(pair.clients, (pair.one, pair.many), strict=True):
@@ -232,7 +232,7 @@ def test_what_is_named_is_found(pair: Pair) -> None:
     expect_same(pair.one.attend(0, Q), found.attend(0, Q))
     assert found.keep().row_bytes == info.row_bytes > 0
     named.delete()
-    with pytest.raises(spillway.NotFound):
+    with pytest.raises(spillway_kv.NotFound):
         client.get_sequence("sequences/kept")
 
 
@@ -265,11 +265,11 @@ def test_a_step_that_failed_on_one_daemon_may_be_repeated(pair: Pair) -> None:
 
 
 def test_errors_are_of_the_daemon_and_name_the_layer(pair: Pair) -> None:
-    with pytest.raises(spillway.InvalidArgument, match=r"layer: value 3 is not in \[0, 2\]"):
+    with pytest.raises(spillway_kv.InvalidArgument, match=r"layer: value 3 is not in \[0, 2\]"):
         pair.many.attend(3, Q)
-    with pytest.raises(spillway.InvalidArgument, match="not the model's 3 KV heads"):
+    with pytest.raises(spillway_kv.InvalidArgument, match="not the model's 3 KV heads"):
         pair.many.append(0, TOKENS, K[0, :2, :1], V[0, :2, :1])
-    with pytest.raises(spillway.OutOfRange):
+    with pytest.raises(spillway_kv.OutOfRange):
         pair.many.append(0, TOKENS + 5, K[:, :, :1], V[:, :, :1])
     assert pair.many.refresh().token_count == TOKENS
 
@@ -281,11 +281,11 @@ def test_what_cannot_be_split_is_refused(targets: list[str]) -> None:
             client.create_model(**few)
         # The second daemon refuses. The first must not keep its part.
         before = client.clients[1].create_model("taken.1of2", **SHAPES)
-        with pytest.raises(spillway.AlreadyExists):
+        with pytest.raises(spillway_kv.AlreadyExists):
             client.create_model("taken", **SHAPES)
         assert not [m for m in client.clients[0].list_models() if "taken" in m.name]
         client.clients[1].delete_model(before)
-    one, again = spillway.connect(targets[0]), spillway.connect(targets[0])
+    one, again = spillway_kv.connect(targets[0]), spillway_kv.connect(targets[0])
     with one, again, pytest.raises(ValueError, match="are the same daemon"):
         SplitClient([one, again])
     with pytest.raises(ValueError, match="no daemons are named"):
@@ -321,13 +321,13 @@ def test_a_step_by_whatever_leads_to_the_daemons(
     targets: list[str], by: str, count: int, tokens: int
 ) -> None:
     """Outputs are written in place if one call reaches all daemons, and else put together."""
-    clients = [spillway.connect(target, native=by != "grpcio") for target in targets]
+    clients = [spillway_kv.connect(target, native=by != "grpcio") for target in targets]
     for client in clients:
         if by == "messages":
             client._no_doorbell = "not asked for"
     q = rows(5, count, tokens, KV_HEADS * GROUP, DIM)
     k, v = (rows(seed, count, KV_HEADS, tokens, DIM) for seed in (6, 7))
-    with spillway.connect(targets[0]) as one, SplitClient(clients) as many:
+    with spillway_kv.connect(targets[0]) as one, SplitClient(clients) as many:
         answers = []
         pair: list[Any] = [one, many]
         for client in pair:

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import spillway_cluster
+import spillway_kv.cluster
 from daemon_process import binary, device_flags
 from local_cluster import LocalCluster, local_cluster
-from spillway_vllm.settings import Settings, settings_from
-from spillway_vllm.step_plan import Source, StepPlan
+from spillway_kv.vllm.settings import Settings, settings_from
+from spillway_kv.vllm.step_plan import Source, StepPlan
 from test_vllm_worker import (  # noqa: F401  (they run here with this module's `model`)
     Model,
     _check,
@@ -42,11 +42,11 @@ def connected_to(
 ) -> Settings:
     """Settings with which the plugin's workers connect to the cluster."""
 
-    def connect(target: str, **_: Any) -> spillway_cluster.ClusterClient:
+    def connect(target: str, **_: Any) -> spillway_kv.cluster.ClusterClient:
         assert target == "ray:kv"
         return cluster.connect(part_count)
 
-    monkeypatch.setattr(spillway_cluster, "connect", connect)
+    monkeypatch.setattr(spillway_kv.cluster, "connect", connect)
     return settings_from({"VLLM_SPILLWAY_TARGET": "ray:kv", "VLLM_SPILLWAY_RECONNECT_SECONDS": "5"})
 
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import spillway
+import spillway_kv
 from daemon_process import binary, device_flags
 from local_cluster import LocalCluster, local_cluster
 from safetensors.numpy import save_file
-from spillway_cluster import ClusterClient, SplitClient
+from spillway_kv.cluster import ClusterClient, SplitClient
 
 LAYERS, KV_HEADS, GROUP, DIM, TOKENS = 2, 2, 2, 32, 1500
 HIDDEN, BITS = 16, 64
@@ -25,8 +25,8 @@ SHAPES: dict[str, Any] = {
     "head_dim": DIM,
     "dtype": "float32",
 }
-FEW: dict[str, Any] = {"heavy": spillway.TopK(count=64), "tail": "none"}
-POLICY = spillway.Policy(dense_token_count=1024, selector="hamming", **FEW)
+FEW: dict[str, Any] = {"heavy": spillway_kv.TopK(count=64), "tail": "none"}
+POLICY = spillway_kv.Policy(dense_token_count=1024, selector="hamming", **FEW)
 FLAGS = ("--memory-limit", "256MiB", "--grace", "1")
 
 
@@ -48,7 +48,7 @@ def weights(seed: int = 7) -> dict[str, np.ndarray]:
     return made
 
 
-MLP = spillway.MlpHash(BITS, HIDDEN, query_weights=True)
+MLP = spillway_kv.MlpHash(BITS, HIDDEN, query_weights=True)
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def expect_same(a: list[Any], b: list[Any]) -> None:
 
 
 @contextmanager
-def model_of(client: ClusterClient, **options: Any) -> Iterator[spillway.Model]:
+def model_of(client: ClusterClient, **options: Any) -> Iterator[spillway_kv.Model]:
     model = client.create_model("m", **SHAPES, policy=POLICY, hash_weights=MLP, **options)
     assert not model.ready
     yield model
@@ -92,7 +92,7 @@ def expected(cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory) ->
     """The answers of one daemon."""
     file = tmp_path_factory.mktemp("weights") / "weights.safetensors"
     save_file(weights(), file)
-    with spillway.connect(cluster.directory.daemon("daemon-0").target) as client:
+    with spillway_kv.connect(cluster.directory.daemon("daemon-0").target) as client:
         model = client.create_model("alone", **SHAPES, policy=POLICY, hash_weights=MLP)
         client.upload_hash_weights(model, file)
         made = answers(client, model)
@@ -105,7 +105,7 @@ def test_each_daemon_gets_what_its_part_needs(
     cluster: LocalCluster, path: Path, expected: list[Any], parts: int, groups: int
 ) -> None:
     with cluster.connect(parts, groups) as client, model_of(client) as model:
-        with pytest.raises(spillway.FailedPrecondition):
+        with pytest.raises(spillway_kv.FailedPrecondition):
             client.create_sequence(model)
         assert client.upload_hash_weights(model, path).ready
         assert client.get_model(model.name).ready
@@ -120,11 +120,11 @@ def test_of_daemons_that_are_named_once(
     cluster: LocalCluster, path: Path, expected: list[Any]
 ) -> None:
     targets = [cluster.directory.daemon(f"daemon-{slot}").target for slot in range(2)]
-    with SplitClient([spillway.connect(target) for target in targets]) as client:
+    with SplitClient([spillway_kv.connect(target) for target in targets]) as client:
         with model_of(client) as model:
             assert client.upload_hash_weights(model, path).ready
             expect_same(answers(client, model), expected)
-            with SplitClient([spillway.connect(target) for target in targets]) as other:
+            with SplitClient([spillway_kv.connect(target) for target in targets]) as other:
                 expect_same(answers(other, model.name), expected)
 
 
@@ -139,13 +139,13 @@ def test_label_channels_are_dealt_too(cluster: LocalCluster, tmp_path: Path) -> 
         file,
     )
     options: dict[str, Any] = {
-        "policy": spillway.Policy(dense_token_count=1024, selector="double_sparsity", **FEW),
-        "key_indices": spillway.KeyIndices(label_channel_count=16),
+        "policy": spillway_kv.Policy(dense_token_count=1024, selector="double_sparsity", **FEW),
+        "key_indices": spillway_kv.KeyIndices(label_channel_count=16),
         "hash_weights": None,
     }
     made = []
     for target in (cluster.directory.daemon("daemon-0").target, ""):
-        with spillway.connect(target) if target else cluster.connect(2) as client:
+        with spillway_kv.connect(target) if target else cluster.connect(2) as client:
             model = client.create_model("labels", **SHAPES, **options)
             assert client.upload_hash_weights(model, file).ready
             made.append(answers(client, model))
@@ -157,11 +157,11 @@ def test_what_is_refused(cluster: LocalCluster, path: Path, tmp_path: Path) -> N
     bad = tmp_path / "bad.safetensors"
     with cluster.connect(2) as client, model_of(client) as model:
         bad.write_bytes(b"\x08\0\0\0\0\0\0\0nonsense")
-        with pytest.raises(spillway.InvalidArgument, match="is not a safetensors file"):
+        with pytest.raises(spillway_kv.InvalidArgument, match="is not a safetensors file"):
             client.upload_hash_weights(model, bad)
         save_file({**weights(), "layers.1.w1": normal(1, 3, DIM, HIDDEN)}, bad)
         with pytest.raises(
-            spillway.InvalidArgument,
+            spillway_kv.InvalidArgument,
             match=r"layers\.1\.w1 has shape \[3, 32, 16\], and its first dimension is neither the "
             "model's 2 KV heads nor its 4 query heads",
         ):
@@ -169,18 +169,18 @@ def test_what_is_refused(cluster: LocalCluster, path: Path, tmp_path: Path) -> N
         whole = weights()
         del whole["layers.0.b1"]
         save_file(whole, bad)
-        with pytest.raises(spillway.InvalidArgument, match=r"layers\.0\.b1"):
+        with pytest.raises(spillway_kv.InvalidArgument, match=r"layers\.0\.b1"):
             client.upload_hash_weights(model, bad)
         assert not client.get_model(model.name).ready
         # A part that already had weights must accept others.
         save_file(weights(99), bad)
         client.upload_hash_weights(model, bad)
         client.upload_hash_weights(model, bad)
-        with pytest.raises(spillway.FailedPrecondition, match="has the hash weights .*bad"):
+        with pytest.raises(spillway_kv.FailedPrecondition, match="has the hash weights .*bad"):
             client.upload_hash_weights(model, path)
         plain = client.create_model("plain", **SHAPES)
         with pytest.raises(
-            spillway.FailedPrecondition, match="plain does not wait for hash weights"
+            spillway_kv.FailedPrecondition, match="plain does not wait for hash weights"
         ):
             client.upload_hash_weights(plain, path)
         client.delete_model(plain)
@@ -221,7 +221,8 @@ def test_a_daemon_that_comes_later_gets_them_from_the_file(
         moved = path.with_name("elsewhere")
         path.rename(moved)
         with pytest.raises(
-            spillway.FailedPrecondition, match=f"{path}, which a daemon is to get, cannot be read"
+            spillway_kv.FailedPrecondition,
+            match=f"{path}, which a daemon is to get, cannot be read",
         ):
             cluster.nodes[source].drain()
         moved.rename(path)

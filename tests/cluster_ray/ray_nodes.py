@@ -13,9 +13,9 @@ from typing import Any
 import ray
 from daemon_process import binary
 from ray.cluster_utils import Cluster
-from spillway_cluster import deploy
-from spillway_cluster.settings import Settings
-from spillway_lab import serving
+from spillway_kv.cluster import deploy
+from spillway_kv.cluster.settings import Settings
+from spillway_kv.lab import serving
 
 
 class RayNodes:
@@ -70,7 +70,7 @@ def daemons(count: int, **options: Any) -> Iterator[list[str]]:
 def program(nodes: RayNodes, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs spillway-cluster with these arguments."""
     return subprocess.run(
-        [sys.executable, "-m", "spillway_cluster.cli", *arguments, "--address", nodes.address],
+        [sys.executable, "-m", "spillway_kv.cluster.cli", *arguments, "--address", nodes.address],
         capture_output=True,
         text=True,
         check=False,

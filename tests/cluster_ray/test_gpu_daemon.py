@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import spillway
+import spillway_kv
 from daemon_process import device, on_gpu, running_daemon
 from ray_nodes import RayNodes, program
 
@@ -23,9 +23,9 @@ SHAPES: dict[str, Any] = {
 }
 
 
-def rows(seed: int, *shape: int) -> spillway.BFloat16:
+def rows(seed: int, *shape: int) -> spillway_kv.BFloat16:
     numbers = np.random.default_rng(seed).standard_normal(shape, np.float32)
-    return spillway.BFloat16.from_float32(numbers)
+    return spillway_kv.BFloat16.from_float32(numbers)
 
 
 K, V = (rows(seed, LAYERS, KV_HEADS, TOKENS + STEPS, DIM) for seed in (1, 2))
@@ -43,7 +43,7 @@ def decoded(client: Any) -> list[Any]:
         with client.begin_step([sequence]) as step:
             for layer in range(LAYERS):
                 k, v = (x.bits[None, layer, :, at] for x in (K, V))
-                arrays = (spillway.BFloat16(x) for x in (k, v))
+                arrays = (spillway_kv.BFloat16(x) for x in (k, v))
                 out, lse = step.attend(layer, Q[number], *arrays)
                 made.append((out.bits, lse, step.results()[0].message.certificate))
     sequence.delete()
@@ -62,14 +62,14 @@ def nodes() -> Iterator[RayNodes]:
 
 def test_it_answers_as_one_without_ray(nodes: RayNodes, tmp_path: Path) -> None:
     with running_daemon(tmp_path, "--memory-limit", "2GiB") as target:
-        with spillway.connect(target) as client:
+        with spillway_kv.connect(target) as client:
             assert [each.name for each in client.server_info.devices] == [device()]
             expected = decoded(client)
     options = ("--gpus", "1", "--memory-limit", "2GiB", "--listen", "unix")
     up = program(nodes, "up", *options)
     assert up.returncode == 0, up.stderr
     try:
-        with spillway.connect("ray:") as client:
+        with spillway_kv.connect("ray:") as client:
             # Ray makes only this GPU visible to the daemon, so it is cuda:0 there.
             assert [each.name for each in client.server_info.devices] == ["cuda:0"]
             made = decoded(client)

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
-import spillway
+import spillway_kv
 from helpers import fences
 from ray_nodes import RayNodes, daemons, program
-from spillway_cluster import deploy
-from spillway_cluster.handle import DIRECTORY
-from spillway_cluster.settings import Settings
+from spillway_kv.cluster import deploy
+from spillway_kv.cluster.handle import DIRECTORY
+from spillway_kv.cluster.settings import Settings
 
 LAYERS, KV_HEADS, GROUP, DIM, TOKENS, STEPS = 3, 2, 2, 64, 2500, 40
 SHAPES: dict[str, Any] = {
@@ -29,7 +29,7 @@ SHAPES: dict[str, Any] = {
     "kv_head_count": KV_HEADS,
     "head_dim": DIM,
     "dtype": "float32",
-    "policy": spillway.Policy(dense_token_count=1024),
+    "policy": spillway_kv.Policy(dense_token_count=1024),
 }
 
 
@@ -69,7 +69,7 @@ def nodes() -> Iterator[RayNodes]:
 @pytest.fixture(scope="module")
 def expected() -> list[np.ndarray]:
     """The answers of an embedded engine with the whole sequence, by step."""
-    with spillway.connect("embedded:", settings={"device.name": "cpu"}) as client:
+    with spillway_kv.connect("embedded:", settings={"device.name": "cpu"}) as client:
         client.create_model("m", **SHAPES)
         sequence = filled(client)
         return [decoded(client, sequence, number) for number in range(STEPS)]
@@ -85,12 +85,12 @@ def test_the_program(nodes: RayNodes, expected: list[np.ndarray]) -> None:
     options = ("--daemons", "2", "--listen", "unix", "--memory-limit", "256MiB")
     up = program(nodes, "up", *options)
     assert up.returncode == 0, up.stderr
-    assert 'spillway.connect("ray:")' in up.stderr
+    assert 'spillway_kv.connect("ray:")' in up.stderr
     try:
         again = program(nodes, "up", *options)
         assert again.returncode == 1
         assert "there is a Spillway cluster" in again.stderr
-        with spillway.connect("ray:") as client:
+        with spillway_kv.connect("ray:") as client:
             client.create_model("m", **SHAPES)
             sequences = [filled(client) for _ in range(2)]
             status = program(nodes, "status")
@@ -121,7 +121,7 @@ def test_of_two_that_start_at_once_one_is_refused(nodes: RayNodes) -> None:
         ]
     try:
         failures = [each.exception() for each in ups]
-        assert [type(each) for each in failures if each] == [spillway.AlreadyExists]
+        assert [type(each) for each in failures if each] == [spillway_kv.AlreadyExists]
         assert [each.state for each in deploy.status().daemons] == ["up"]
     finally:
         deploy.down()
@@ -134,7 +134,7 @@ def test_the_snippets_of_the_page(nodes: RayNodes) -> None:
     (snippet,) = fences("docs/cluster.md", "python")
     with daemons(2):
         for line in snippet.splitlines():
-            names: dict[str, Any] = {"spillway": spillway}
+            names: dict[str, Any] = {"spillway": spillway_kv}
             exec(line.replace("parts=4", "parts=2"), names)  # because this cluster has two daemons
             with names["client"] as client:
                 client.create_model("m", **SHAPES)
@@ -149,13 +149,13 @@ def test_daemons_listen_on_tcp_and_their_nodes(nodes: RayNodes) -> None:
         records = deploy.status().daemons
         assert len({record.node for record in records}) == 3
         assert all(record.target.startswith("tcp:") for record in records)
-        with spillway.connect("ray:") as client:
+        with spillway_kv.connect("ray:") as client:
             client.create_model("m", **SHAPES)
             assert filled(client).token_count == TOKENS
             # Clients on the node itself connect through its socket.
             every: Any = client
             assert [each.step_transport for each in every.clients] == ["doorbell"] * 3
-        with spillway.connect(records[0].target) as far:
+        with spillway_kv.connect(records[0].target) as far:
             assert far.step_transport == "libspillway"
             assert far.health()
 
@@ -163,10 +163,10 @@ def test_daemons_listen_on_tcp_and_their_nodes(nodes: RayNodes) -> None:
 def test_a_task_of_a_ray_job_connects(nodes: RayNodes) -> None:
     # The task runs in another process, which cannot import the tests.
     def task(q: np.ndarray) -> Any:
-        with spillway.connect("ray:") as client:
+        with spillway_kv.connect("ray:") as client:
             return client.get_sequence("sequences/shared").attend(0, q).out
 
-    with daemons(2), spillway.connect("ray:?parts=2") as client:
+    with daemons(2), spillway_kv.connect("ray:?parts=2") as client:
         client.create_model("m", **SHAPES)
         sequence: Any = client.create_sequence("models/m", "shared")
         sequence.append(0, 0, K[:, :, :TOKENS], V[:, :, :TOKENS])
@@ -178,11 +178,11 @@ def test_a_task_of_a_ray_job_connects(nodes: RayNodes) -> None:
 def test_more_parts_than_daemons_are_refused(nodes: RayNodes) -> None:
     with daemons(2):
         with pytest.raises(ValueError, match=r"parts 3 is not in \[1, 2\]"):
-            spillway.connect("ray:?parts=3")
-        with pytest.raises(spillway.InvalidArgument, match="parts 'x' is not a number"):
-            spillway.connect("ray:?parts=x")
-    with pytest.raises(spillway.Unavailable, match="no Spillway cluster in Ray's namespace"):
-        spillway.connect("ray:")
+            spillway_kv.connect("ray:?parts=3")
+        with pytest.raises(spillway_kv.InvalidArgument, match="parts 'x' is not a number"):
+            spillway_kv.connect("ray:?parts=x")
+    with pytest.raises(spillway_kv.Unavailable, match="no Spillway cluster in Ray's namespace"):
+        spillway_kv.connect("ray:")
 
 
 def directory_pid() -> int:
@@ -210,7 +210,7 @@ def kill_daemon(daemon: str) -> None:
 def test_what_is_killed_comes_back(
     nodes: RayNodes, expected: list[np.ndarray], kill: Any, part_count: int
 ) -> None:
-    with daemons(2), spillway.connect(f"ray:?parts={part_count}") as client:
+    with daemons(2), spillway_kv.connect(f"ray:?parts={part_count}") as client:
         client.create_model("m", **SHAPES)
         sequence: Any = filled(client)
         pids = [ray.get(deploy.node_of(name).pids.remote()) for name in ("daemon-0", "daemon-1")]
@@ -237,7 +237,7 @@ def test_a_node_that_goes_takes_its_sequences_and_no_others(
     nodes: RayNodes, expected: list[np.ndarray]
 ) -> None:
     # No arena folder: all nodes are on this machine, so a folder would outlive the node.
-    with daemons(2, arena_folder=""), spillway.connect("ray:") as client:
+    with daemons(2, arena_folder=""), spillway_kv.connect("ray:") as client:
         client.create_model("m", **SHAPES)
         sequences: list[Any] = [filled(client) for _ in range(2)]
         lost = sequences[0].daemons[0]
@@ -251,9 +251,9 @@ def test_a_node_that_goes_takes_its_sequences_and_no_others(
                 assert time.monotonic() < deadline
                 try:
                     sequences[0].refresh()
-                except (spillway.Unavailable, spillway.Cancelled) as error:
+                except (spillway_kv.Unavailable, spillway_kv.Cancelled) as error:
                     reason, message = error.reason, error.message
-                except spillway.DaemonRestarted:
+                except spillway_kv.DaemonRestarted:
                     # The next daemon may already have this address, because both are on this
                     # machine.
                     every: Any = client
@@ -271,7 +271,7 @@ def test_a_node_that_goes_takes_its_sequences_and_no_others(
             while fresh is None or fresh.daemons == sequences[1].daemons:
                 assert time.monotonic() < deadline, deploy.status().daemons
                 time.sleep(0.5)
-                with contextlib.suppress(spillway.Unavailable, spillway.Cancelled):
+                with contextlib.suppress(spillway_kv.Unavailable, spillway_kv.Cancelled):
                     fresh = filled(client)
             assert fresh.daemons == [f"{lost}.1"]
             assert np.array_equal(decoded(client, fresh, 0), expected[0])
@@ -287,7 +287,7 @@ def threads_of(pid: int) -> list[Path]:
 def test_a_daemon_that_stalls_is_waited_for_until_the_deadline(
     nodes: RayNodes, expected: list[np.ndarray]
 ) -> None:
-    with daemons(2), spillway.connect("ray:", timeout=2.0) as client:
+    with daemons(2), spillway_kv.connect("ray:", timeout=2.0) as client:
         client.create_model("m", **SHAPES)
         sequences: list[Any] = [filled(client) for _ in range(2)]
         _, pid = ray.get(deploy.node_of(sequences[0].daemons[0]).pids.remote())
@@ -297,7 +297,7 @@ def test_a_daemon_that_stalls_is_waited_for_until_the_deadline(
             while any("(stopped)" not in each.read_text() for each in threads_of(pid)):
                 time.sleep(0.01)
             started = time.monotonic()
-            with pytest.raises((spillway.DeadlineExceeded, spillway.Unavailable)):
+            with pytest.raises((spillway_kv.DeadlineExceeded, spillway_kv.Unavailable)):
                 sequences[0].attend(0, Q[0][0])
             assert time.monotonic() - started < 30
             assert np.array_equal(decoded(client, sequences[1], 0), expected[0])

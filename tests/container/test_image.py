@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import spillway
+import spillway_kv
 import yaml
 from containers import (
     PACKAGE,
@@ -103,7 +103,7 @@ def exact(k: np.ndarray, v: np.ndarray, q: np.ndarray) -> np.ndarray:
     return np.stack(heads)
 
 
-def use(client: spillway.Client) -> spillway.Sequence:
+def use(client: spillway_kv.Client) -> spillway_kv.Sequence:
     """Makes a sequence, and compares an exact attend with float64."""
     model = client.create_model(
         "m", layer_count=2, query_head_count=4, kv_head_count=2, head_dim=64, dtype="float32"
@@ -112,7 +112,7 @@ def use(client: spillway.Client) -> spillway.Sequence:
     k, v = rows(1, TOKENS), rows(2, TOKENS)
     sequence.append(0, 0, k, v)
     q = rows(3, 2)[0].reshape(4, 64)
-    result = sequence.attend(0, q[None], spillway.Policy(selector="all"))
+    result = sequence.attend(0, q[None], spillway_kv.Policy(selector="all"))
     np.testing.assert_allclose(np.asarray(result.out)[0], exact(k[0], v[0], q), atol=1e-4)
     return sequence
 
@@ -125,7 +125,7 @@ def test_the_commands_of_the_page(page: Page) -> None:
             f"uid={USER}(spillway) gid={USER}"
         )
         target = f"unix:{page.folder}/run/spillwayd.sock"
-        with spillway.connect(target) as client:
+        with spillway_kv.connect(target) as client:
             # The limit is three quarters of the container's memory.
             assert client.server_info.limits.memory_bytes_max == 768 << 20
             sequence = use(client)
@@ -213,13 +213,13 @@ def test_the_daemon_of_the_manifest(page: Page, volumes: dict[str, Path]) -> Non
         assert probe("pod", alive) == 200
         assert probe("pod", "/metrics") == 200
         assert "spillwayd 0.1.0" in podman("exec", "pod", "spillway", "status").stdout
-        with spillway.connect(target) as client:
+        with spillway_kv.connect(target) as client:
             use(client)
             grace = str(pod["terminationGracePeriodSeconds"])
             podman("restart", "--time", grace, "pod")
             wait_until_ready("pod", ready)
         # The process is new, but the volume still has the rows.
-        with spillway.connect(target) as client:
+        with spillway_kv.connect(target) as client:
             assert client.get_sequence("sequences/s").layer_token_counts == (TOKENS, TOKENS)
         podman("stop", "--time", grace, "pod")
         assert state("pod", "ExitCode") == "0"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import spillway
+import spillway_kv
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "tests/python")]
@@ -20,11 +20,11 @@ LICENSES = Path("/usr/share/common-licenses")
 
 
 @pytest.fixture(scope="session")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[spillway.Client]:
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[spillway_kv.Client]:
     """A client of the session's daemon."""
     with (
         running_daemon(tmp_path_factory.mktemp("daemon")) as target,
-        spillway.connect(target) as client,
+        spillway_kv.connect(target) as client,
     ):
         yield client
 

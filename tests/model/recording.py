@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from spillway_lab.training.traces import attention_seen
+from spillway_kv.lab.training.traces import attention_seen
 
 
 class Trace(NamedTuple):

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import spillway
+import spillway_kv
 import torch
 from demonstration.observation import relative_errors
 from recording import Trace, exact_attention, record
-from spillway import Policy, TopK
+from spillway_kv import Policy, TopK
 
 TOKEN_COUNT = 8192
 # Positions of the queries: in the last 1,024 tokens, and as many as one attend serves sparsely.
@@ -91,7 +91,7 @@ class Bench(NamedTuple):
     """A trace, the same rows in the daemon, and the exact outputs of each layer."""
 
     trace: Trace
-    sequence: spillway.Sequence
+    sequence: spillway_kv.Sequence
     exact: list[torch.Tensor]
 
     def draw(self, options: dict[str, Any], seeds: Sequence[int]) -> Draws:
@@ -120,7 +120,7 @@ class Bench(NamedTuple):
 
 @pytest.fixture(scope="module")
 def bench(
-    client: spillway.Client, loaded: tuple[Any, Any], tokens: torch.Tensor
+    client: spillway_kv.Client, loaded: tuple[Any, Any], tokens: torch.Tensor
 ) -> Iterator[Bench]:
     """Puts the model's K/V of 8,192 tokens into the daemon."""
     model = loaded[0]

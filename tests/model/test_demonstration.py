@@ -12,7 +12,7 @@ import pytest
 from demonstration import model, report
 from demonstration.observation import Observer, worst_head
 from rich.console import Console
-from spillway_lab.evaluation import intervals
+from spillway_kv.lab.evaluation import intervals
 
 # Two layers, two recomputed attends each, two heads. One certificate has no error and one is exact.
 # Of the six others, the second and the last are exceeded, and the third is met exactly.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import spillway
+import spillway_kv
 import torch
-from spillway.transformers import SpillwayCache
+from spillway_kv.transformers import SpillwayCache
 from transformers import DynamicCache
 
 CONTEXT_TOKEN_COUNT = 2500
@@ -28,11 +28,11 @@ def generate(model: Any, tokens: torch.Tensor, cache: Any) -> list[int]:
 
 
 def test_all_decodes_as_transformers_does(
-    client: spillway.Client, language_model: Any, tokens: torch.Tensor
+    client: spillway_kv.Client, language_model: Any, tokens: torch.Tensor
 ) -> None:
     expected = generate(language_model, tokens, DynamicCache(config=language_model.config))
     language_model.set_attn_implementation("spillway")
-    policy = spillway.Policy(selector="all")
+    policy = spillway_kv.Policy(selector="all")
     with SpillwayCache(language_model.config, client, policy=policy) as cache:
         actual = generate(language_model, tokens, cache)
         layers = cache.statistics.layers

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from daemon_process import binary, device_flags, tail
-from spillway_lab import serving
+from spillway_kv.lab import serving
 
 _EC = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-noenc")
 

@@ -7,13 +7,13 @@ import threading
 from collections.abc import Iterator
 
 import numpy as np
-import spillway
-from spillway import _split
-from spillway._proto import attention_service_pb2
+import spillway_kv
+from spillway_kv import _split
+from spillway_kv._proto import attention_service_pb2
 
 
 def main(target: str, name: str) -> None:
-    client = spillway.connect(target)
+    client = spillway_kv.connect(target)
     rows = np.ones((2, 2, 1000, 16), np.float32)
 
     def requests() -> Iterator[attention_service_pb2.AppendRequest]:

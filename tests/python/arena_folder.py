@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import spillway
+import spillway_kv
 from daemon_process import binary, device_flags
-from spillway_lab import serving
+from spillway_kv.lab import serving
 
 LAYERS, HEADS, DIM = 2, 2, 32
 SHAPES: dict[str, Any] = {
@@ -100,12 +100,12 @@ class Writer:
     name: str
     acknowledged: int = 0
 
-    def append(self, sequence: spillway.Sequence, count: int) -> None:
+    def append(self, sequence: spillway_kv.Sequence, count: int) -> None:
         k = rows(self.tag, self.acknowledged, count)
         sequence.append(0, self.acknowledged, k, -k)
         self.acknowledged += count
 
-    def check(self, client: spillway.Client) -> spillway.Sequence:
+    def check(self, client: spillway_kv.Client) -> spillway_kv.Sequence:
         """Checks that all acknowledged rows are there, and that every row is this writer's."""
         sequence = client.get_sequence(self.name)
         for layer, length in enumerate(sequence.layer_token_counts):

@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 
 import numpy as np
-import spillway
-from spillway._proto import attention_service_pb2
+import spillway_kv
+from spillway_kv._proto import attention_service_pb2
 
 
 def main(target: str, name: str, query_count: int, head_count: int, head_dim: int) -> None:
-    client = spillway.connect(target)
+    client = spillway_kv.connect(target)
     q = np.ones((query_count, head_count, head_dim), np.float16)
     request = attention_service_pb2.AttendRequest()
     client.get_sequence(name)._fill_item(request.items.add(), q, None, None)

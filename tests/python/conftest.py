@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import spillway
+import spillway_kv
 from daemon_process import connected, running_daemon
 from helpers import delete_model, held
 
@@ -40,7 +40,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture(scope="session")
-def client(request: pytest.FixtureRequest) -> Iterator[spillway.Client]:
+def client(request: pytest.FixtureRequest) -> Iterator[spillway_kv.Client]:
     """A client of the session's daemon, or of an embedded engine."""
     transport = getattr(request, "param", "libspillway")
     with connected(transport, request) as client:
@@ -49,14 +49,14 @@ def client(request: pytest.FixtureRequest) -> Iterator[spillway.Client]:
 
 
 @pytest.fixture(scope="module")
-def engine(request: pytest.FixtureRequest) -> Iterator[spillway.Client]:
+def engine(request: pytest.FixtureRequest) -> Iterator[spillway_kv.Client]:
     """An embedded engine for one module, so that tests can count what it holds."""
     with connected("embedded", request) as client:
         yield client
 
 
 @pytest.fixture
-def folder(client: spillway.Client, tmp_path: Path, request: pytest.FixtureRequest) -> str:
+def folder(client: spillway_kv.Client, tmp_path: Path, request: pytest.FixtureRequest) -> str:
     """A folder where a cache may be saved."""
     if client.transport == "embedded":
         return str(tmp_path / "chat")
@@ -70,7 +70,7 @@ def rng() -> np.random.Generator:
 
 
 @pytest.fixture
-def model(client: spillway.Client) -> Iterator[spillway.Model]:
+def model(client: spillway_kv.Client) -> Iterator[spillway_kv.Model]:
     """A model with two layers, four query heads, two KV heads, head_dim 16, float32."""
     model = client.create_model(
         layer_count=2, query_head_count=4, kv_head_count=2, head_dim=16, dtype="float32"
@@ -80,7 +80,7 @@ def model(client: spillway.Client) -> Iterator[spillway.Model]:
 
 
 @pytest.fixture
-def no_leak(client: spillway.Client) -> Iterator[Callable[[], None]]:
+def no_leak(client: spillway_kv.Client) -> Iterator[Callable[[], None]]:
     """Checks, when called and at the end, that the memory is as at the start."""
     before = held(client)
 

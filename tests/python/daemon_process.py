@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import spillway
-from spillway_lab import serving
+import spillway_kv
+from spillway_kv.lab import serving
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -70,15 +70,15 @@ def wait_for_log(log: Path, text: str, count: int = 1) -> str:
     return said
 
 
-def connected(transport: str, request: pytest.FixtureRequest) -> spillway.Client:
+def connected(transport: str, request: pytest.FixtureRequest) -> spillway_kv.Client:
     """A client with one of the transports of the marker `transports`."""
     # With 0, all appends go through a region of the client's own; otherwise none do.
     staged_bytes_min = 0 if transport == "regions" else 1 << 62
     if transport == "embedded":
         serving.prefer_library(binary())
         named = {"device.name": device()} if device() else {}
-        return spillway.connect("embedded:", settings={"memory.limit": "4GiB", **named})
+        return spillway_kv.connect("embedded:", settings={"memory.limit": "4GiB", **named})
     target = request.getfixturevalue("target")
-    client = spillway.connect(target, native=transport != "grpcio")
+    client = spillway_kv.connect(target, native=transport != "grpcio")
     client._regions.staged_bytes_min = staged_bytes_min
     return client

@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
-import spillway
+import spillway_kv
 
 LAYERS, HEADS, KV_HEADS, DIM = 3, 4, 2, 16
 VOCABULARY = 97
@@ -43,7 +43,7 @@ def decode(target: str, name: str, tokens: list[int], say: Connection) -> None:
         tokens: The known tokens. The last one may have rows in some layers.
         say: Gets a message before the attend of each layer, and a message for each token.
     """
-    with spillway.connect(target) as client:
+    with spillway_kv.connect(target) as client:
         sequence = client.get_sequence(name)
         assert client.step_transport == "doorbell"
         # If the last runner was killed before it sent the next token, the last token's output is

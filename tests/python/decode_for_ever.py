@@ -6,13 +6,13 @@ import signal
 import sys
 
 import numpy as np
-import spillway
+import spillway_kv
 
 
 def main(target: str, name: str, query_count: int, head_count: int, head_dim: int) -> None:
     # If tests run in the background, SIGINT may be ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    client = spillway.connect(target)
+    client = spillway_kv.connect(target)
     sequence = client.get_sequence(name)
     stream = client.decode()
     print(stream.transport, flush=True)

@@ -12,12 +12,12 @@ from typing import Any
 
 import grpc
 import pytest
-import spillway
+import spillway_kv
 from daemon_process import ROOT
-from spillway._proto import tensor_pb2
-from spillway.errors import error_from_rpc
-from spillway.server import MemoryStatistics
-from spillway.tensors import Array, fill
+from spillway_kv._proto import tensor_pb2
+from spillway_kv.errors import error_from_rpc
+from spillway_kv.server import MemoryStatistics
+from spillway_kv.tensors import Array, fill
 
 
 def fences(page: str, language: str) -> list[str]:
@@ -32,26 +32,26 @@ def encode(array: Array, what: str) -> tensor_pb2.Tensor:
     return tensor
 
 
-def held(client: spillway.Client) -> tuple[int, int]:
+def held(client: spillway_kv.Client) -> tuple[int, int]:
     """Bytes of rows and of codes in the daemon."""
     memory: MemoryStatistics = client.statistics().memory
     return memory.row_bytes, memory.index_bytes
 
 
-def delete_model(client: spillway.Client, model: spillway.Model) -> None:
+def delete_model(client: spillway_kv.Client, model: spillway_kv.Model) -> None:
     """Deletes a model and all its sequences."""
     for info in list(client.list_sequences(model)):
         client.get_sequence(info.name).delete()
     client.delete_model(model)
 
 
-def refused(call: Callable[[], Any]) -> spillway.SpillwayError:
+def refused(call: Callable[[], Any]) -> spillway_kv.SpillwayError:
     """Runs a call of a client or of its stubs, and returns its error."""
-    with pytest.raises((grpc.RpcError, spillway.SpillwayError)) as caught:
+    with pytest.raises((grpc.RpcError, spillway_kv.SpillwayError)) as caught:
         call()
     raised = caught.value
     error = error_from_rpc(raised) if isinstance(raised, grpc.RpcError) else raised
-    assert isinstance(error, spillway.SpillwayError)
+    assert isinstance(error, spillway_kv.SpillwayError)
     return error
 
 

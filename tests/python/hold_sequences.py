@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 import time
 
-import spillway
+import spillway_kv
 
 
 def main(target: str) -> None:
-    client = spillway.connect(target)
+    client = spillway_kv.connect(target)
     model = client.get_model("models/m")
     unnamed = client.create_sequence(model)
     print(unnamed.name, unnamed.fork().name, flush=True)

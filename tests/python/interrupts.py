@@ -8,9 +8,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import spillway
+import spillway_kv
 
-_PACKAGE = str(Path(spillway.__file__).parent)
+_PACKAGE = str(Path(spillway_kv.__file__).parent)
 _FILES = (
     f"{_PACKAGE}/transformers/",
     f"{_PACKAGE}/step.py",

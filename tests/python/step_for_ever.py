@@ -7,8 +7,8 @@ import sys
 from typing import Any
 
 import numpy as np
-import spillway
-from spillway import Policy
+import spillway_kv
+from spillway_kv import Policy
 
 TOKENS = 16
 
@@ -16,7 +16,7 @@ TOKENS = 16
 def main(target: str, name: str, sequence_count: int) -> None:
     # If tests run in the background, SIGINT may be ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    client = spillway.connect(target)
+    client = spillway_kv.connect(target)
     whole = client.get_sequence(name)
     model = client.get_model(whole.model)
     sequences = [whole.fork() for _ in range(sequence_count)]

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import grpc
 import pytest
-import spillway
+import spillway_kv
 from arena_folder import DIM, LAYERS, SHAPES, daemon, folder_in_memory, rows
 from daemon_process import binary, running_daemon
 from helpers import refused, wait_for
-from spillway._proto import admin_service_pb2, sequence_service_pb2, sequence_service_pb2_grpc
-from spillway_lab import serving
+from spillway_kv._proto import admin_service_pb2, sequence_service_pb2, sequence_service_pb2_grpc
+from spillway_kv.lab import serving
 
 GRACE_SECONDS = 1.0
 FLAGS = ("--unnamed-grace", str(GRACE_SECONDS))
@@ -39,9 +39,9 @@ def short_grace(folder: Path) -> Iterator[str]:
 
 
 @pytest.fixture
-def client(short_grace: str) -> Iterator[spillway.Client]:
+def client(short_grace: str) -> Iterator[spillway_kv.Client]:
     """A client of that daemon, which has only a model."""
-    with spillway.connect(short_grace) as client:
+    with spillway_kv.connect(short_grace) as client:
         if not list(client.list_models()):
             client.create_model("m", **SHAPES)
         yield client
@@ -49,7 +49,7 @@ def client(short_grace: str) -> Iterator[spillway.Client]:
             client.get_sequence(info.name).delete()
 
 
-def names(client: spillway.Client) -> set[str]:
+def names(client: spillway_kv.Client) -> set[str]:
     return {info.name for info in client.list_sequences()}
 
 
@@ -58,7 +58,7 @@ def grace_passes() -> None:
     time.sleep(2 * GRACE_SECONDS + 1)
 
 
-def expiries(client: spillway.Client) -> dict[str, float]:
+def expiries(client: spillway_kv.Client) -> dict[str, float]:
     """How many sequences expired, by reason."""
     request = admin_service_pb2.GetStatisticsRequest(include_metrics=True)
     return {
@@ -70,7 +70,7 @@ def expiries(client: spillway.Client) -> dict[str, float]:
 
 
 def test_those_of_a_killed_process_go_but_for_the_named(
-    short_grace: str, client: spillway.Client, folder: Path
+    short_grace: str, client: spillway_kv.Client, folder: Path
 ) -> None:
     before = expiries(client)
     process = subprocess.Popen(
@@ -97,9 +97,9 @@ def test_those_of_a_killed_process_go_but_for_the_named(
 
 
 def test_a_client_that_closes_leaves_them_for_the_grace(
-    short_grace: str, client: spillway.Client
+    short_grace: str, client: spillway_kv.Client
 ) -> None:
-    with spillway.connect(short_grace) as other:
+    with spillway_kv.connect(short_grace) as other:
         sequence = other.create_sequence("models/m", ttl=0)
         assert sequence.refresh().expire_time is None
     wait_for(lambda: any(info.abandoned for info in client.list_sequences()))
@@ -109,8 +109,8 @@ def test_a_client_that_closes_leaves_them_for_the_grace(
     wait_for(lambda: not names(client))
 
 
-def test_another_client_that_uses_it_keeps_it(short_grace: str, client: spillway.Client) -> None:
-    with spillway.connect(short_grace, native=False) as other:
+def test_another_client_that_uses_it_keeps_it(short_grace: str, client: spillway_kv.Client) -> None:
+    with spillway_kv.connect(short_grace, native=False) as other:
         name = other.create_sequence("models/m").name
         client.get_sequence(name)
     grace_passes()
@@ -118,8 +118,8 @@ def test_another_client_that_uses_it_keeps_it(short_grace: str, client: spillway
     assert not info.abandoned
 
 
-def test_a_stream_that_breaks_is_opened_anew(short_grace: str, client: spillway.Client) -> None:
-    with spillway.connect(short_grace) as other:
+def test_a_stream_that_breaks_is_opened_anew(short_grace: str, client: spillway_kv.Client) -> None:
+    with spillway_kv.connect(short_grace) as other:
         name = other.create_sequence("models/m").name
         assert other._presence is not None
         other._presence._stream.cancel()
@@ -129,17 +129,17 @@ def test_a_stream_that_breaks_is_opened_anew(short_grace: str, client: spillway.
 
 
 def test_a_client_that_nobody_closes_goes_with_its_last_reference(
-    short_grace: str, client: spillway.Client
+    short_grace: str, client: spillway_kv.Client
 ) -> None:
-    other = spillway.connect(short_grace)
+    other = spillway_kv.connect(short_grace)
     other.create_sequence("models/m")
     del other
     gc.collect()
     wait_for(lambda: not names(client))
 
 
-def test_steps_of_libspillway_are_the_clients(short_grace: str, client: spillway.Client) -> None:
-    with spillway.connect(short_grace, native=True) as other:
+def test_steps_of_libspillway_are_the_clients(short_grace: str, client: spillway_kv.Client) -> None:
+    with spillway_kv.connect(short_grace, native=True) as other:
         assert other.step_transport == "doorbell"
         sequence = other.create_sequence("models/m")
         k = rows(1, 0, 1)
@@ -153,8 +153,8 @@ def test_steps_of_libspillway_are_the_clients(short_grace: str, client: spillway
     wait_for(lambda: not names(client))
 
 
-def test_what_shall_be_found_later_is_kept(short_grace: str, client: spillway.Client) -> None:
-    with spillway.connect(short_grace) as other:
+def test_what_shall_be_found_later_is_kept(short_grace: str, client: spillway_kv.Client) -> None:
+    with spillway_kv.connect(short_grace) as other:
         kept = other.create_sequence("models/m")
         assert kept.keep().name == kept.name
         other.create_sequence("models/m")
@@ -164,7 +164,7 @@ def test_what_shall_be_found_later_is_kept(short_grace: str, client: spillway.Cl
 
 
 def test_of_a_client_that_does_not_say_who_it_is_the_ttl_counts(
-    short_grace: str, client: spillway.Client
+    short_grace: str, client: spillway_kv.Client
 ) -> None:
     with grpc.insecure_channel(short_grace) as channel:
         stub = sequence_service_pb2_grpc.SequenceServiceStub(channel)
@@ -186,7 +186,7 @@ def test_what_is_no_id_is_refused(short_grace: str, client_id: str) -> None:
         said = (("spillway-client", client_id),)
         listing = sequence_service_pb2.ListSequencesRequest()
         error = refused(lambda: stub.ListSequences(listing, metadata=said))
-        assert isinstance(error, spillway.InvalidArgument)
+        assert isinstance(error, spillway_kv.InvalidArgument)
         assert "metadata spillway-client" in error.message
 
 
@@ -194,9 +194,9 @@ def test_what_is_no_id_is_refused(short_grace: str, client_id: str) -> None:
 def test_a_restart_counts_anew_and_finds_who_is_there(tmp_path: Path, killed: bool) -> None:
     with (
         daemon(tmp_path, "--memory-limit", "512MiB", *FLAGS) as each,
-        spillway.connect(each.target) as there,
+        spillway_kv.connect(each.target) as there,
     ):
-        with spillway.connect(each.target) as gone:
+        with spillway_kv.connect(each.target) as gone:
             model = gone.create_model("m", **SHAPES)
             left = gone.create_sequence(model).name
             gone.create_sequence(model, "named")
@@ -209,7 +209,7 @@ def test_a_restart_counts_anew_and_finds_who_is_there(tmp_path: Path, killed: bo
         time.sleep(GRACE_SECONDS)
         each.start()
         # Checked by a client that uses none of them. The other client is only connected.
-        with spillway.connect(each.target) as looking:
+        with spillway_kv.connect(each.target) as looking:
             assert names(looking) >= {used, kept, "sequences/named"}
             wait_for(lambda: left not in names(looking))
             grace_passes()
@@ -225,12 +225,12 @@ def test_of_an_embedded_engine_the_next_process_is_another_client(tmp_path: Path
             "device.name": "cpu",
             "sequences.unnamed_grace_seconds": GRACE_SECONDS,
         }
-        with spillway.connect("embedded:", settings=settings) as client:
+        with spillway_kv.connect("embedded:", settings=settings) as client:
             model = client.create_model("m", **SHAPES)
             left, taken = client.create_sequence(model).name, client.create_sequence(model).name
             grace_passes()
             assert names(client) == {left, taken}
-        with spillway.connect("embedded:", settings=settings) as client:
+        with spillway_kv.connect("embedded:", settings=settings) as client:
             client.get_sequence(taken)
             wait_for(lambda: left not in names(client))
             grace_passes()

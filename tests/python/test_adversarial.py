@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from spillway_lab.evaluation import intervals
-from spillway_lab.evaluation.adversarial import Outcome, attention, summary
-from spillway_lab.evaluation.command import app
-from spillway_lab.evaluation.families import FAMILIES, Shape, chosen, rotated
+from spillway_kv.lab.evaluation import intervals
+from spillway_kv.lab.evaluation.adversarial import Outcome, attention, summary
+from spillway_kv.lab.evaluation.command import app
+from spillway_kv.lab.evaluation.families import FAMILIES, Shape, chosen, rotated
 from typer.testing import CliRunner
 
 SHAPE = Shape(token_count=4096, head_dim=64, group=2, query_count=3)

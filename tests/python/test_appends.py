@@ -11,9 +11,9 @@ import pytest
 import torch
 from helpers import wait_for
 from interrupts import Interrupted
-from spillway.transformers import appends as module
-from spillway.transformers.appends import Appends
-from spillway.transformers.rows import Row, RowStore
+from spillway_kv.transformers import appends as module
+from spillway_kv.transformers.appends import Appends
+from spillway_kv.transformers.rows import Row, RowStore
 
 
 class _Collecting:

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import spillway
+import spillway_kv
 from arena_folder import DIM, HEADS, LAYERS, SHAPES, Writer, daemon, folder_in_memory, over, rows
 from daemon_process import binary, device_flags, on_gpu
-from spillway._proto import admin_service_pb2
+from spillway_kv._proto import admin_service_pb2
 
 QUERY = rows(99, 0, 2)[0].transpose(1, 0, 2).reshape(1, 4, DIM)
 
 
-def attended(sequence: spillway.Sequence) -> list[tuple[np.ndarray, np.ndarray]]:
+def attended(sequence: spillway_kv.Sequence) -> list[tuple[np.ndarray, np.ndarray]]:
     """Outputs and log-sum-exps of all layers."""
     results = [sequence.attend(layer, QUERY) for layer in range(LAYERS)]
     return [(np.asarray(result.out), np.asarray(result.lse)) for result in results]
@@ -36,9 +36,9 @@ def assert_same(
 @pytest.mark.parametrize("killed", [True, False], ids=["killed", "stopped"])
 def test_all_is_there_after_a_restart(tmp_path: Path, killed: bool) -> None:
     with daemon(tmp_path) as each:
-        with spillway.connect(each.target) as client:
+        with spillway_kv.connect(each.target) as client:
             model = client.create_model("m", **SHAPES)
-            policy = spillway.Policy(epsilon=0.2, dense_token_count=1024)
+            policy = spillway_kv.Policy(epsilon=0.2, dense_token_count=1024)
             sequence = client.create_sequence(model, "long", policy=policy, ttl=0)
             writer = Writer(1, "sequences/long")
             writer.append(sequence, 6000)
@@ -72,7 +72,7 @@ def test_all_is_there_after_a_restart(tmp_path: Path, killed: bool) -> None:
         else:
             each.stop()
         each.start()
-        with spillway.connect(each.target) as client:
+        with spillway_kv.connect(each.target) as client:
             now = client.get_server_info()
             assert now.store_id == info.store_id
             assert len(now.store_id) == 24
@@ -102,14 +102,14 @@ def test_all_is_there_after_a_restart(tmp_path: Path, killed: bool) -> None:
             # A retry of an append that was acknowledged before the restart is still accepted.
             again = rows(1, 5000, 1000)
             sequence.append(0, 5000, again, -again)
-            with pytest.raises(spillway.AlreadyExists):
+            with pytest.raises(spillway_kv.AlreadyExists):
                 client.create_sequence("models/m", "long")
 
 
 def test_memory_comes_back(tmp_path: Path) -> None:
     """Sequences that are deleted before or after a restart leave no memory in use."""
     with daemon(tmp_path) as each:
-        with spillway.connect(each.target) as client:
+        with spillway_kv.connect(each.target) as client:
             client.create_model("m", **SHAPES)
             for i in range(4):
                 sequence = client.create_sequence("models/m", f"s{i}")
@@ -118,7 +118,7 @@ def test_memory_comes_back(tmp_path: Path) -> None:
             client.get_sequence("sequences/s0").delete()
         each.kill()
         each.start()
-        with spillway.connect(each.target) as client:
+        with spillway_kv.connect(each.target) as client:
             used = client.statistics().memory.row_bytes
             # 3 sequences, with 157 pages of 128 rows per layer and head.
             assert used == 3 * LAYERS * HEADS * 157 * 128 * 2 * DIM * 4
@@ -127,7 +127,7 @@ def test_memory_comes_back(tmp_path: Path) -> None:
             assert client.statistics().memory.row_bytes == 0
         each.kill()
         each.start()
-        with spillway.connect(each.target) as client:
+        with spillway_kv.connect(each.target) as client:
             assert not list(client.list_sequences())
             assert client.statistics().memory.row_bytes == 0
         # All of it went back to the file system, except for some idle memory.
@@ -138,7 +138,7 @@ def test_memory_comes_back(tmp_path: Path) -> None:
 def test_killed_in_mid_append(tmp_path: Path, kill_count: int) -> None:
     random = np.random.default_rng(7)
     with daemon(tmp_path) as each:
-        with spillway.connect(each.target) as client:
+        with spillway_kv.connect(each.target) as client:
             client.create_model("m", **SHAPES)
             for i in range(3):
                 client.create_sequence("models/m", f"w{i}")
@@ -148,7 +148,7 @@ def test_killed_in_mid_append(tmp_path: Path, kill_count: int) -> None:
 
             def write(writer: Writer, seed: int, barrier: threading.Barrier = barrier) -> None:
                 sizes = np.random.default_rng(seed)
-                with spillway.connect(each.target, resume_seconds=0) as client:
+                with spillway_kv.connect(each.target, resume_seconds=0) as client:
                     sequence = writer.check(client)
                     # Rows whose acknowledgement was lost also count.
                     writer.acknowledged = sequence.token_count
@@ -162,7 +162,7 @@ def test_killed_in_mid_append(tmp_path: Path, kill_count: int) -> None:
                                     writer.acknowledged + 1
                                 )
                                 sequence.truncate(writer.acknowledged)
-                    except spillway.Unavailable:
+                    except spillway_kv.Unavailable:
                         return
 
             threads = [
@@ -177,7 +177,7 @@ def test_killed_in_mid_append(tmp_path: Path, kill_count: int) -> None:
             for thread in threads:
                 thread.join()
             each.start()
-        with spillway.connect(each.target) as client:
+        with spillway_kv.connect(each.target) as client:
             for writer in writers:
                 writer.check(client)
         assert all(w.acknowledged > 1000 for w in writers)
@@ -197,7 +197,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     with daemon(tmp_path) as each:
         said = refused(tmp_path, each.arena)
         assert f"process {each.served.pid} keeps its rows in {each.arena}" in said
-        with spillway.connect(each.target) as client:
+        with spillway_kv.connect(each.target) as client:
             client.create_model("m", **SHAPES)
             sequence = client.create_sequence("models/m", "s")
             k = rows(1, 0, 150_000)
@@ -207,7 +207,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         # with more memory it serves the rows.
         assert "memory.limit leaves only" in refused(tmp_path, each.arena, "128MiB")
         each.start()
-        with spillway.connect(each.target) as client:
+        with spillway_kv.connect(each.target) as client:
             assert client.get_sequence("sequences/s").token_count == 150_000
         each.stop()
         (each.arena / "rows").unlink()
@@ -240,18 +240,18 @@ def test_a_full_file_system(tmp_path: Path) -> None:
     try:
         each = over(mounted, tmp_path)
         each.start()
-        with spillway.connect(each.target) as client:
+        with spillway_kv.connect(each.target) as client:
             client.create_model("m", **SHAPES)
             sequence = client.create_sequence("models/m", "s")
             writer = Writer(1, "sequences/s")
-            with pytest.raises(spillway.ResourceExhausted, match=r"file system of .*/rows"):
+            with pytest.raises(spillway_kv.ResourceExhausted, match=r"file system of .*/rows"):
                 for _ in range(100):
                     writer.append(sequence, 2000)
             assert writer.acknowledged >= 10_000
             writer.check(client)
         each.kill()
         each.start()
-        with spillway.connect(each.target) as client:
+        with spillway_kv.connect(each.target) as client:
             sequence = writer.check(client)
             sequence.delete()
             sequence = client.create_sequence("models/m", "t")
@@ -268,7 +268,7 @@ sys.path.insert(0, sys.argv[2])
 from arena_folder import SHAPES, Writer, rows
 settings = {"memory.limit": "256MiB", "memory.arena_directory": sys.argv[1]}
 settings |= dict(s.split("=") for s in sys.argv[3:])
-client = spillway.connect("embedded:", settings=settings)
+client = spillway_kv.connect("embedded:", settings=settings)
 model = client.create_model("m", **SHAPES)
 sequence = client.create_sequence(model, "s")
 writer = Writer(1, "sequences/s")
@@ -298,12 +298,12 @@ def test_an_engine_in_a_process_that_dies() -> None:
         assert done.returncode == -signal.SIGKILL, done.stderr
         assert done.stdout == "there\n"
         named = {"memory.limit": "256MiB", "memory.arena_directory": str(arena), **settings}
-        with spillway.connect("embedded:", settings=named) as client:
+        with spillway_kv.connect("embedded:", settings=named) as client:
             sequence = Writer(1, "sequences/s", 3040).check(client)
             attended(sequence)
-            with pytest.raises(spillway.SpillwayError, match="keeps its rows in"):
-                spillway.connect("embedded:", settings=named)
-        with spillway.connect("embedded:", settings=named) as client:
+            with pytest.raises(spillway_kv.SpillwayError, match="keeps its rows in"):
+                spillway_kv.connect("embedded:", settings=named)
+        with spillway_kv.connect("embedded:", settings=named) as client:
             Writer(1, "sequences/s", 3040).check(client)
 
 
@@ -311,7 +311,7 @@ def test_an_engine_in_a_process_that_dies() -> None:
 def test_requests_wait_for_their_own_codes_alone(tmp_path: Path) -> None:
     """Requests right after the start get the same answers as before, in any order of rebuilding."""
     with daemon(tmp_path, "--memory-limit", "2GiB") as each:
-        with spillway.connect(each.target) as client:
+        with spillway_kv.connect(each.target) as client:
             client.create_model("m", **SHAPES)
             for i in range(6):
                 sequence = client.create_sequence("models/m", f"s{i}")
@@ -320,7 +320,7 @@ def test_requests_wait_for_their_own_codes_alone(tmp_path: Path) -> None:
             before = [attended(client.get_sequence(f"sequences/s{i}")) for i in range(6)]
         each.kill()
         each.start()
-        with spillway.connect(each.target) as client:
+        with spillway_kv.connect(each.target) as client:
             for i in (5, 0, 3, 1, 4, 2):
                 assert_same(before[i], attended(client.get_sequence(f"sequences/s{i}")))
 
@@ -337,7 +337,7 @@ def flip(path: Path, at: int) -> None:
 def test_flipped_bits_are_never_served(tmp_path: Path) -> None:
     """Damaged rows are cut off, and a damaged record loses itself alone. The log says both."""
     with daemon(tmp_path) as each:
-        with spillway.connect(each.target) as client:
+        with spillway_kv.connect(each.target) as client:
             model = client.create_model("m", **SHAPES)
             writers = [Writer(i, f"sequences/s{i}") for i in range(3)]
             for writer in writers:
@@ -357,7 +357,7 @@ def test_flipped_bits_are_never_served(tmp_path: Path) -> None:
         assert damaged in log
         assert "of-other: its model, models/other, is lost" in log
         assert log.count("record_lost") == 3
-        with spillway.connect(each.target) as client:
+        with spillway_kv.connect(each.target) as client:
             assert [s.name for s in client.list_sequences()] == ["sequences/s0", "sequences/s2"]
             assert [m.name for m in client.list_models()] == ["models/m"]
             writers[0].acknowledged = 256

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import spillway
+import spillway_kv
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from spillway import Client, Model
-from spillway.prefill import Prefill
-from spillway.tensors import engine_array
+from spillway_kv import Client, Model
+from spillway_kv.prefill import Prefill
+from spillway_kv.tensors import engine_array
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
@@ -181,8 +181,8 @@ def test_every_entry_takes_the_numbers(
 def test_bfloat16_of_any_memory(rng: np.random.Generator) -> None:
     bits = rng.integers(0, 1 << 15, (2, 3, 4), dtype=np.uint16)
     for held in (unaligned(bits), turned(bits, 0), bits.view(_OfNumpy)):
-        taken = engine_array(spillway.BFloat16(held), "k")
-        assert isinstance(taken, spillway.BFloat16)
+        taken = engine_array(spillway_kv.BFloat16(held), "k")
+        assert isinstance(taken, spillway_kv.BFloat16)
         np.testing.assert_array_equal(taken.bits, bits)
         assert taken.bits.flags.aligned
 
@@ -290,6 +290,6 @@ def test_indices_are_integers(
     sequence.append(0, 0, rows, rows)
     chosen = sequence.select(0, np.ones((1, 4, 16), np.float32))
     held = np.asarray(indices)
-    wrong = spillway.Selection(np.array([0, 1, 2]), held, held, held, chosen.certificate)
+    wrong = spillway_kv.Selection(np.array([0, 1, 2]), held, held, held, chosen.certificate)
     with pytest.raises(error, match=told):
         sequence.fetch(0, selection=wrong)

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import pytest
-import spillway
+import spillway_kv
 from daemon_process import running_daemon
 from helpers import delete_model
-from spillway import Client, Model, Policy, RotationHash, Sequence
+from spillway_kv import Client, Model, Policy, RotationHash, Sequence
 
 GROUP = 4
 KV_HEADS = 2
@@ -30,7 +30,7 @@ def audited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     flags = ("--audit-share", "1", "--audit-cpu-share", "1")
     with (
         running_daemon(tmp_path_factory.mktemp("audited"), *flags) as target,
-        spillway.connect(target) as client,
+        spillway_kv.connect(target) as client,
     ):
         yield client
 
@@ -95,7 +95,7 @@ def settle(client: Client) -> None:
 def test_violations_fall_under_delta(client: Client, audited: Client) -> None:
     rng = np.random.default_rng(2)
     model, sequence = fill(client)
-    assert client.statistics().audit == spillway.AuditStatistics(0, 0, 0, 0, 0)
+    assert client.statistics().audit == spillway_kv.AuditStatistics(0, 0, 0, 0, 0)
     # Attends with 1-bit ranks make no promise, because they would often break it.
     assert violations(sequence, rng, 100, "none") > 1.3 * DELTA
     delete_model(client, model)

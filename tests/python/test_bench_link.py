@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from spillway_lab.bench import app, link, link_plots
+from spillway_kv.lab.bench import app, link, link_plots
 from typer.testing import CliRunner, Result
 
 GIB = 2**30
@@ -308,7 +308,7 @@ def test_an_interrupt_ends_the_program_and_keeps_the_rows(fake: Fake, tmp_path: 
     # A shell's background job and its children ignore the signal. `env` restores it. No code
     # between fork and exec does this, because a fork of a process with gRPC's threads may abort.
     listening = ["env", "--default-signal=INT"]
-    command = [*listening, sys.executable, "-m", "spillway_lab.cli", "bench", "link"]
+    command = [*listening, sys.executable, "-m", "spillway_kv.lab.cli", "bench", "link"]
     process = subprocess.Popen(
         [*command, "--program", str(program), "--out", str(out)],
         stdout=subprocess.PIPE,
@@ -332,7 +332,7 @@ def test_an_interrupt_ends_the_program_and_keeps_the_rows(fake: Fake, tmp_path: 
 
 def test_the_command_names_its_subcommands() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "spillway_lab.cli", "--help"],
+        [sys.executable, "-m", "spillway_kv.lab.cli", "--help"],
         capture_output=True,
         text=True,
         check=True,

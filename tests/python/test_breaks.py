@@ -6,9 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from spillway import restart
-from spillway.errors import Cancelled, DataLoss, SpillwayError, Unavailable
-from spillway.restart import Restarts
+from spillway_kv import restart
+from spillway_kv.errors import Cancelled, DataLoss, SpillwayError, Unavailable
+from spillway_kv.restart import Restarts
 
 
 class FakeClient:

@@ -14,15 +14,15 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-import spillway
+import spillway_kv
 from daemon_process import on_gpu, running_daemon
 from helpers import delete_model, encode, refused, resident_bytes, settles
 from http2 import END_HEADERS, HEADERS, frame, raw, request
-from spillway import Client, Model
-from spillway._proto import attention_service_pb2 as attention
-from spillway._proto import model_service_pb2 as models
-from spillway._proto import sequence_service_pb2 as sequences
-from spillway.errors import error_from_rpc
+from spillway_kv import Client, Model
+from spillway_kv._proto import attention_service_pb2 as attention
+from spillway_kv._proto import model_service_pb2 as models
+from spillway_kv._proto import sequence_service_pb2 as sequences
+from spillway_kv.errors import error_from_rpc
 
 # On a GPU, some of this small memory is pinned, so sizes differ.
 of_the_cpu = pytest.mark.skipif(on_gpu(), reason="sizes are the CPU device's")
@@ -43,7 +43,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def client(target: str) -> Iterator[Client]:
     """A client of that daemon."""
-    with spillway.connect(target, native=False) as client:
+    with spillway_kv.connect(target, native=False) as client:
         yield client
 
 
@@ -174,7 +174,7 @@ def waiting_model(client: Client) -> Model:
         kv_head_count=1,
         head_dim=16,
         dtype="float32",
-        hash_weights=spillway.MlpHash(),
+        hash_weights=spillway_kv.MlpHash(),
     )
 
 
@@ -236,7 +236,7 @@ def everything_of(sequence: str, count: int) -> attention.FetchPagesRequest:
 
 
 @pytest.fixture
-def long_sequence(client: Client) -> Iterator[tuple[spillway.Sequence, int]]:
+def long_sequence(client: Client) -> Iterator[tuple[spillway_kv.Sequence, int]]:
     """A sequence with 32 MiB of rows in one layer, more than connections buffer; its tokens."""
     model = client.create_model(
         layer_count=1, query_head_count=2, kv_head_count=2, head_dim=128, dtype="float32"
@@ -259,7 +259,7 @@ def fetching(channel: grpc.Channel) -> Any:
 
 
 def test_a_fetch_that_is_not_read_ends(
-    client: Client, channel: grpc.Channel, long_sequence: tuple[spillway.Sequence, int]
+    client: Client, channel: grpc.Channel, long_sequence: tuple[spillway_kv.Sequence, int]
 ) -> None:
     sequence, token_count = long_sequence
     fetch = fetching(channel)
@@ -278,7 +278,7 @@ def test_a_fetch_that_is_not_read_ends(
 
 
 def test_rows_are_not_kept_for_a_process_that_is_stopped(
-    client: Client, target: str, long_sequence: tuple[spillway.Sequence, int]
+    client: Client, target: str, long_sequence: tuple[spillway_kv.Sequence, int]
 ) -> None:
     sequence, token_count = long_sequence
     script = f"""

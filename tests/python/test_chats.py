@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import spillway
+import spillway_kv
 import torch
 from daemon_process import on_gpu
 from interrupts import Interrupted, lines
 from random_llama import llama, prompt
-from spillway import Client, Policy
-from spillway._proto import sequence_service_pb2
-from spillway.quality import QUALITIES, policy_of
-from spillway.transformers import AttendEvent, SpillwayCache, TokenMismatchError
-from spillway.transformers import generate as generate_text
+from spillway_kv import Client, Policy
+from spillway_kv._proto import sequence_service_pb2
+from spillway_kv.quality import QUALITIES, policy_of
+from spillway_kv.transformers import AttendEvent, SpillwayCache, TokenMismatchError
+from spillway_kv.transformers import generate as generate_text
 
 pytestmark = pytest.mark.transports("regions", "grpcio", "embedded")
 
@@ -147,19 +147,19 @@ def test_a_failed_append_leaves_what_is_there(
     client: Client, spilled: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids = prompt(1, 90)
-    append = spillway.Sequence.append
+    append = spillway_kv.Sequence.append
 
-    def fail(self: spillway.Sequence, layer: int, start: int, *arguments: Any) -> Any:
+    def fail(self: spillway_kv.Sequence, layer: int, start: int, *arguments: Any) -> Any:
         if layer == 1 and start == 40:
-            raise spillway.ResourceExhausted("no room", code="RESOURCE_EXHAUSTED")
+            raise spillway_kv.ResourceExhausted("no room", code="RESOURCE_EXHAUSTED")
         return append(self, layer, start, *arguments)
 
     with SpillwayCache(spilled.config, client) as cache:
         expected = continued(spilled, ids, cache, 3)
     with SpillwayCache(spilled.config, client) as cache:
         forward(spilled, ids[:, :40], cache)
-        monkeypatch.setattr(spillway.Sequence, "append", fail)
-        with pytest.raises(spillway.ResourceExhausted):
+        monkeypatch.setattr(spillway_kv.Sequence, "append", fail)
+        with pytest.raises(spillway_kv.ResourceExhausted):
             forward(spilled, ids[:, :70], cache)
             forward(spilled, ids, cache)
         monkeypatch.undo()
@@ -216,7 +216,7 @@ def test_saved_and_loaded(client: Client, spilled: Any, folder: str) -> None:
     with pytest.raises(ValueError, match="layer_count=4"):
         SpillwayCache.load(folder, wider, client, check_model=False)
     assert len(list(client.list_sequences())) == before
-    with pytest.raises(spillway.NotFound):
+    with pytest.raises(spillway_kv.NotFound):
         SpillwayCache.load(folder + "-not", spilled.config, client)
     with (
         SpillwayCache(spilled.config, client) as empty,
@@ -235,14 +235,14 @@ def test_a_folder_without_a_name(client: Client, spilled: Any) -> None:
 
 
 def test_rows_of_two_saves_do_not_load(client: Client, spilled: Any, folder: str) -> None:
-    save = spillway.Sequence.save
+    save = spillway_kv.Sequence.save
     with SpillwayCache(spilled.config, client) as cache:
         forward(spilled, prompt(2, 20), cache)
         cache.save(folder)
         forward(spilled, prompt(2, 21), cache)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
-                spillway.Sequence,
+                spillway_kv.Sequence,
                 "save",
                 lambda self, to, **more: None if "row-1" in to else save(self, to, **more),
             )
@@ -278,7 +278,7 @@ def test_attached_by_name(client: Client, spilled: Any) -> None:
     with SpillwayCache.attach(spilled.config, client, names, keep=False) as attached:
         assert torch.equal(continued(spilled, ids, attached, 5), expected)
     for name in names:
-        with pytest.raises(spillway.NotFound):
+        with pytest.raises(spillway_kv.NotFound):
             client.get_sequence(name)
     with pytest.raises(ValueError, match="list of names"):
         SpillwayCache.attach(spilled.config, client, names[0])
@@ -295,12 +295,12 @@ def test_attached_in_another_process(client: Client, spilled: Any, tmp_path: Pat
     forward(spilled, ids, cache)
     script = (
         "import sys, spillway, torch\n"
-        "from spillway.transformers import SpillwayCache\n"
+        "from spillway_kv.transformers import SpillwayCache\n"
         "from transformers import AutoModelForCausalLM\n"
         "folder, target, name, ids = sys.argv[1:]\n"
         "model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation='spillway')\n"
         "ids = torch.tensor([[int(n) for n in ids.split()]])\n"
-        "with spillway.connect(target) as client:\n"
+        "with spillway_kv.connect(target) as client:\n"
         "    with SpillwayCache.attach(model.config, client, [name], keep=False) as cache:\n"
         "        made = model.generate(ids, past_key_values=cache, max_new_tokens=4,\n"
         "                              do_sample=False, eos_token_id=None)\n"

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import spillway
+import spillway_kv
 
 ROOT = Path(__file__).resolve().parents[2]
 BINARY = os.environ.get("SPILLWAY_CLI", str(ROOT / "build/release/clients/cpp/spillway"))
@@ -66,12 +66,12 @@ def run_on_terminal(target: str, *arguments: str) -> str:
     return shown.decode().replace("\r\n", "\n")
 
 
-def names(client: spillway.Client) -> list[str]:
+def names(client: spillway_kv.Client) -> list[str]:
     return [model.name for model in client.list_models()]
 
 
 def test_status_tells_the_tokens_that_still_fit(
-    target: str, client: spillway.Client, model: spillway.Model
+    target: str, client: spillway_kv.Client, model: spillway_kv.Model
 ) -> None:
     status = run_json(target, "status")
     assert status["boot_id"] == client.server_info.boot_id
@@ -83,7 +83,7 @@ def test_status_tells_the_tokens_that_still_fit(
     assert ours["free_token_count"] <= status["memory"]["limit_bytes"] / (2 * 2 * 2 * 16 * 4)
 
 
-def test_status_on_a_terminal_is_a_table(target: str, model: spillway.Model) -> None:
+def test_status_on_a_terminal_is_a_table(target: str, model: spillway_kv.Model) -> None:
     shown = run_on_terminal(target, "status")
     assert shown.startswith("spillwayd ")
     model_id = model.name.removeprefix("models/")
@@ -92,7 +92,7 @@ def test_status_on_a_terminal_is_a_table(target: str, model: spillway.Model) -> 
     assert row.split()[:3] == [model_id, "0", "0"]
 
 
-def test_top_once_is_of_one_second(target: str, model: spillway.Model) -> None:
+def test_top_once_is_of_one_second(target: str, model: spillway_kv.Model) -> None:
     shown = run(target, "top", "--once").stdout
     assert shown.startswith("spillwayd ")
     assert ", ready, up " in shown.splitlines()[0]
@@ -139,7 +139,7 @@ def test_the_doctor_needs_no_daemon(target: str, tmp_path: Path) -> None:
     assert all(line[:4] in ("OK  ", "WARN", "    ") for line in done.stdout.splitlines())
 
 
-def test_a_pipe_gets_what_a_terminal_gets(target: str, model: spillway.Model) -> None:
+def test_a_pipe_gets_what_a_terminal_gets(target: str, model: spillway_kv.Model) -> None:
     assert run(target, "models").stdout == run_on_terminal(target, "models")
     assert run(target, "models", "--format", "table").stdout == run(target, "models").stdout
     on_terminal = run_on_terminal(target, "models", "--format", "json")
@@ -151,7 +151,7 @@ def test_a_pipe_gets_what_a_terminal_gets(target: str, model: spillway.Model) ->
 
 
 def test_lists_models_and_sequences(
-    target: str, client: spillway.Client, model: spillway.Model
+    target: str, client: spillway_kv.Client, model: spillway_kv.Model
 ) -> None:
     sequence = client.create_sequence(model)
     (listed,) = [m for m in run_json(target, "models")["models"] if m["name"] == model.name]
@@ -166,7 +166,7 @@ def test_lists_models_and_sequences(
 
 
 def test_tables_fit_in_a_hundred_columns(
-    target: str, client: spillway.Client, model: spillway.Model
+    target: str, client: spillway_kv.Client, model: spillway_kv.Model
 ) -> None:
     sequence = client.create_sequence(model)
     rows = np.zeros((2, 2, 12_345, 16), np.float32)
@@ -184,7 +184,7 @@ def test_tables_fit_in_a_hundred_columns(
 
 
 def test_deletes_sequences_and_models_by_name_and_by_id(
-    target: str, client: spillway.Client, model: spillway.Model
+    target: str, client: spillway_kv.Client, model: spillway_kv.Model
 ) -> None:
     other = client.create_model(
         layer_count=1, query_head_count=1, kv_head_count=1, head_dim=16, dtype="float32"
@@ -205,7 +205,7 @@ def test_deletes_sequences_and_models_by_name_and_by_id(
 
 
 def test_deletes_snapshots_by_folder(
-    target: str, client: spillway.Client, model: spillway.Model
+    target: str, client: spillway_kv.Client, model: spillway_kv.Model
 ) -> None:
     sequence = client.create_sequence(model)
     for folder in ("cli/one", "cli/two"):
@@ -220,7 +220,7 @@ def test_deletes_snapshots_by_folder(
 
 
 def test_what_cannot_be_deleted_is_named_and_the_rest_is_deleted(
-    target: str, client: spillway.Client, model: spillway.Model
+    target: str, client: spillway_kv.Client, model: spillway_kv.Model
 ) -> None:
     kept, gone = (client.create_sequence(model) for _ in range(2))
     done = run(target, "sequences", "delete", "no-such-one", gone.name, "NO NAME")
@@ -257,7 +257,7 @@ def test_a_wrong_command_line_names_the_word(words: list[str], said: str) -> Non
 
 @pytest.mark.parametrize("mode", ["attend", "decode"])
 def test_attend_bench_measures_and_leaves_nothing(
-    target: str, client: spillway.Client, mode: str
+    target: str, client: spillway_kv.Client, mode: str
 ) -> None:
     before = names(client)
     result = run_json(
@@ -276,7 +276,7 @@ def test_attend_bench_measures_and_leaves_nothing(
     assert names(client) == before
 
 
-def test_attend_bench_deletes_after_an_interrupt(target: str, client: spillway.Client) -> None:
+def test_attend_bench_deletes_after_an_interrupt(target: str, client: spillway_kv.Client) -> None:
     before = names(client)
     arguments = ["attend-bench", "--iterations", "1000000", *SHAPE]
     process = subprocess.Popen([BINARY, "--target", target, *arguments], stdout=subprocess.PIPE)
@@ -292,7 +292,7 @@ def test_attend_bench_deletes_after_an_interrupt(target: str, client: spillway.C
     assert names(client) == before
 
 
-def test_a_refusal_names_the_field(target: str, client: spillway.Client) -> None:
+def test_a_refusal_names_the_field(target: str, client: spillway_kv.Client) -> None:
     before = names(client)
     done = run(target, "attend-bench", "--epsilon", "2", *SHAPE)
     assert done.returncode == 1

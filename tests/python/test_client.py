@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import spillway
+import spillway_kv
 import torch
 from daemon_process import binary
 from reference import dense_attention
-from spillway import BFloat16, Client, Model, Policy, Sequence, TopK, TopP
-from spillway._proto import admin_service_pb2 as admin
+from spillway_kv import BFloat16, Client, Model, Policy, Sequence, TopK, TopP
+from spillway_kv._proto import admin_service_pb2 as admin
 
 F32 = np.float32
 TOLERANCE: dict[str, Any] = {"rtol": 2e-5, "atol": 2e-6}
@@ -40,23 +40,23 @@ def test_server(client: Client) -> None:
 
 
 def test_no_daemon(tmp_path: Path) -> None:
-    with pytest.raises(spillway.Unavailable, match=r"nobody\.sock.*spillwayd"):
-        spillway.connect(str(tmp_path / "nobody.sock"))
+    with pytest.raises(spillway_kv.Unavailable, match=r"nobody\.sock.*spillwayd"):
+        spillway_kv.connect(str(tmp_path / "nobody.sock"))
 
 
 def test_target_by_environment(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPILLWAY_TARGET", target)
-    with spillway.connect() as client:
+    with spillway_kv.connect() as client:
         assert client.target == target
     monkeypatch.delenv("SPILLWAY_TARGET")
     monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/7")
-    assert spillway.default_target() == "unix:/run/user/7/spillway/spillwayd.sock"
+    assert spillway_kv.default_target() == "unix:/run/user/7/spillway/spillwayd.sock"
     # Without it, the folder is the user's own too, and the daemon's default is the same.
     monkeypatch.setenv("HOME", "/home/her")
     for runtime in ("", "relative"):
         monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
         config = subprocess.run([binary(), "--print-config"], capture_output=True, check=True)
-        default = spillway.default_target()
+        default = spillway_kv.default_target()
         assert f'listen = "{default}"' in config.stdout.decode()
         user = f"/run/user/{os.geteuid()}"
         if os.geteuid() == 0:
@@ -80,32 +80,32 @@ def test_models(client: Client) -> None:
         dtype="bfloat16",
         softmax_scale=0.5,
         policy=policy,
-        hash_weights=spillway.RotationHash(bits_per_dim=3, seed=5),
+        hash_weights=spillway_kv.RotationHash(bits_per_dim=3, seed=5),
         resident_sample_fraction=0.0,
     )
     assert made.name == "models/test-models"
     assert (made.layer_count, made.query_head_count, made.kv_head_count) == (3, 6, 3)
     assert made.row_bytes_per_token == 3 * 3 * 2 * 32 * 2
-    assert made.hash_weights == spillway.RotationHash(bits_per_dim=3, seed=5)
+    assert made.hash_weights == spillway_kv.RotationHash(bits_per_dim=3, seed=5)
     assert made.resident_sample_fraction == 0
     assert made.policy.epsilon == 0.2
     assert made.policy.bound == "paper"
     assert made.ready
     assert client.get_model(made.name) == made
     assert made in list(client.list_models())
-    with pytest.raises(spillway.AlreadyExists):
+    with pytest.raises(spillway_kv.AlreadyExists):
         client.create_model(
             "test-models", layer_count=1, query_head_count=1, kv_head_count=1, head_dim=16
         )
     client.delete_model(made)
-    with pytest.raises(spillway.NotFound) as caught:
+    with pytest.raises(spillway_kv.NotFound) as caught:
         client.get_model(made.name)
     assert caught.value.reason == "MODEL_NOT_FOUND"
 
 
 def test_defaults_are_filled_in(client: Client, model: Model) -> None:
     assert model.softmax_scale == pytest.approx(0.25)
-    assert model.hash_weights == spillway.RotationHash(bits_per_dim=3, seed=0)
+    assert model.hash_weights == spillway_kv.RotationHash(bits_per_dim=3, seed=0)
     assert model.resident_sample_fraction == 0.01
 
 
@@ -115,7 +115,7 @@ def test_listing_goes_over_pages(client: Client, model: Model) -> None:
 
 
 def test_invalid_model_names_the_field(client: Client) -> None:
-    with pytest.raises(spillway.InvalidArgument) as caught:
+    with pytest.raises(spillway_kv.InvalidArgument) as caught:
         client.create_model(layer_count=1, query_head_count=3, kv_head_count=2, head_dim=16)
     assert any("query_head_count" in v.field for v in caught.value.fields)
     assert isinstance(caught.value, ValueError)
@@ -129,10 +129,10 @@ def test_upload_hash_weights(client: Client, tmp_path: Path, rng: np.random.Gene
         kv_head_count=1,
         head_dim=64,
         dtype="float32",
-        hash_weights=spillway.MlpHash(hash_bits=64, hidden_dim=4096),
+        hash_weights=spillway_kv.MlpHash(hash_bits=64, hidden_dim=4096),
     )
     assert not model.ready
-    with pytest.raises(spillway.FailedPrecondition):
+    with pytest.raises(spillway_kv.FailedPrecondition):
         client.create_sequence(model)
     weights = {}
     for layer in range(2):
@@ -141,7 +141,7 @@ def test_upload_hash_weights(client: Client, tmp_path: Path, rng: np.random.Gene
         weights[f"layers.{layer}.w2"] = rng.standard_normal((1, 4096, 64), F32)
     path = tmp_path / "weights.safetensors"
     save_file({name: weights[name] for name in list(weights)[:-1]}, path)
-    with pytest.raises(spillway.InvalidArgument, match=r"layers\.1\.w2"):
+    with pytest.raises(spillway_kv.InvalidArgument, match=r"layers\.1\.w2"):
         client.upload_hash_weights(model, path)
     assert not client.get_model(model.name).ready
     save_file(weights, path)
@@ -177,7 +177,7 @@ def test_errors_while_requests_are_made_reach_the_caller(
 def test_mlps_of_query_heads(client: Client, tmp_path: Path, rng: np.random.Generator) -> None:
     save_file = pytest.importorskip("safetensors.numpy").save_file
     hidden, bits, tokens, heavy = 16, 128, 1500, 50
-    options = spillway.MlpHash(bits, hidden, per_query_head=True, raw_keys=True)
+    options = spillway_kv.MlpHash(bits, hidden, per_query_head=True, raw_keys=True)
     model = client.create_model(
         layer_count=1,
         query_head_count=6,
@@ -203,7 +203,7 @@ def test_mlps_of_query_heads(client: Client, tmp_path: Path, rng: np.random.Gene
     path = tmp_path / "weights.safetensors"
     save_file(weights(2), path)
     with pytest.raises(
-        spillway.InvalidArgument, match=r"layers\.0\.w1.* \[2, 16, 16\], not \[6, 16, 16\]"
+        spillway_kv.InvalidArgument, match=r"layers\.0\.w1.* \[2, 16, 16\], not \[6, 16, 16\]"
     ):
         client.upload_hash_weights(model, path)
     assert not client.get_model(model.name).ready
@@ -269,13 +269,13 @@ def test_sequences(client: Client, model: Model, rng: np.random.Generator) -> No
     assert copy.token_count == 10
     assert sequence.truncate(4).generation == 1
     assert (sequence.token_count, copy.token_count) == (4, 10)
-    with pytest.raises(spillway.Aborted):
+    with pytest.raises(spillway_kv.Aborted):
         again.append(0, 4, k, v)
     forever = client.create_sequence(model, ttl=0)
     assert forever.refresh().expire_time is None
     for each in (sequence, copy, forever):
         each.delete()
-    with pytest.raises(spillway.NotFound) as caught:
+    with pytest.raises(spillway_kv.NotFound) as caught:
         sequence.refresh()
     assert caught.value.reason == "SEQUENCE_NOT_FOUND"
     assert caught.value.metadata["boot_id"] == client.server_info.boot_id
@@ -415,11 +415,11 @@ def test_one_bad_item_leaves_the_others(
         sequence.append(0, 0, *kv(rng, 2, 2, 20, 16))
     q = rng.standard_normal((1, 4, 16), F32)
     queries = {sequences[0]: q, sequences[1]: np.full_like(q, 3e38)}
-    with pytest.raises(spillway.OutOfRange):
+    with pytest.raises(spillway_kv.OutOfRange):
         client.attend(0, queries)
     results = client.attend(0, queries, return_errors=True)
-    assert isinstance(results[sequences[0]], spillway.AttendResult)
-    assert isinstance(results[sequences[1]], spillway.OutOfRange)
+    assert isinstance(results[sequences[0]], spillway_kv.AttendResult)
+    assert isinstance(results[sequences[1]], spillway_kv.OutOfRange)
 
 
 @EVERY_TRANSPORT
@@ -467,15 +467,15 @@ def test_decode_errors_stay_in_place(
     k, v = kv(rng, 2, 8, 16)
     q = rng.standard_normal((1, 4, 16), F32)
 
-    def step(stream: spillway.DecodeStream, t: int, **more: Any) -> spillway.AttendResult:
+    def step(stream: spillway_kv.DecodeStream, t: int, **more: Any) -> spillway_kv.AttendResult:
         return stream.step(sequence, 0, q, k[:, t : t + 1], v[:, t : t + 1], **more)
 
     with client.decode() as stream:
         step(stream, 0)
-        with pytest.raises(spillway.OutOfRange) as caught:
+        with pytest.raises(spillway_kv.OutOfRange) as caught:
             step(stream, 1, start=5)
         assert caught.value.correlation_id == 2
-        with pytest.raises(spillway.FailedPrecondition):
+        with pytest.raises(spillway_kv.FailedPrecondition):
             step(stream, 1, start=6)
         # Steps of another sequence and another layer still work.
         stream.step(other, 0, q, k[:, :1], v[:, :1])
@@ -485,7 +485,7 @@ def test_decode_errors_stay_in_place(
         step(stream, 2)
         bad = k[:, 3:4].copy()
         bad[1, 0, 4] = np.nan
-        with pytest.raises(spillway.OutOfRange, match="3"):
+        with pytest.raises(spillway_kv.OutOfRange, match="3"):
             stream.step(sequence, 0, q, bad, v[:, 3:4])
         result = step(stream, 3)
     out, _ = dense_attention(q, k[:, :4], v[:, :4])
@@ -520,7 +520,7 @@ def test_decode_steps_share_nothing(client: Client, model: Model, rng: np.random
                 assert result.certificate.epsilon != 0.3
                 np.testing.assert_allclose(result.out, out, **TOLERANCE)
             # This error blocks the layer until a step with K/V.
-            with pytest.raises(spillway.OutOfRange):
+            with pytest.raises(spillway_kv.OutOfRange):
                 stream.step(sequence, 0, q, visible=[1000])
 
 
@@ -601,7 +601,7 @@ def test_select_and_fetch(
 def test_fetch_own_choice(long_sequence: tuple[Sequence, Any, Any]) -> None:
     sequence, k, v = long_sequence
     indices = np.array([3, 500, 2999, 0, 128], np.uint32)
-    mine = spillway.Selection(offsets=np.array([0, 3, 5]), indices=indices)
+    mine = spillway_kv.Selection(offsets=np.array([0, 3, 5]), indices=indices)
     pages = list(sequence.fetch_pages(0, selection=mine))
     for head, expected in ((0, [3, 500, 2999]), (1, [0, 128])):
         got = [page for page in pages if page.kv_head == head]
@@ -630,10 +630,10 @@ def test_statistics_say_how_the_engine_is_reached(client: Client) -> None:
     gpus = [gpu for gpu in client.server_info.devices if gpu.uuid]
     assert told.mps == (bool(gpus) and all(gpu.mps for gpu in gpus))
     if client.transport == "embedded":
-        assert told == spillway.Transport("embedded", "in place", told.mps, "")
+        assert told == spillway_kv.Transport("embedded", "in place", told.mps, "")
         return
     # A new client, because other tests have attached regions to the old one.
-    with spillway.connect(client.target, native=client.transport != "grpcio") as fresh:
+    with spillway_kv.connect(client.target, native=client.transport != "grpcio") as fresh:
         told = fresh.statistics().transport
         assert ("not shared through MPS" in told.reason) == (bool(gpus) and not told.mps)
         assert told.rows == "regions"
@@ -745,7 +745,7 @@ def test_wrong_shapes_are_seen_here(client: Client, model: Model) -> None:
 
 @pytest.mark.parametrize("embedded", [False, True])
 def test_closed_client(embedded: bool, target: str) -> None:
-    client = spillway.connect("embedded:" if embedded else target)
+    client = spillway_kv.connect("embedded:" if embedded else target)
     model = client.create_model(
         layer_count=1, query_head_count=1, kv_head_count=1, head_dim=16, dtype="float32"
     )
@@ -763,13 +763,13 @@ def test_closed_client(embedded: bool, target: str) -> None:
 
 def test_errors_name_a_field_once() -> None:
     why = "value 2 is not in (0, 1)"
-    told = spillway.InvalidArgument(
+    told = spillway_kv.InvalidArgument(
         f"policy.epsilon: {why}",
         reason="INVALID_FIELD",
-        fields=[spillway.FieldViolation("policy.epsilon", why)],
+        fields=[spillway_kv.FieldViolation("policy.epsilon", why)],
     )
     assert str(told) == f"INVALID_ARGUMENT: policy.epsilon: {why} [INVALID_FIELD]"
-    apart = spillway.OutOfRange(
-        "K is not finite at token 3", fields=[spillway.FieldViolation("chunk.k", "at token 3")]
+    apart = spillway_kv.OutOfRange(
+        "K is not finite at token 3", fields=[spillway_kv.FieldViolation("chunk.k", "at token 3")]
     )
     assert str(apart) == "OUT_OF_RANGE: K is not finite at token 3; chunk.k: at token 3"

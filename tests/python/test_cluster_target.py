@@ -7,14 +7,14 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import spillway
+import spillway_kv
 
 
 class FakePackage(ModuleType):
     """Stands for that package, and notes the targets."""
 
     def __init__(self) -> None:
-        super().__init__("spillway_cluster")
+        super().__init__("spillway_kv.cluster")
         self.made = object()
         self.calls: list[tuple[str, dict[str, Any]]] = []
 
@@ -26,12 +26,12 @@ class FakePackage(ModuleType):
 @pytest.fixture
 def package(monkeypatch: pytest.MonkeyPatch) -> FakePackage:
     package = FakePackage()
-    monkeypatch.setitem(sys.modules, "spillway_cluster", package)
+    monkeypatch.setitem(sys.modules, "spillway_kv.cluster", package)
     return package
 
 
 def test_is_handed_over_with_what_was_asked_for(package: FakePackage) -> None:
-    assert spillway.connect("ray:kv") is package.made
+    assert spillway_kv.connect("ray:kv") is package.made
     options = {
         "timeout": 2.0,
         "native": False,
@@ -41,7 +41,7 @@ def test_is_handed_over_with_what_was_asked_for(package: FakePackage) -> None:
         "token": "secret",
         "resume_seconds": 3.0,
     }
-    assert spillway.connect("ray:kv", **options) is package.made  # type: ignore[arg-type]
+    assert spillway_kv.connect("ray:kv", **options) is package.made  # type: ignore[arg-type]
     unsaid = {**dict.fromkeys(options), "timeout": 60.0, "resume_seconds": 60.0}
     assert package.calls == [("ray:kv", unsaid), ("ray:kv", options)]
 
@@ -50,19 +50,19 @@ def test_may_be_named_by_the_environment(
     package: FakePackage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SPILLWAY_TARGET", "ray:kv")
-    assert spillway.connect() is package.made
+    assert spillway_kv.connect() is package.made
     assert package.calls[0][0] == "ray:kv"
 
 
 def test_takes_no_settings_of_an_engine(package: FakePackage) -> None:
     with pytest.raises(ValueError, match="settings are for embedded:, not for the daemons of ray:"):
-        spillway.connect("ray:kv", settings={"memory.limit": "1GiB"})
+        spillway_kv.connect("ray:kv", settings={"memory.limit": "1GiB"})
     assert package.calls == []
 
 
 def test_says_which_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "spillway_cluster", None)
+    monkeypatch.setitem(sys.modules, "spillway_kv.cluster", None)
     with pytest.raises(
         ImportError, match=r"ray:kv is .* install its wheel, spillway_cluster-\*\.whl"
     ):
-        spillway.connect("ray:kv")
+        spillway_kv.connect("ray:kv")

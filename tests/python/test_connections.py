@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import spillway
+import spillway_kv
 from daemon_process import binary
 from helpers import wait_for
-from spillway_lab import serving
+from spillway_kv.lab import serving
 
 DESCRIPTOR_COUNT = 64
 
@@ -90,7 +90,7 @@ def test_the_daemon_accepts_again_after_its_descriptors_were_used_up(
     listen = f"unix:{tmp_path}/spillwayd.sock" if kind == "unix" else "tcp:127.0.0.1:0"
     with (
         limited_daemon(tmp_path, listen, DESCRIPTOR_COUNT, DESCRIPTOR_COUNT) as (_, address),
-        spillway.connect(address if kind == "unix" else f"tcp:{address}") as before,
+        spillway_kv.connect(address if kind == "unix" else f"tcp:{address}") as before,
     ):
         assert before.health()
         with ExitStack() as held:
@@ -101,7 +101,7 @@ def test_the_daemon_accepts_again_after_its_descriptors_were_used_up(
             assert before.health()
             if kind == "unix":
                 before.attach_region(4096).detach()
-        with spillway.connect(address if kind == "unix" else f"tcp:{address}") as after:
+        with spillway_kv.connect(address if kind == "unix" else f"tcp:{address}") as after:
             assert after.health()
         # The daemon does not log a line for each of its checks.
         assert len(events(tmp_path, "descriptors_short")) < 30
@@ -174,7 +174,7 @@ def test_sessions_of_regions_leave_descriptors_to_others(tmp_path: Path) -> None
             for _ in range(120):
                 session = held.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
                 session.connect(f"{tmp_path}/spillwayd.sock.regions")
-            with spillway.connect(listen) as client:
+            with spillway_kv.connect(listen) as client:
                 client.attach_region(4096).detach()
             assert len(list(Path(f"/proc/{process.pid}/fd").iterdir())) < DESCRIPTOR_COUNT - 8
 
@@ -194,7 +194,7 @@ def test_sessions_of_regions_wait_for_descriptors_too(tmp_path: Path) -> None:
             time.sleep(1)
             # It must be far below 100 ticks per second, because the daemon sleeps.
             assert cpu_ticks(process.pid) - before < 20
-        with spillway.connect(listen) as client:
+        with spillway_kv.connect(listen) as client:
             client.attach_region(4096).detach()
 
 
@@ -209,7 +209,7 @@ def test_a_new_client_does_not_take_up_an_older_ones_connection(tmp_path: Path) 
         older.callback(daemon.end)
         for _ in range(5):
             daemon.start()
-            client = older.enter_context(spillway.connect(target))
+            client = older.enter_context(spillway_kv.connect(target))
             model = client.create_model(
                 layer_count=3, query_head_count=2, kv_head_count=1, head_dim=16, dtype="float32"
             )

@@ -19,12 +19,12 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-import spillway
+import spillway_kv
 from daemon_process import binary, device_flags, running_daemon
 from google.protobuf import descriptor_pb2
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from spillway._proto import memory_service_pb2
-from spillway.errors import error_from_rpc
+from spillway_kv._proto import memory_service_pb2
+from spillway_kv.errors import error_from_rpc
 
 
 def run(*flags: str) -> subprocess.CompletedProcess[str]:
@@ -200,7 +200,10 @@ def test_gpus_that_are_not_there(tmp_path: Path, devices: str, named: str) -> No
 
 
 def test_the_cpu_is_one_device(tmp_path: Path) -> None:
-    with running_daemon(tmp_path, "--device", "cpu") as target, spillway.connect(target) as client:
+    with (
+        running_daemon(tmp_path, "--device", "cpu") as target,
+        spillway_kv.connect(target) as client,
+    ):
         (device,) = client.get_server_info().devices
         assert device.name == "cpu:0"
         assert device.thread_count > 0
@@ -226,7 +229,7 @@ def test_the_sockets_are_the_users_alone_whatever_the_umask(tmp_path: Path, umas
                 "spillwayd.sock.regions": (0o600, os.getegid()),
                 "spillwayd.sock.lock": (0o600 & ~umask, os.getegid()),
             }
-            with spillway.connect(address) as client:
+            with spillway_kv.connect(address) as client:
                 assert client.health()
     finally:
         os.umask(before)
@@ -259,7 +262,7 @@ def test_groups_that_are_not_there_and_groups_of_tcp(tmp_path: Path) -> None:
 def test_a_tcp_daemon_has_a_socket_for_its_machine_too(tmp_path: Path) -> None:
     local = f"unix:{tmp_path}/own/local.sock"
     with process("--listen", "tcp:127.0.0.1:0", "--local-socket", local) as (_, address):
-        with spillway.connect(f"tcp:{address}") as far, spillway.connect(local) as near:
+        with spillway_kv.connect(f"tcp:{address}") as far, spillway_kv.connect(local) as near:
             assert (far.step_transport, near.step_transport) == ("libspillway", "doorbell")
             assert far.server_info.boot_id == near.server_info.boot_id
             model = far.create_model(
@@ -304,7 +307,7 @@ def test_one_daemon_a_socket_and_the_next_after_a_crash(tmp_path: Path) -> None:
         assert "another daemon" in second.stdout + second.stderr
         first.send_signal(signal.SIGKILL)
         first.wait()
-    with process(*flags) as (_, address), spillway.connect(address) as client:
+    with process(*flags) as (_, address), spillway_kv.connect(address) as client:
         assert client.health()
 
 
@@ -326,10 +329,10 @@ def test_files_of_its_sockets_that_others_remove(tmp_path: Path) -> None:
         lock.unlink()
         refused = run(*flags)
         assert "another daemon listens on" in refused.stdout + refused.stderr
-        with spillway.connect(address) as client:
+        with spillway_kv.connect(address) as client:
             assert client.health()
         # The folder's contents: the daemon listens there again. Open sessions stay.
-        with spillway.connect(address) as before:
+        with spillway_kv.connect(address) as before:
             region = before.attach_region(4096)
             for file in tmp_path.iterdir():
                 file.unlink()
@@ -338,7 +341,7 @@ def test_files_of_its_sockets_that_others_remove(tmp_path: Path) -> None:
             )
             assert gone["removed"] == f"{lock}, {path}, {path}.regions"
             assert modes(tmp_path)["spillwayd.sock"][0] == 0o600
-            with spillway.connect(address) as client:
+            with spillway_kv.connect(address) as client:
                 assert client.health()
                 client.attach_region(4096)
             region.detach()
@@ -404,7 +407,7 @@ def test_tcp_on_loopback() -> None:
     with process("--listen", "tcp:127.0.0.1:0") as (_, address):
         port = int(address.rsplit(":", 1)[1])
         assert port > 0
-        with spillway.connect(f"tcp:127.0.0.1:{port}") as client:
+        with spillway_kv.connect(f"tcp:127.0.0.1:{port}") as client:
             assert client.health()
             with pytest.raises(ValueError, match="has no regions"):
                 client.attach_region(4096)
@@ -449,7 +452,7 @@ def test_reflection_describes_the_messages(target: str) -> None:
 
 def test_facts_of_the_system_are_logged_once(tmp_path: Path) -> None:
     with running_daemon(tmp_path, "--log-format", "json") as target:
-        with spillway.connect(target) as client:
+        with spillway_kv.connect(target) as client:
             device_count = len(client.get_server_info().devices)
     lines = [json.loads(x) for x in (tmp_path / "spillwayd.log").read_text().splitlines()]
     said = [line["event"] for line in lines]
@@ -476,7 +479,7 @@ def test_under_nohup_a_terminal_that_closes_does_not_end_it(tmp_path: Path) -> N
     flags = ("--listen", f"unix:{tmp_path}/spillwayd.sock")
     with process(*flags, before=("nohup",)) as (daemon, address):
         daemon.send_signal(signal.SIGHUP)
-        with spillway.connect(address) as client:
+        with spillway_kv.connect(address) as client:
             assert client.health()
         daemon.terminate()
         assert daemon.wait(timeout=30) == 0
@@ -485,7 +488,7 @@ def test_under_nohup_a_terminal_that_closes_does_not_end_it(tmp_path: Path) -> N
 @pytest.mark.parametrize("grace", ["30", "0.2"])
 def test_sigterm_lets_running_calls_end_within_the_grace(tmp_path: Path, grace: str) -> None:
     flags = ("--listen", f"unix:{tmp_path}/spillwayd.sock", "--grace", grace)
-    with process(*flags) as (daemon, address), spillway.connect(address) as client:
+    with process(*flags) as (daemon, address), spillway_kv.connect(address) as client:
         model = client.create_model(
             layer_count=1, query_head_count=16, kv_head_count=1, head_dim=32, dtype="float16"
         )
@@ -498,7 +501,7 @@ def test_sigterm_lets_running_calls_end_within_the_grace(tmp_path: Path, grace: 
             try:
                 q = np.ones((1024, 16, 32), np.float16)
                 outcome.append(sequence.attend(0, q, timeout=60).out.shape)
-            except spillway.SpillwayError as error:
+            except spillway_kv.SpillwayError as error:
                 outcome.append(error)
 
         caller = threading.Thread(target=attend)
@@ -513,6 +516,6 @@ def test_sigterm_lets_running_calls_end_within_the_grace(tmp_path: Path, grace: 
             assert outcome == [(1024, 16, 32)]
         else:
             # With many cores, the work may be finished before.
-            assert isinstance(outcome[0], spillway.SpillwayError) or seconds < 0.5
+            assert isinstance(outcome[0], spillway_kv.SpillwayError) or seconds < 0.5
             assert seconds < 10
     assert not (tmp_path / "spillwayd.sock").exists()

@@ -10,10 +10,10 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-import spillway
+import spillway_kv
 from daemon_process import running_daemon
 from helpers import wait_for
-from spillway._proto import attention_service_pb2, sequence_service_pb2
+from spillway_kv._proto import attention_service_pb2, sequence_service_pb2
 
 # Events that every daemon logs at its start and end.
 FACTS = {
@@ -36,7 +36,7 @@ def entries(folder: Path) -> list[dict[str, Any]]:
     return [entry for entry in said if entry["event"] not in FACTS]
 
 
-def new_model(client: spillway.Client) -> spillway.Model:
+def new_model(client: spillway_kv.Client) -> spillway_kv.Model:
     return client.create_model(
         layer_count=1, query_head_count=4, kv_head_count=4, head_dim=64, dtype="float32"
     )
@@ -45,7 +45,7 @@ def new_model(client: spillway.Client) -> spillway.Model:
 def test_calls_that_succeed_leave_nothing(tmp_path: Path) -> None:
     # With 0, no attend is logged as slow, even on a slow machine.
     flags = ("--log-format", "json", "--slow-attend-ms", "0")
-    with running_daemon(tmp_path, *flags) as target, spillway.connect(target) as client:
+    with running_daemon(tmp_path, *flags) as target, spillway_kv.connect(target) as client:
         sequence = client.create_sequence(new_model(client))
         rows = np.ones((1, 4, 100, 64), np.float32)
         sequence.append(0, 0, rows, rows)
@@ -59,13 +59,13 @@ def test_calls_that_succeed_leave_nothing(tmp_path: Path) -> None:
 def test_a_refusal_is_logged_with_its_reason(tmp_path: Path) -> None:
     with (
         running_daemon(tmp_path, "--log-format", "json", "--memory-limit", "64MiB") as target,
-        spillway.connect(target) as client,
+        spillway_kv.connect(target) as client,
     ):
-        with pytest.raises(spillway.NotFound):
+        with pytest.raises(spillway_kv.NotFound):
             client.get_sequence("sequences/of-no-name")
         sequence = client.create_sequence(new_model(client))
         rows = np.ones((1, 4, 1000, 64), np.float32)
-        with pytest.raises(spillway.ResourceExhausted) as caught:
+        with pytest.raises(spillway_kv.ResourceExhausted) as caught:
             for i in range(1000):
                 sequence.append(0, i * 1000, rows, rows)
     # The refusal before the last is of the same rows: it made the client give up its own region.
@@ -81,15 +81,15 @@ def test_a_refusal_is_logged_with_its_reason(tmp_path: Path) -> None:
 def test_a_client_that_tries_over_and_over_fills_no_disk(tmp_path: Path) -> None:
     with (
         running_daemon(tmp_path, "--log-format", "json") as target,
-        spillway.connect(target) as client,
+        spillway_kv.connect(target) as client,
     ):
         begin = time.monotonic()
         for _ in range(300):
-            with pytest.raises(spillway.NotFound):
+            with pytest.raises(spillway_kv.NotFound):
                 client.get_sequence("sequences/none")
         seconds = time.monotonic() - begin
         # An error of another kind is logged nevertheless.
-        with pytest.raises(spillway.InvalidArgument):
+        with pytest.raises(spillway_kv.InvalidArgument):
             client.get_sequence("sequences/NO NAME")
     said = entries(tmp_path)
     refused = [entry for entry in said if entry.get("reason") == "SEQUENCE_NOT_FOUND"]
@@ -105,7 +105,7 @@ def test_a_client_that_tries_over_and_over_fills_no_disk(tmp_path: Path) -> None
 def test_sequences_that_expire_are_named(tmp_path: Path) -> None:
     with (
         running_daemon(tmp_path, "--log-format", "json", "--ttl", "1") as target,
-        spillway.connect(target) as client,
+        spillway_kv.connect(target) as client,
     ):
         model = new_model(client)
         sequence = client.create_sequence(model)
@@ -127,17 +127,17 @@ TRACEPARENT = f"00-{TRACE}-b7ad6b7169203331-01"
 def test_what_is_logged_of_a_call_names_its_trace(tmp_path: Path) -> None:
     with (
         running_daemon(tmp_path, "--log-format", "json", "--ttl", "1") as target,
-        spillway.connect(target, native=False) as client,
+        spillway_kv.connect(target, native=False) as client,
     ):
         model = new_model(client)
-        with spillway.traced(TRACEPARENT):
-            with pytest.raises(spillway.NotFound):
+        with spillway_kv.traced(TRACEPARENT):
+            with pytest.raises(spillway_kv.NotFound):
                 client.get_sequence("sequences/none")
             client.create_sequence(model)
             decode = attention_service_pb2.DecodeRequest(sequence="sequences/none")
             stub = client._stubs.attention.Decode
             assert next(stub(iter([decode]), metadata=client._metadata)).result.status.code
-        with spillway.traced(request_id="job-7/3"), pytest.raises(spillway.InvalidArgument):
+        with spillway_kv.traced(request_id="job-7/3"), pytest.raises(spillway_kv.InvalidArgument):
             client.get_sequence("sequences/NO NAME")
         brought = [
             (("x-request-id", "6"), ("x-request-id", "7")),
@@ -159,12 +159,15 @@ def test_what_is_logged_of_a_call_names_its_trace(tmp_path: Path) -> None:
 def test_a_trace_that_is_none_is_refused_before_it_is_sent() -> None:
     zeros = "0" * 32
     for traceparent in (TRACE, TRACEPARENT.upper(), f"00-{zeros}-b7ad6b7169203331-01"):
-        with pytest.raises(ValueError, match="traceparent"), spillway.traced(traceparent):
+        with pytest.raises(ValueError, match="traceparent"), spillway_kv.traced(traceparent):
             pass
     for request_id in ("two words", "a" * 129, "a\n"):
-        with pytest.raises(ValueError, match="request_id"), spillway.traced(request_id=request_id):
+        with (
+            pytest.raises(ValueError, match="request_id"),
+            spillway_kv.traced(request_id=request_id),
+        ):
             pass
-    with pytest.raises(ValueError, match="neither"), spillway.traced():
+    with pytest.raises(ValueError, match="neither"), spillway_kv.traced():
         pass
 
 
@@ -172,12 +175,12 @@ def test_a_slow_attend_says_where_its_time_went(tmp_path: Path) -> None:
     flags = ("--log-format", "json", "--slow-attend-ms", "0.000001")
     with (
         running_daemon(tmp_path, *flags, "--device", "cpu") as target,
-        spillway.connect(target) as client,
+        spillway_kv.connect(target) as client,
     ):
         sequence = client.create_sequence(new_model(client))
         rows = np.random.default_rng(1).standard_normal((1, 4, 4000, 64), np.float32)
         sequence.append(0, 0, rows, rows)
-        with spillway.traced(TRACEPARENT):
+        with spillway_kv.traced(TRACEPARENT):
             sequence.attend(0, rows[0, :, :1].transpose(1, 0, 2))
         wait_for(lambda: bool(entries(tmp_path)))
     (slow,) = entries(tmp_path)

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 import pytest
 import random_llama
-import spillway
+import spillway_kv
 import torch
 from daemon_process import ROOT, binary, on_gpu
 from helpers import fences
-from spillway.transformers import SpillwayCache
-from spillway_lab.training.hash_mlp import HashMlp, save_hash
+from spillway_kv.lab.training.hash_mlp import HashMlp, save_hash
+from spillway_kv.transformers import SpillwayCache
 from test_cli import BINARY as CLI
 
 PAGES = sorted(
@@ -36,7 +36,7 @@ def model_and_prompt(names: dict[str, Any]) -> None:
     model.set_attn_implementation("spillway")
     ids = random_llama.prompt(1, 300)
     names |= {
-        "spillway": spillway,
+        "spillway": spillway_kv,
         "SpillwayCache": SpillwayCache,
         "model": model,
         "prompt_ids": ids,
@@ -47,7 +47,7 @@ def model_and_prompt(names: dict[str, Any]) -> None:
 
 def open_sequence(names: dict[str, Any]) -> None:
     """Defines what a page on the Python client expects: the model of its first snippet."""
-    client = spillway.connect(os.environ["SPILLWAY_TARGET"])
+    client = spillway_kv.connect(os.environ["SPILLWAY_TARGET"])
     model = client.create_model(
         layer_count=2, query_head_count=16, kv_head_count=4, head_dim=64, dtype="float32"
     )
@@ -56,7 +56,7 @@ def open_sequence(names: dict[str, Any]) -> None:
     k, v = rng.standard_normal((2, 2, 4, 3000, 64), np.float32)
     sequence.append(0, 0, k, v)
     names |= {
-        "spillway": spillway,
+        "spillway": spillway_kv,
         "client": client,
         "sequence": sequence,
         "k": k,
@@ -86,7 +86,7 @@ def train_hash(names: dict[str, Any]) -> None:
     for layer in range(30):
         function = HashMlp.random(3, 64, 64, 128, torch.ones(3), generator)
         tensors |= function.tensors(layer)
-    save_hash(Path("hash.safetensors"), tensors, 30, spillway.MlpHash())
+    save_hash(Path("hash.safetensors"), tensors, 30, spillway_kv.MlpHash())
 
 
 # By page: the snippets that run, by their index, and the functions that prepare them.
@@ -194,7 +194,7 @@ def test_gpu_snippets(target: str) -> None:
     if not on_gpu():
         pytest.skip("needs a GPU")
     decode, append = fences("docs/gpu.md", "python")
-    with spillway.connect("embedded:", settings={"device.name": "cuda:0"}) as client:
+    with spillway_kv.connect("embedded:", settings={"device.name": "cuda:0"}) as client:
         model = client.create_model(
             layer_count=1, query_head_count=32, kv_head_count=8, head_dim=128, dtype="bfloat16"
         )
@@ -219,7 +219,7 @@ def test_gpu_snippets(target: str) -> None:
         exec(compile(decode, "docs/gpu.md, decoding", "exec"), names)
         assert sequence.token_count == 3003
         assert torch.isfinite(names["logits"][0]).all()
-    with spillway.connect(target) as client:
+    with spillway_kv.connect(target) as client:
         model = client.create_model(
             layer_count=1, query_head_count=32, kv_head_count=8, head_dim=128, dtype="bfloat16"
         )

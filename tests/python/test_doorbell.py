@@ -20,12 +20,12 @@ from typing import Any
 import decode_by_doorbell as runner
 import numpy as np
 import pytest
-import spillway
+import spillway_kv
 from daemon_process import on_gpu, running_daemon
 from helpers import delete_model, refused, settles
-from spillway import Client, Model, Sequence
-from spillway._proto import attention_service_pb2 as attention
-from spillway._proto import memory_service_pb2 as memory
+from spillway_kv import Client, Model, Sequence
+from spillway_kv._proto import attention_service_pb2 as attention
+from spillway_kv._proto import memory_service_pb2 as memory
 
 LAYERS, HEADS, KV_HEADS, DIM = 2, 4, 2, 16  # as in the fixture `model`
 BEGIN, ATTEND, RESULTS, END = 1, 2, 3, 4
@@ -150,13 +150,13 @@ def test_it_is_what_carries_steps_and_is_kept(
 
 def test_none_where_no_memory_is_shared(tmp_path: Path) -> None:
     with running_daemon(tmp_path) as target:
-        with spillway.connect(target, native=False) as client:
+        with spillway_kv.connect(target, native=False) as client:
             assert client.step_transport == "grpcio"
         # The socket for regions is not beside a link to the daemon's socket.
         elsewhere = tmp_path / "elsewhere"
         elsewhere.mkdir()
         (elsewhere / "spillwayd.sock").symlink_to(tmp_path / "spillwayd.sock")
-        with spillway.connect(f"unix:{elsewhere}/spillwayd.sock") as client:
+        with spillway_kv.connect(f"unix:{elsewhere}/spillwayd.sock") as client:
             assert client.step_transport == "doorbell"
             expect_steps_answered(client)
             assert client.step_transport == "libspillway"
@@ -182,7 +182,7 @@ def test_doorbells_are_refused(client: Client, engine: Client) -> None:
 
 def test_memory_and_the_number_of_doorbells_are_bounded(tmp_path: Path) -> None:
     with running_daemon(tmp_path, "--memory-limit", "64MiB") as target, ExitStack() as stack:
-        client = stack.enter_context(spillway.connect(target))
+        client = stack.enter_context(spillway_kv.connect(target))
         error = refused(lambda: RawDoorbell(client, byte_count=1 << 40))
         assert error.code == "RESOURCE_EXHAUSTED"
         doorbells: list[RawDoorbell] = []
@@ -330,7 +330,7 @@ def test_a_detached_or_closed_one_is_freed(client: Client, no_leak: Callable[[],
 def test_the_daemon_goes_in_the_middle_of_a_step(tmp_path: Path, rng: np.random.Generator) -> None:
     with ExitStack() as stack:
         with running_daemon(tmp_path) as target:
-            client = stack.enter_context(spillway.connect(target))
+            client = stack.enter_context(spillway_kv.connect(target))
             model = client.create_model(
                 layer_count=LAYERS,
                 query_head_count=HEADS,
@@ -342,13 +342,13 @@ def test_the_daemon_goes_in_the_middle_of_a_step(tmp_path: Path, rng: np.random.
             step = client.begin_step([sequence])
             step.attend(0, *step_tensors(rng))
         for _ in range(2):
-            with pytest.raises(spillway.Unavailable, match="the daemon is gone"):
+            with pytest.raises(spillway_kv.Unavailable, match="the daemon is gone"):
                 step.attend(1, *step_tensors(rng))
-        with pytest.raises(spillway.Unavailable):
+        with pytest.raises(spillway_kv.Unavailable):
             step.results()
         step.close()
         with running_daemon(tmp_path):
-            with pytest.raises(spillway.DaemonRestarted):
+            with pytest.raises(spillway_kv.DaemonRestarted):
                 client.begin_step([sequence])
             expect_steps_answered(client)
             assert client.step_transport == "doorbell"

@@ -16,12 +16,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import spillway
+import spillway_kv
 from daemon_process import binary, device_flags, on_gpu
 from helpers import refused, settles
-from spillway import _split
-from spillway._proto import admin_service_pb2, attention_service_pb2
-from spillway.starting import wait_until_serving
+from spillway_kv import _split
+from spillway_kv._proto import admin_service_pb2, attention_service_pb2
+from spillway_kv.starting import wait_until_serving
 from test_long_creation import LONG
 from test_service_manager import Manager, has_systemd
 
@@ -42,7 +42,7 @@ class Ending:
             )
         try:
             wait_until_serving(self.process.poll, self.target, self.log, 30)
-            self.client = spillway.connect(self.target)
+            self.client = spillway_kv.connect(self.target)
         except BaseException:
             self.close()
             raise
@@ -135,8 +135,8 @@ def test_what_runs_goes_on_new_work_is_refused_and_all_see_how_far_it_is(tmp_pat
             error = refused(call)
             assert (error.code, error.reason) == ("UNAVAILABLE", "DRAINING")
             assert "the daemon is draining: it takes no new work, and ends in" in error.message
-        with pytest.raises(spillway.Unavailable, match="the daemon is draining"):
-            spillway.connect(daemon.target)
+        with pytest.raises(spillway_kv.Unavailable, match="the daemon is draining"):
+            spillway_kv.connect(daemon.target)
         assert not daemon.client.health()
 
         now = daemon.statistics()

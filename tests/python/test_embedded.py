@@ -14,11 +14,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import spillway
+import spillway_kv
 from daemon_process import binary, device
-from spillway import Client, Model, Sequence
-from spillway import sequence as sequence_module
-from spillway_lab.serving import prefer_library
+from spillway_kv import Client, Model, Sequence
+from spillway_kv import sequence as sequence_module
+from spillway_kv.lab.serving import prefer_library
 
 SETTINGS: dict[str, str | int] = {"memory.limit": "256MiB", "device.name": device() or "cpu"}
 
@@ -31,7 +31,7 @@ def library() -> None:
 
 @pytest.fixture
 def engine() -> Iterator[Client]:
-    with spillway.connect("embedded:", settings=SETTINGS) as client:
+    with spillway_kv.connect("embedded:", settings=SETTINGS) as client:
         yield client
 
 
@@ -61,7 +61,7 @@ def test_gives_a_daemon_bits(engine: Client, client: Client) -> None:
 
 
 def test_engines_know_nothing_of_each_other(engine: Client) -> None:
-    with spillway.connect("embedded:", settings=SETTINGS) as other:
+    with spillway_kv.connect("embedded:", settings=SETTINGS) as other:
         assert other.server_info.boot_id != engine.server_info.boot_id
         model = engine.create_model(
             "mine", layer_count=1, query_head_count=1, kv_head_count=1, head_dim=16
@@ -73,7 +73,7 @@ def test_engines_know_nothing_of_each_other(engine: Client) -> None:
 
 def test_settings_are_the_daemon_settings() -> None:
     settings = SETTINGS | {"memory.limit": "64MiB", "device.thread_count": 1}
-    with spillway.connect("embedded:", settings=settings) as client:
+    with spillway_kv.connect("embedded:", settings=settings) as client:
         assert client.server_info.limits.memory_bytes_max == 64 << 20
         if device() in ("", "cpu"):
             assert client.server_info.devices[0].thread_count == 1
@@ -81,7 +81,7 @@ def test_settings_are_the_daemon_settings() -> None:
 
 def test_the_target_may_come_by_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPILLWAY_TARGET", "embedded:")
-    with spillway.connect(settings=SETTINGS) as client:
+    with spillway_kv.connect(settings=SETTINGS) as client:
         assert client.transport == "embedded"
 
 
@@ -97,28 +97,28 @@ def test_the_target_may_come_by_environment(monkeypatch: pytest.MonkeyPatch) -> 
     ],
 )
 def test_wrong_settings_are_named(settings: dict[str, str | int], told: str) -> None:
-    with pytest.raises(spillway.InvalidArgument, match=told):
-        spillway.connect("embedded:", settings=settings)
+    with pytest.raises(spillway_kv.InvalidArgument, match=told):
+        spillway_kv.connect("embedded:", settings=settings)
 
 
 def test_a_gpu_that_is_not_there() -> None:
     # A build without CUDA answers UNIMPLEMENTED.
-    with pytest.raises(spillway.SpillwayError, match="cuda:77") as caught:
-        spillway.connect("embedded:", settings={"device.name": "cuda:77"})
+    with pytest.raises(spillway_kv.SpillwayError, match="cuda:77") as caught:
+        spillway_kv.connect("embedded:", settings={"device.name": "cuda:77"})
     assert caught.value.code in ("NOT_FOUND", "UNIMPLEMENTED")
 
 
 def test_what_cannot_be_asked_together(target: str) -> None:
     with pytest.raises(ValueError, match="settings are for embedded:"):
-        spillway.connect(target, settings=SETTINGS)
+        spillway_kv.connect(target, settings=SETTINGS)
     with pytest.raises(ValueError, match="native=False"):
-        spillway.connect("embedded:", native=False)
+        spillway_kv.connect("embedded:", native=False)
 
 
 def test_memory_that_is_full_says_so(engine: Client, rng: np.random.Generator) -> None:
     model, sequence = filled(engine, rng)
     k = rng.standard_normal((2, 400_000, 64), np.float32)
-    with pytest.raises(spillway.ResourceExhausted, match=r"memory\.limit sets") as caught:
+    with pytest.raises(spillway_kv.ResourceExhausted, match=r"memory\.limit sets") as caught:
         sequence.append(0, 3000, k, k)
     assert caught.value.free_bytes is not None
     sequence.delete()
@@ -150,11 +150,11 @@ def test_the_memory_limit_is_within_the_limits_of_the_process(limit: int) -> Non
         f"""
         import resource, spillway
         resource.setrlimit({limit}, (6 << 30, 6 << 30))
-        with spillway.connect("embedded:", settings={{"device.name": "cpu"}}) as client:
+        with spillway_kv.connect("embedded:", settings={{"device.name": "cpu"}}) as client:
             print(client.server_info.limits.memory_bytes_max < 0.75 * (6 << 30))
         try:
-            spillway.connect("embedded:", settings={{"memory.limit": "7GiB"}})
-        except spillway.InvalidArgument as error:
+            spillway_kv.connect("embedded:", settings={{"memory.limit": "7GiB"}})
+        except spillway_kv.InvalidArgument as error:
             print(error.message)
         """
     )
@@ -168,7 +168,7 @@ def test_the_memory_limit_is_within_the_limits_of_the_process(limit: int) -> Non
 
 
 def test_closing_ends_what_runs(rng: np.random.Generator) -> None:
-    client = spillway.connect("embedded:", settings=SETTINGS)
+    client = spillway_kv.connect("embedded:", settings=SETTINGS)
     _, sequence = filled(client, rng)
     stream = client.decode()
     ended: list[BaseException] = []
@@ -178,7 +178,7 @@ def test_closing_ends_what_runs(rng: np.random.Generator) -> None:
         try:
             while True:
                 stream.step(sequence, 0, q)
-        except (spillway.SpillwayError, ValueError) as error:
+        except (spillway_kv.SpillwayError, ValueError) as error:
             ended.append(error)
 
     thread = threading.Thread(target=decode)
@@ -205,7 +205,7 @@ def test_a_program_may_end_with_it_open() -> None:
     ended = run(
         f"""
         import numpy as np, spillway, threading
-        client = spillway.connect("embedded:", settings={SETTINGS!r})
+        client = spillway_kv.connect("embedded:", settings={SETTINGS!r})
         model = client.create_model(
             layer_count=1, query_head_count=1, kv_head_count=1, head_dim=16, dtype="float32"
         )
@@ -220,7 +220,7 @@ def test_a_program_may_end_with_it_open() -> None:
         def wait():
             try:
                 stream._stream.receive()
-            except spillway.SpillwayError:
+            except spillway_kv.SpillwayError:
                 pass
         threading.Thread(target=wait, daemon=True).start()
         """
@@ -244,7 +244,7 @@ def test_rows_of_an_append_that_is_given_up_may_be_released(append: str, error: 
         f"""
         import numpy as np, signal, spillway, time
         signal.signal(signal.SIGALRM, signal.default_int_handler)
-        client = spillway.connect("embedded:", settings={settings!r})
+        client = spillway_kv.connect("embedded:", settings={settings!r})
         model = client.create_model(
             layer_count=1, query_head_count=8, kv_head_count=8, head_dim=128, dtype="float16"
         )
@@ -254,7 +254,7 @@ def test_rows_of_an_append_that_is_given_up_may_be_released(append: str, error: 
             k = np.ones((8, 65_536, 128), np.float16)
             try:
                 {append}
-            except (KeyboardInterrupt, spillway.SpillwayError) as error:
+            except (KeyboardInterrupt, spillway_kv.SpillwayError) as error:
                 print(type(error).__name__)
 
         give_up()
@@ -294,7 +294,7 @@ def test_it_is_loaded_twice() -> None:
             copy = pathlib.Path(folder, "libspillway.so.1")
             shutil.copy(os.environ["SPILLWAY_LIBRARY"], copy)
             assert ctypes.CDLL(str(copy)).spillway_interface() == 1
-            with spillway.connect("embedded:", settings={SETTINGS!r}) as client:
+            with spillway_kv.connect("embedded:", settings={SETTINGS!r}) as client:
                 print(client.health())
         """
     )

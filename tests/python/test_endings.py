@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 from daemon_process import binary
-from spillway_lab import serving
+from spillway_kv.lab import serving
 
 PROGRAM = """
 import collections, json, sys, threading, time
 
 import numpy as np
-import spillway
+import spillway_kv
 
 target, transport = sys.argv[1:]
 embedded = target == "embedded:"
 settings = {"device.name": "cpu", "memory.limit": "512MiB"} if embedded else None
-client = spillway.connect(target, native=transport != "grpcio", settings=settings)
+client = spillway_kv.connect(target, native=transport != "grpcio", settings=settings)
 if transport == "libspillway":
     client._no_doorbell = "messages are tested"
 shape = dict(layer_count=1, query_head_count=16, kv_head_count=4, head_dim=64, dtype="float32")
@@ -29,7 +29,7 @@ model = client.create_model(**shape)
 TOKENS = 6000
 k = np.random.default_rng(0).standard_normal((1, 4, TOKENS, 64)).astype(np.float32)
 q, new = np.ones((1, 16, 16, 64), np.float32), k[:, :, :16]
-exact = spillway.Policy(selector="all")
+exact = spillway_kv.Policy(selector="all")
 
 
 def filled(one):
@@ -69,7 +69,7 @@ sequence = filled(client)
 for _ in range(10):
     step = begun(client, sequence)
     race(step, step.close)
-other = spillway.connect(target, native=transport != "grpcio", settings=settings)
+other = spillway_kv.connect(target, native=transport != "grpcio", settings=settings)
 race(begun(other, filled(other)), other.close)
 print(json.dumps(ended), flush=True)
 
@@ -104,7 +104,7 @@ def again(name):
     while True:
         try:
             uses[name]()
-        except (ValueError, RuntimeError, spillway.SpillwayError):
+        except (ValueError, RuntimeError, spillway_kv.SpillwayError):
             return  # the client ends
         calls[name] += 1
 

@@ -11,38 +11,38 @@ from typing import Any
 
 import numpy as np
 import pytest
-import spillway
+import spillway_kv
 import torch
 from rich.console import Console
 from safetensors.torch import load_file
-from spillway.policy import Policy
-from spillway.transformers.support import Shapes
-from spillway_lab.evaluation import ablation, intervals, language, perplexity, results, retrieval
-from spillway_lab.evaluation.attends import EXACT, Case, Outcome, measure, rows_in_daemon
-from spillway_lab.evaluation.calibration import choose_channels
-from spillway_lab.evaluation.command import app
-from spillway_lab.evaluation.decoding import Row, step
-from spillway_lab.evaluation.fidelity import at_equal_rows
-from spillway_lab.evaluation.indexing import (
+from spillway_kv.lab.evaluation import ablation, intervals, language, perplexity, results, retrieval
+from spillway_kv.lab.evaluation.attends import EXACT, Case, Outcome, measure, rows_in_daemon
+from spillway_kv.lab.evaluation.calibration import choose_channels
+from spillway_kv.lab.evaluation.command import app
+from spillway_kv.lab.evaluation.decoding import Row, step
+from spillway_kv.lab.evaluation.fidelity import at_equal_rows
+from spillway_kv.lab.evaluation.indexing import (
     DEFAULT_INDEX,
     Index,
     NotServedError,
     check_policy,
     write_rotations,
 )
-from spillway_lab.evaluation.methods import chosen, registry
-from spillway_lab.evaluation.recording import grid_of
-from spillway_lab.evaluation.retrieval import score, true_tops
-from spillway_lab.evaluation.setting import Setting
-from spillway_lab.evaluation.tasks import TASKS, Question, needle_at, sized
-from spillway_lab.evaluation.workbench import Workbench
-from spillway_lab.training.hash_mlp import (
+from spillway_kv.lab.evaluation.methods import chosen, registry
+from spillway_kv.lab.evaluation.recording import grid_of
+from spillway_kv.lab.evaluation.retrieval import score, true_tops
+from spillway_kv.lab.evaluation.setting import Setting
+from spillway_kv.lab.evaluation.tasks import TASKS, Question, needle_at, sized
+from spillway_kv.lab.evaluation.workbench import Workbench
+from spillway_kv.lab.training.hash_mlp import (
     HashAttentionMlps,
     HashMlp,
     Hyperplanes,
     ThreeLayerMlp,
     save_hash,
 )
+from spillway_kv.policy import Policy
+from spillway_kv.transformers.support import Shapes
 from tiny_model import WORDS, draw_words, save_tiny_llama
 from typer.testing import CliRunner
 
@@ -201,7 +201,7 @@ def test_a_daemon_that_drops_a_field_is_noticed(
     bench: Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = bench.daemon_model(DEFAULT_INDEX, 0.25)
-    check_policy(bench.client, model, Policy(epsilon=0.05, heavy=spillway.TopP(0.9)))
+    check_policy(bench.client, model, Policy(epsilon=0.05, heavy=spillway_kv.TopP(0.9)))
     before = Policy.to_proto
 
     def forgetful(policy: Policy) -> Any:
@@ -229,8 +229,8 @@ def test_trained_weights_are_methods_too(
 ) -> None:
     shapes = Shapes(layer_count=2, query_head_count=4, kv_head_count=2, head_dim=16)
     mlp, pair = tmp_path / "mlp.safetensors", tmp_path / "pair.safetensors"
-    write_rotations(mlp, spillway.MlpHash(hash_bits=64, hidden_dim=32), shapes, seed=0)
-    described = spillway.MlpHash(
+    write_rotations(mlp, spillway_kv.MlpHash(hash_bits=64, hidden_dim=32), shapes, seed=0)
+    described = spillway_kv.MlpHash(
         hash_bits=32,
         hidden_dim=8,
         per_query_head=True,
@@ -323,7 +323,7 @@ def test_intervals_cover() -> None:
 def test_stacked_rotations_are_what_their_file_computes(tmp_path: Path) -> None:
     shapes = Shapes(layer_count=2, query_head_count=4, kv_head_count=2, head_dim=16)
     path = tmp_path / "rotations.safetensors"
-    write_rotations(path, spillway.MlpHash(hash_bits=64, hidden_dim=32), shapes, seed=3)
+    write_rotations(path, spillway_kv.MlpHash(hash_bits=64, hidden_dim=32), shapes, seed=3)
     tensors = load_file(path)
     for layer in range(2):
         w1, b1, w2 = (tensors[f"layers.{layer}.{name}"] for name in ("w1", "b1", "w2"))
@@ -430,5 +430,5 @@ def test_yarn_reaches_longer_texts(tiny: tuple[Path, Path]) -> None:
 
 
 def test_an_index_says_what_it_is() -> None:
-    assert DEFAULT_INDEX.described() != Index(spillway.RotationHash(bits_per_dim=4)).described()
-    assert Case(DEFAULT_INDEX, Policy()) == Case(Index(spillway.RotationHash()), Policy())
+    assert DEFAULT_INDEX.described() != Index(spillway_kv.RotationHash(bits_per_dim=4)).described()
+    assert Case(DEFAULT_INDEX, Policy()) == Case(Index(spillway_kv.RotationHash()), Policy())

@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
-from spillway.policy import Policy, TopK
-from spillway.quality import policy_of
-from spillway_lab.evaluation import intervals, longctx, sections, sources
-from spillway_lab.evaluation.asking import Answer, Asker
-from spillway_lab.evaluation.attends import EXACT, Case
-from spillway_lab.evaluation.command import app
-from spillway_lab.evaluation.indexing import DEFAULT_INDEX
-from spillway_lab.evaluation.longctx import Contender, Outcome, comparable, contenders, given
-from spillway_lab.evaluation.setting import Setting
-from spillway_lab.evaluation.workbench import Workbench
+from spillway_kv.lab.evaluation import intervals, longctx, sections, sources
+from spillway_kv.lab.evaluation.asking import Answer, Asker
+from spillway_kv.lab.evaluation.attends import EXACT, Case
+from spillway_kv.lab.evaluation.command import app
+from spillway_kv.lab.evaluation.indexing import DEFAULT_INDEX
+from spillway_kv.lab.evaluation.longctx import Contender, Outcome, comparable, contenders, given
+from spillway_kv.lab.evaluation.setting import Setting
+from spillway_kv.lab.evaluation.workbench import Workbench
+from spillway_kv.policy import Policy, TopK
+from spillway_kv.quality import policy_of
 from tiny_model import WORDS, draw_words, save_tiny_llama
 from typer.testing import CliRunner
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from daemon_process import ROOT
 from rich.console import Console
-from spillway_lab.evaluation import curves, markdown, report, style
+from spillway_kv.lab.evaluation import curves, markdown, report, style
 
 
 def test_shares() -> None:

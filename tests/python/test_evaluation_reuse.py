@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from spillway_lab.evaluation.reuse import (
+from spillway_kv.lab.evaluation.reuse import (
     correlation,
     hit_share,
     kept_share,

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import random_llama
-import spillway
+import spillway_kv
 import torch
 from daemon_process import binary, device, on_gpu
 from safetensors.torch import load_file, save_file
-from spillway_lab.serving import prefer_library
+from spillway_kv.lab.serving import prefer_library
 from transformers import LlamaForCausalLM
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -158,7 +158,7 @@ def test_cpp_decodes_config_of_transformers_4(tmp_path: Path) -> None:
 
 
 def test_cpp_decodes_in_daemon(llama: Path, target: str) -> None:
-    with spillway.connect(target) as client:
+    with spillway_kv.connect(target) as client:
         before = len(list(client.list_models()))
         # Long enough that the default policy samples after the prompt.
         ids = draw_ids(2100)

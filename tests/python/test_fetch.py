@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import spillway
+import spillway_kv
 import torch
 from helpers import refused
-from spillway import BFloat16, Client, Model, Region, Selection, Sequence
-from spillway._proto import attention_service_pb2 as attention
-from spillway._proto import tensor_pb2 as tensors
+from spillway_kv import BFloat16, Client, Model, Region, Selection, Sequence
+from spillway_kv._proto import attention_service_pb2 as attention
+from spillway_kv._proto import tensor_pb2 as tensors
 
 MIB = 1 << 20
 LAYERS, HEADS, DIM, TOKENS = 2, 2, 16, 1000  # as in the fixture `model`
@@ -106,7 +106,7 @@ def test_selected_rows(
 def test_a_long_selection_is_split(
     client: Client, model: Model, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("spillway.sequence._SELECTED_MAX", 3)
+    monkeypatch.setattr("spillway_kv.sequence._SELECTED_MAX", 3)
     sequence, k, v = filled(client, model, rng)
     got = sequence.fetch(1, selection=selection(*CHOSEN))
     for mine, all_rows in zip(got, (k, v), strict=True):
@@ -223,7 +223,7 @@ def test_rows_are_of_one_moment(client: Client, allocate: Allocate) -> None:
         for _ in range(10_000):
             try:
                 reader.fetch(0, 0, 4000, into=(k, v))
-            except spillway.OutOfRange:  # between a truncation and an append
+            except spillway_kv.OutOfRange:  # between a truncation and an append
                 continue
             seen += 1
             number = k[0, 0, 0]
@@ -252,14 +252,14 @@ def test_detached_while_in_use(client: Client, model: Model, rng: np.random.Gene
     def fetch() -> None:
         try:
             outcome.append(sequence.fetch(0, into=into))
-        except spillway.NotFound as error:
+        except spillway_kv.NotFound as error:
             outcome.append(error)
 
     thread = threading.Thread(target=fetch)
     thread.start()
     region.detach()
     thread.join()
-    if isinstance(outcome[0], spillway.NotFound):
+    if isinstance(outcome[0], spillway_kv.NotFound):
         assert outcome[0].reason == "REGION_NOT_FOUND"
     else:
         same(into[0], k[0])
@@ -276,7 +276,7 @@ def test_leaves_nothing_behind(
     sequence, k, _ = filled(client, model, rng)
     into = allocate((HEADS, TOKENS, DIM)), allocate((HEADS, TOKENS, DIM))
     sequence.fetch(0, into=into)
-    with pytest.raises(spillway.OutOfRange):
+    with pytest.raises(spillway_kv.OutOfRange):
         sequence.fetch(0, 1, TOKENS + 1, into=into)
     sequence.delete()
     no_leak()
@@ -306,7 +306,7 @@ def test_bad_arrays(client: Client, model: Model, rng: np.random.Generator) -> N
         sequence.fetch(0, 7, 7)
     with pytest.raises(ValueError, match="start and end, or selection, not both"):
         sequence.fetch(0, 0, 7, selection=selection([1], [2]))
-    with pytest.raises(spillway.InvalidArgument, match="layer"):
+    with pytest.raises(spillway_kv.InvalidArgument, match="layer"):
         sequence.fetch(2, 0, 7)
     same(sequence.fetch(0)[0], k[0])
 

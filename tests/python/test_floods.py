@@ -11,7 +11,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
-import spillway
+import spillway_kv
 from access_daemon import Served, make_authority, make_certificate, served, token_entry, wait_for
 from http2 import (
     CONTINUATION,
@@ -28,7 +28,7 @@ from http2 import (
     raw,
     request,
 )
-from spillway._proto.admin_service_pb2 import GetServerInfoRequest
+from spillway_kv._proto.admin_service_pb2 import GetServerInfoRequest
 
 TOKEN = "x" * 40
 CALL = request("/spillway.v1.AdminService/GetServerInfo")
@@ -46,9 +46,9 @@ class Flooded:
         self.authority = authority
         self.peak = 0
 
-    def connect(self) -> spillway.Client:
+    def connect(self) -> spillway_kv.Client:
         """A client with the token."""
-        return spillway.connect(
+        return spillway_kv.connect(
             self.daemon.address, token=TOKEN, native=False, ca=self.authority or None
         )
 

@@ -10,19 +10,19 @@ from typing import Any
 
 import pytest
 from daemon_process import binary
-from spillway import forks
-from spillway_lab import serving
+from spillway_kv import forks
+from spillway_kv.lab import serving
 
 PROGRAM = """
 import json, os, signal, sys
 
 import numpy as np
-import spillway
+import spillway_kv
 
 target, native = sys.argv[1], sys.argv[2] != "grpcio"
 embedded = target == "embedded:"
 settings = {"device.name": "cpu", "memory.limit": "256MiB"} if embedded else None
-client = spillway.connect(target, native=native, settings=settings)
+client = spillway_kv.connect(target, native=native, settings=settings)
 model = client.create_model(
     layer_count=1, query_head_count=2, kv_head_count=2, head_dim=16, dtype="float32"
 )
@@ -62,7 +62,7 @@ def in_child():
     }
     said = {name: tried(use) for name, use in uses.items()}
     closed = [tried(gone.close) for gone in (step, stream, client)]
-    anew = tried(lambda: spillway.connect(target, native=native, settings=settings))
+    anew = tried(lambda: spillway_kv.connect(target, native=native, settings=settings))
     return {"pid": os.getpid(), "said": said, "closed": closed, "anew": anew}
 
 
@@ -137,14 +137,14 @@ BEFORE = """
 import json, multiprocessing, os, signal, sys
 
 import numpy as np
-import spillway
+import spillway_kv
 
 target, transport, before = sys.argv[1:]
 settings = {"device.name": "cpu", "memory.limit": "64MiB"} if target == "embedded:" else None
 
 
 def used(_=None):
-    with spillway.connect(target, native=transport != "grpcio", settings=settings) as client:
+    with spillway_kv.connect(target, native=transport != "grpcio", settings=settings) as client:
         model = client.create_model(
             layer_count=1, query_head_count=2, kv_head_count=2, head_dim=16, dtype="float32"
         )
@@ -173,7 +173,7 @@ def in_child(call):
 
 
 if before == "open":
-    kept = spillway.connect(target, native=transport != "grpcio", settings=settings)
+    kept = spillway_kv.connect(target, native=transport != "grpcio", settings=settings)
 elif before != "imported":
     used()
 child = in_child(used)

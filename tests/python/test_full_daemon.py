@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-import spillway
+import spillway_kv
 from daemon_process import on_gpu, running_daemon
 from helpers import delete_model
 
@@ -18,17 +18,17 @@ HEAD_COUNT = 4
 
 
 @pytest.fixture
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[spillway.Client]:
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[spillway_kv.Client]:
     """A new daemon for each test."""
     folder = tmp_path_factory.mktemp("full")
     with (
         running_daemon(folder, "--memory-limit", str(LIMIT_BYTES)) as target,
-        spillway.connect(target) as client,
+        spillway_kv.connect(target) as client,
     ):
         yield client
 
 
-def new_model(client: spillway.Client, head_dim: int = 128) -> spillway.Model:
+def new_model(client: spillway_kv.Client, head_dim: int = 128) -> spillway_kv.Model:
     return client.create_model(
         layer_count=LAYER_COUNT,
         query_head_count=HEAD_COUNT,
@@ -38,21 +38,21 @@ def new_model(client: spillway.Client, head_dim: int = 128) -> spillway.Model:
     )
 
 
-def rows_of(model: spillway.Model, token_count: int) -> np.ndarray:
+def rows_of(model: spillway_kv.Model, token_count: int) -> np.ndarray:
     rng = np.random.default_rng(5)
     shape = (LAYER_COUNT, HEAD_COUNT, token_count, model.head_dim)
     return rng.standard_normal(shape, np.float32)
 
 
-def fill(sequence: spillway.Sequence, rows: np.ndarray) -> spillway.ResourceExhausted:
+def fill(sequence: spillway_kv.Sequence, rows: np.ndarray) -> spillway_kv.ResourceExhausted:
     """Appends until the daemon refuses; returns the error."""
-    with pytest.raises(spillway.ResourceExhausted) as caught:
+    with pytest.raises(spillway_kv.ResourceExhausted) as caught:
         for start in itertools.count(0, rows.shape[2]):
             sequence.append(0, start, rows, rows)
     return caught.value
 
 
-def test_a_daemon_that_was_full_and_is_empty_takes_a_prompt(client: spillway.Client) -> None:
+def test_a_daemon_that_was_full_and_is_empty_takes_a_prompt(client: spillway_kv.Client) -> None:
     model = new_model(client)
     rows = rows_of(model, 500)
     # Two times: the second fill must get the memory that the first one released.
@@ -75,7 +75,7 @@ def test_a_daemon_that_was_full_and_is_empty_takes_a_prompt(client: spillway.Cli
     delete_model(client, model)
 
 
-def test_what_one_model_leaves_another_takes(client: spillway.Client) -> None:
+def test_what_one_model_leaves_another_takes(client: spillway_kv.Client) -> None:
     # Pages of 64, 32 and 160 KiB.
     rows_bytes = []
     for head_dim in (64, 32, 160):
@@ -88,18 +88,18 @@ def test_what_one_model_leaves_another_takes(client: spillway.Client) -> None:
     assert min(rows_bytes) > LIMIT_BYTES / 2
 
 
-def test_a_full_daemon_attends_and_forks_and_shortens(client: spillway.Client) -> None:
+def test_a_full_daemon_attends_and_forks_and_shortens(client: spillway_kv.Client) -> None:
     model = new_model(client)
     sequence = client.create_sequence(model)
     # Smaller and smaller chunks, until there is no room for another page.
     for token_count in (500, 128, 1):
         rows = rows_of(model, token_count)
-        with pytest.raises(spillway.ResourceExhausted):
+        with pytest.raises(spillway_kv.ResourceExhausted):
             for _ in range(10_000):
                 start = sequence.refresh().token_count
                 sequence.append(0, start, rows, rows)
     q = np.ones((8, HEAD_COUNT, 128), np.float32)
-    for policy in (None, spillway.Policy(selector="all")):
+    for policy in (None, spillway_kv.Policy(selector="all")):
         assert sequence.attend(0, q, policy=policy).out.shape == q.shape
     copy = sequence.fork()
     copy.truncate(100)
@@ -112,7 +112,7 @@ def test_a_full_daemon_attends_and_forks_and_shortens(client: spillway.Client) -
     delete_model(client, model)
 
 
-def test_memory_that_stays_free_goes_back_to_the_system(client: spillway.Client) -> None:
+def test_memory_that_stays_free_goes_back_to_the_system(client: spillway_kv.Client) -> None:
     model = new_model(client)
     sequence = client.create_sequence(model)
     fill(sequence, rows_of(model, 500))
@@ -127,7 +127,7 @@ def test_memory_that_stays_free_goes_back_to_the_system(client: spillway.Client)
         time.sleep(0.2)
 
 
-def test_a_refusal_names_the_limit_and_who_holds_the_memory(client: spillway.Client) -> None:
+def test_a_refusal_names_the_limit_and_who_holds_the_memory(client: spillway_kv.Client) -> None:
     model = new_model(client)
     small, large = (client.create_sequence(model) for _ in range(2))
     small.append(0, 0, rows_of(model, 100), rows_of(model, 100))

@@ -1,4 +1,4 @@
-"""generate() of spillway.transformers with beams and samples: tokens and K/V keep the same rows."""
+"""generate() of spillway_kv.transformers with beams and samples: tokens and K/V keep the same rows."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import spillway
+import spillway_kv
 import torch
 from interrupts import Interrupted, lines
 from random_llama import llama, prompt
-from spillway import Client
-from spillway.transformers import SpillwayCache, TokenMismatchError, generate
+from spillway_kv import Client
+from spillway_kv.transformers import SpillwayCache, TokenMismatchError, generate
 from test_sliding_layers import qwen
 from transformers import DynamicCache
 
@@ -207,8 +207,8 @@ def state(cache: SpillwayCache) -> Any:
 def test_operations_that_fail_change_nothing(
     client: Client, spilled: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(self: spillway.Sequence, *arguments: Any) -> Any:
-        raise spillway.ResourceExhausted("no room", code="RESOURCE_EXHAUSTED")
+    def fail(self: spillway_kv.Sequence, *arguments: Any) -> Any:
+        raise spillway_kv.ResourceExhausted("no room", code="RESOURCE_EXHAUSTED")
 
     with SpillwayCache(spilled.config, client) as cache:
         of_cache(spilled, cache, padded(2), **GREEDY)
@@ -227,8 +227,8 @@ def test_operations_that_fail_change_nothing(
                 call()
             assert state(cache) == before
         with monkeypatch.context() as patch:
-            patch.setattr(spillway.Sequence, "fork", fail)
-            with pytest.raises(spillway.ResourceExhausted):
+            patch.setattr(spillway_kv.Sequence, "fork", fail)
+            with pytest.raises(spillway_kv.ResourceExhausted):
                 cache.reorder_cache(torch.tensor([1, 1]))
             assert state(cache) == before
         # A row that is gone already can be dropped.

@@ -11,9 +11,9 @@ import pytest
 import torch
 from daemon_process import on_gpu
 from helpers import delete_model, refused
-from spillway import Client, Model, OutOfRange, Policy, Sequence
-from spillway._proto import attention_service_pb2
-from spillway.tensors import dtype_number
+from spillway_kv import Client, Model, OutOfRange, Policy, Sequence
+from spillway_kv._proto import attention_service_pb2
+from spillway_kv.tensors import dtype_number
 
 GPU = on_gpu()
 needs_gpu = pytest.mark.skipif(not GPU, reason="needs SPILLWAY_TEST_DEVICE=cuda:N")

@@ -10,9 +10,9 @@ import pytest
 import torch
 from daemon_process import on_gpu
 from helpers import delete_model, refused
-from spillway import Client, Model, Selection, Sequence
-from spillway._proto import attention_service_pb2 as attention
-from spillway._proto import tensor_pb2 as tensors
+from spillway_kv import Client, Model, Selection, Sequence
+from spillway_kv._proto import attention_service_pb2 as attention
+from spillway_kv._proto import tensor_pb2 as tensors
 
 GPU = on_gpu()
 needs_gpu = pytest.mark.skipif(not GPU, reason="needs SPILLWAY_TEST_DEVICE=cuda:N")

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import spillway
+import spillway_kv
 import torch
 from arena_folder import daemon, folder_in_memory
 from daemon_process import on_gpu
 from random_llama import generate, llama, prompt
-from spillway.transformers import SpillwayCache
+from spillway_kv.transformers import SpillwayCache
 
 pytestmark = pytest.mark.skipif(not on_gpu(), reason="needs a GPU")
 
@@ -24,11 +24,11 @@ STEPS = 37
 RUNNER = f"""
 import os, signal, sys
 import numpy as np
-import spillway, torch
+import spillway_kv, torch
 
 target, arena, way, killed = sys.argv[1:]
 settings = {{"memory.limit": "512MiB", "memory.arena_directory": arena, "device.name": "cuda:0"}}
-client = spillway.connect(target, settings=settings if target == "embedded:" else None)
+client = spillway_kv.connect(target, settings=settings if target == "embedded:" else None)
 model = client.create_model(
     "m", layer_count=2, query_head_count=8, kv_head_count=2, head_dim=64, dtype="bfloat16"
 )
@@ -51,7 +51,7 @@ torch.save([k.float().cpu() for k in kept], arena + "/kept")
 if way == "finished":
     try:
         decoder.finish()
-    except spillway.SpillwayError as error:
+    except spillway_kv.SpillwayError as error:
         sys.exit(str(error))
 os.kill(int(killed) or os.getpid(), signal.SIGKILL)
 """
@@ -71,7 +71,7 @@ def as_floats(rows: Any) -> np.ndarray:
     return (rows.bits.astype(np.uint32) << 16).view(np.float32)
 
 
-def check(client: spillway.Client, arena: Path, lengths: tuple[int, int]) -> None:
+def check(client: spillway_kv.Client, arena: Path, lengths: tuple[int, int]) -> None:
     """Checks that all rows of the steps are there."""
     sequence = client.get_sequence("sequences/s")
     assert sequence.layer_token_counts == lengths
@@ -94,7 +94,7 @@ def check_next_engine(way: str, lengths: tuple[int, int]) -> None:
             "memory.arena_directory": str(arena),
             "device.name": "cuda:0",
         }
-        with spillway.connect("embedded:", settings=settings) as client:
+        with spillway_kv.connect("embedded:", settings=settings) as client:
             check(client, arena, lengths)
 
 
@@ -109,7 +109,7 @@ def test_steps_of_a_daemon(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         each.kill()
         each.start()
-        with spillway.connect(each.target) as client:
+        with spillway_kv.connect(each.target) as client:
             check(client, each.arena, (3000 + STEPS, 3000 + STEPS))
 
 
@@ -123,7 +123,7 @@ def test_generation_on_the_gpu_goes_on(tmp_path: Path) -> None:
     ids = prompt(1, 40).to("cuda")
     expected = generate(dense, ids)
     count = 0
-    with daemon(tmp_path) as each, spillway.connect(each.target) as client:
+    with daemon(tmp_path) as each, spillway_kv.connect(each.target) as client:
         with SpillwayCache(spilled.config, client) as cache:
             decoded = []
 

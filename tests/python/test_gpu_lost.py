@@ -18,11 +18,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import spillway
+import spillway_kv
 from arena_folder import DIM, LAYERS, SHAPES, Writer, folder_in_memory, rows
 from daemon_process import ROOT, binary, device_flags, on_gpu, wait_for_log
 from helpers import settles
-from spillway_lab import serving
+from spillway_kv.lab import serving
 
 FAULT = Path(
     os.environ.get("SPILLWAY_FAULT_LIBRARY", ROOT / "build/release/tests/gpu/libspillway_fault.so")
@@ -77,14 +77,14 @@ def scraped(log: Path, name: str) -> dict[str, float]:
     }
 
 
-def attended(sequence: spillway.Sequence) -> list[np.ndarray]:
+def attended(sequence: spillway_kv.Sequence) -> list[np.ndarray]:
     return [np.asarray(sequence.attend(layer, QUERY).out) for layer in range(LAYERS)]
 
 
 def test_an_idle_daemon_comes_back_with_its_rows(tmp_path: Path) -> None:
     with folder_in_memory() as arena, faulty(tmp_path, "--arena-directory", str(arena)) as each:
         pid = each.served.pid
-        with spillway.connect(each.served.target) as client:
+        with spillway_kv.connect(each.served.target) as client:
             sequence = client.create_sequence(client.create_model("m", **SHAPES), "s", ttl=0)
             Writer(1, "sequences/s").append(sequence, 6000)
             before = attended(sequence)
@@ -102,7 +102,7 @@ def test_an_idle_daemon_comes_back_with_its_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize("native", [True, False], ids=["libspillway", "grpcio"])
 def test_nobody_who_works_notices(tmp_path: Path, native: bool) -> None:
     with folder_in_memory() as arena, faulty(tmp_path, "--arena-directory", str(arena)) as each:
-        with spillway.connect(each.served.target, native=native) as client:
+        with spillway_kv.connect(each.served.target, native=native) as client:
             sequence = client.create_sequence(client.create_model("m", **SHAPES), "s", ttl=0)
             writer = Writer(1, "sequences/s")
             writer.append(sequence, 5000)
@@ -124,7 +124,7 @@ def test_nobody_who_works_notices(tmp_path: Path, native: bool) -> None:
 
             def appends() -> None:
                 try:
-                    with spillway.connect(each.served.target, native=native) as other:
+                    with spillway_kv.connect(each.served.target, native=native) as other:
                         its = other.get_sequence("sequences/s")
                         while not stop.is_set():
                             writer.append(its, 3)
@@ -156,7 +156,7 @@ def test_a_daemon_that_ends_does_not_come_back(tmp_path: Path) -> None:
         folder_in_memory() as arena,
         faulty(tmp_path, "--arena-directory", str(arena), *flags) as each,
     ):
-        with spillway.connect(each.served.target) as client:
+        with spillway_kv.connect(each.served.target) as client:
             client.create_model("m", **SHAPES)
             end = threading.Event()
 
@@ -181,13 +181,13 @@ def test_a_daemon_that_ends_does_not_come_back(tmp_path: Path) -> None:
 def test_without_it_the_daemon_says_so_and_gives_rows_back(tmp_path: Path, way: str) -> None:
     with folder_in_memory() as arena:
         flags = ("--arena-directory", str(arena), "--when-lost", "stay") if way == "stay" else ()
-        with faulty(tmp_path, *flags) as each, spillway.connect(each.served.target) as client:
+        with faulty(tmp_path, *flags) as each, spillway_kv.connect(each.served.target) as client:
             sequence = client.create_sequence(client.create_model("m", **SHAPES), "s")
             Writer(1, "sequences/s").append(sequence, 3000)
             boot_id = client.get_server_info().boot_id
             each.lose()
             wait_for_log(each.log, "device_stays_lost")
-            with pytest.raises(spillway.SpillwayError, match="cudaErrorIllegalAddress"):
+            with pytest.raises(spillway_kv.SpillwayError, match="cudaErrorIllegalAddress"):
                 sequence.attend(0, QUERY)
             assert client.get_server_info().boot_id == boot_id
             k, v = sequence.fetch(0, 0, 3000)
@@ -199,7 +199,7 @@ def test_without_it_the_daemon_says_so_and_gives_rows_back(tmp_path: Path, way: 
 
 def test_a_device_that_is_lost_again_and_again_is_given_up(tmp_path: Path) -> None:
     with folder_in_memory() as arena, faulty(tmp_path, "--arena-directory", str(arena)) as each:
-        with spillway.connect(each.served.target) as client:
+        with spillway_kv.connect(each.served.target) as client:
             client.create_model("m", **SHAPES)
             for number in range(5):
                 each.lose()
@@ -213,11 +213,11 @@ def test_a_device_that_is_lost_again_and_again_is_given_up(tmp_path: Path) -> No
 RUNNER = f"""
 import sys, time
 import numpy as np
-import spillway
+import spillway_kv
 from arena_folder import SHAPES, Writer, rows
 
 arena, fault = sys.argv[1:]
-client = spillway.connect("embedded:", settings={{
+client = spillway_kv.connect("embedded:", settings={{
     "memory.limit": "512MiB", "memory.arena_directory": arena, "device.name": "cuda:0"}})
 q = rows(99, 0, 2)[0].transpose(1, 0, 2).reshape(1, 4, {DIM})
 if fault:
@@ -229,7 +229,7 @@ if fault:
         for _ in range(10000):
             sequence.attend(0, q)
             time.sleep(0.001)
-    except spillway.SpillwayError as error:
+    except spillway_kv.SpillwayError as error:
         print(error)
         sys.exit(7)
 sequence = client.get_sequence("sequences/s")
@@ -275,7 +275,7 @@ def test_a_neighbours_fault_under_mps(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("CUDA_MPS_LOG_DIRECTORY", str(tmp_path / "mps-log"))
     with folder_in_memory() as arena:
         flags = ("--arena-directory", str(arena), "--mps", "on")
-        with faulty(tmp_path, *flags) as each, spillway.connect(each.served.target) as client:
+        with faulty(tmp_path, *flags) as each, spillway_kv.connect(each.served.target) as client:
             sequence = client.create_sequence(client.create_model("m", **SHAPES), "s", ttl=0)
             Writer(1, "sequences/s").append(sequence, 3000)
             before = attended(sequence)

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
-import spillway
+import spillway_kv
 from daemon_process import device, on_gpu, running_daemon
 from helpers import delete_model
-from spillway import Client, Model, Policy, RotationHash, Sequence, TopK
+from spillway_kv import Client, Model, Policy, RotationHash, Sequence, TopK
 
 pytestmark = pytest.mark.skipif(
     not on_gpu() or "," in device(), reason="fills the memory of one GPU"
@@ -33,7 +33,7 @@ def small_client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     folder = tmp_path_factory.mktemp("small-gpu")
     with (
         running_daemon(folder, "--gpu-memory-limit", str(LIMIT_BYTES)) as target,
-        spillway.connect(target) as client,
+        spillway_kv.connect(target) as client,
     ):
         yield client
 
@@ -63,12 +63,14 @@ def attend(sequence: Sequence, visible: int) -> list[npt.NDArray[Any]]:
     return made
 
 
-def fill(sequence: Sequence, start: int, rows: npt.NDArray[np.float16]) -> spillway.SpillwayError:
+def fill(
+    sequence: Sequence, start: int, rows: npt.NDArray[np.float16]
+) -> spillway_kv.SpillwayError:
     """Appends until the daemon refuses; returns the error."""
     for at in range(start, TOKENS_MAX + STEP, STEP):
         try:
             sequence.append(0, at, rows[0], rows[1])
-        except spillway.ResourceExhausted as error:
+        except spillway_kv.ResourceExhausted as error:
             return error
     pytest.fail(f"{TOKENS_MAX} tokens fit into {LIMIT_BYTES} bytes")
 

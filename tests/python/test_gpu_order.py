@@ -17,7 +17,7 @@ import pytest
 import torch
 from daemon_process import on_gpu
 from helpers import delete_model
-from spillway import Client, Model, Policy, Selection, Sequence
+from spillway_kv import Client, Model, Policy, Selection, Sequence
 
 pytestmark = pytest.mark.skipif(not on_gpu(), reason="needs SPILLWAY_TEST_DEVICE=cuda:N")
 # To a daemon through its doorbell and in messages, and to an embedded engine.

@@ -15,14 +15,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-import spillway
+import spillway_kv
 import torch
 from daemon_process import device, on_gpu, running_daemon
 from helpers import delete_model, refused, wait_for
-from spillway import Client, GpuRegion, Model, Policy, Selection, Sequence
-from spillway._proto import attention_service_pb2 as attention
-from spillway._proto import memory_service_pb2 as memory
-from spillway._proto import tensor_pb2 as tensors
+from spillway_kv import Client, GpuRegion, Model, Policy, Selection, Sequence
+from spillway_kv._proto import attention_service_pb2 as attention
+from spillway_kv._proto import memory_service_pb2 as memory
+from spillway_kv._proto import tensor_pb2 as tensors
 
 pytestmark = pytest.mark.skipif(not on_gpu(), reason="needs SPILLWAY_TEST_DEVICE=cuda:N")
 
@@ -81,7 +81,7 @@ def beside(client: Client, model: Model, region: GpuRegion) -> Sequence:
         sequence = client.create_sequence(model)
         try:
             sequence.append(0, 0, row, row)
-        except spillway.InvalidArgument as error:
+        except spillway_kv.InvalidArgument as error:
             if "is on cuda:" not in error.message:
                 raise
             continue
@@ -182,7 +182,7 @@ def test_reads_what_the_stream_has_yet_to_write(
 
 
 def test_what_lies_in_none_goes_through_one_of_the_clients_own(target: str) -> None:
-    with spillway.connect(target, native=True) as client:
+    with spillway_kv.connect(target, native=True) as client:
         model = client.create_model(
             layer_count=LAYERS,
             query_head_count=HEADS,
@@ -209,11 +209,11 @@ def test_what_lies_in_none_goes_through_one_of_the_clients_own(target: str) -> N
         expect_same(answers(mine, model), answers(theirs, model))
         # Rows that exist are compared, as always.
         assert mine.append(0, 0, *there).already_present_chunk_count > 0
-        with pytest.raises(spillway.AlreadyExists):
+        with pytest.raises(spillway_kv.AlreadyExists):
             mine.append(0, 0, there[1], there[0])
         k[0, 0, 3, 1] = float("nan")
         fresh = client.create_sequence(model)
-        with pytest.raises(spillway.OutOfRange, match="K is not finite at layer 0"):
+        with pytest.raises(spillway_kv.OutOfRange, match="K is not finite at layer 0"):
             fresh.append(0, 0, k.cuda(), v.cuda())
         assert fresh.refresh().token_count == 0
         fresh.append(0, 0, *there)
@@ -264,7 +264,7 @@ def test_an_element_that_is_not_finite_appends_nothing(
     k[1, 1, 400, 7] = float("nan")
     there = [placed(region, x, model.dtype) for x in (k, v)]
     sequence = client.create_sequence(model)
-    with pytest.raises(spillway.OutOfRange, match="K is not finite at layer 1") as caught:
+    with pytest.raises(spillway_kv.OutOfRange, match="K is not finite at layer 1") as caught:
         sequence.append(0, 0, *there)
     assert caught.value.reason == "NON_FINITE"
     assert sequence.refresh().layer_token_counts == (0,) * LAYERS
@@ -431,7 +431,7 @@ def test_a_region_of_another_gpu(client: Client) -> None:
         try:
             sequence.append(0, 10 * appended, k, v)
             appended += 1
-        except spillway.InvalidArgument as error:
+        except spillway_kv.InvalidArgument as error:
             told.append((error.fields[0].field, error.message))
     assert appended == 1
     assert len(told) == len(regions) - 1
@@ -457,7 +457,7 @@ def test_detached_while_in_use(client: Client, model: Model) -> None:
     def append() -> None:
         try:
             outcome.append(sequence.append(0, 0, k, v))
-        except spillway.NotFound as error:
+        except spillway_kv.NotFound as error:
             outcome.append(error)
 
     thread = threading.Thread(target=append)
@@ -465,7 +465,7 @@ def test_detached_while_in_use(client: Client, model: Model) -> None:
     time.sleep(0.005)
     region.detach()
     thread.join()
-    if isinstance(outcome[0], spillway.NotFound):
+    if isinstance(outcome[0], spillway_kv.NotFound):
         assert outcome[0].reason == "REGION_NOT_FOUND"
         assert sequence.refresh().layer_token_counts == (0, 0)
     else:
@@ -508,7 +508,7 @@ def test_changed_while_in_use(client: Client, model: Model) -> None:
             try:
                 sequence.append(0, 0, k, v)
                 seen.add("appended")
-            except spillway.OutOfRange as error:
+            except spillway_kv.OutOfRange as error:
                 seen.add(error.reason)
             length = sequence.refresh().layer_token_counts[0]
             assert length in (0, count)
@@ -527,8 +527,8 @@ def test_changed_while_in_use(client: Client, model: Model) -> None:
 def test_a_killed_client_leaves_nothing(client: Client, target: str) -> None:
     before = shared_bytes(client)
     script = f"""
-        import spillway, sys, time, torch
-        client = spillway.connect({target!r})
+        import spillway_kv, sys, time, torch
+        client = spillway_kv.connect({target!r})
         region = client.attach_region(64 << 20, device={first_gpu()!r})
         tensor = region.tensor((16 << 20,), "float32").fill_(5)
         torch.cuda.synchronize()
@@ -552,16 +552,16 @@ def test_a_killed_client_leaves_nothing(client: Client, target: str) -> None:
 def test_the_gpus_limit_is_kept(tmp_path: Path) -> None:
     with (
         running_daemon(tmp_path, "--gpu-memory-limit", "1GiB") as target,
-        spillway.connect(target) as client,
+        spillway_kv.connect(target) as client,
     ):
-        with pytest.raises(spillway.ResourceExhausted, match="--gpu-memory-limit"):
+        with pytest.raises(spillway_kv.ResourceExhausted, match="--gpu-memory-limit"):
             client.attach_region(2 << 30, device=first_gpu())
         client.attach_region(64 * MIB, device=first_gpu()).detach()
 
 
 def test_a_daemon_that_restarted_knows_no_region(tmp_path: Path) -> None:
     with running_daemon(tmp_path) as target:
-        client = spillway.connect(target)
+        client = spillway_kv.connect(target)
         region = client.attach_region(2 * MIB, device=first_gpu())
         k = region.tensor((1, KV_HEADS, 10, DIM), "float32").fill_(1)
         torch.cuda.synchronize()
@@ -575,11 +575,11 @@ def test_a_daemon_that_restarted_knows_no_region(tmp_path: Path) -> None:
             dtype="float32",
         )
         sequence = client.create_sequence(model)
-        with pytest.raises(spillway.NotFound, match=region.name):
+        with pytest.raises(spillway_kv.NotFound, match=region.name):
             sequence.append(0, 0, k, k)
         # The memory that this process mapped is still valid.
         assert bool((k == 1).all())
-        with spillway.connect(target) as anew:
+        with spillway_kv.connect(target) as anew:
             fresh = anew.attach_region(2 * MIB, device=first_gpu())
             k = fresh.tensor((1, KV_HEADS, 10, DIM), "float32").fill_(1)
             beside(anew, model, fresh).append(0, 0, k, k)

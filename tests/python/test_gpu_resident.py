@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-import spillway
+import spillway_kv
 import torch
 from daemon_process import binary, device, on_gpu
-from spillway import Client, Model, Policy, Sequence, TopK
-from spillway_lab.serving import prefer_library
+from spillway_kv import Client, Model, Policy, Sequence, TopK
+from spillway_kv.lab.serving import prefer_library
 
 pytestmark = pytest.mark.skipif(
     not on_gpu() or "," in device(), reason="counts the memory of one GPU"
@@ -33,7 +33,7 @@ def connect(limit: int) -> Client:
         "device.gpu_memory_limit": "4GiB",
         "device.gpu_resident_limit": str(limit),
     }
-    return spillway.connect("embedded:", settings=settings)
+    return spillway_kv.connect("embedded:", settings=settings)
 
 
 @pytest.fixture(scope="module")
@@ -180,5 +180,5 @@ def test_the_idle_give_theirs_up_and_get_them_back(plain: Client, resident: Clie
 
 def test_a_limit_that_leaves_nothing_is_refused() -> None:
     text = "--gpu-resident-limit: 3221225472 bytes are more than 2415919104"
-    with pytest.raises(spillway.InvalidArgument, match=re.escape(text)):
+    with pytest.raises(spillway_kv.InvalidArgument, match=re.escape(text)):
         connect(3 << 30)

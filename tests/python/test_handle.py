@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from spillway import _handle
-from spillway._handle import Handle, Handles
+from spillway_kv import _handle
+from spillway_kv._handle import Handle, Handles
 
 
 def test_the_last_call_frees_what_was_closed() -> None:

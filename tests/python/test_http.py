@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-import spillway
+import spillway_kv
 from daemon_process import binary, running_daemon, wait_for_log
 from grpc_health.v1 import health_pb2
 from helpers import settles
-from spillway._proto import admin_service_pb2
+from spillway_kv._proto import admin_service_pb2
 
 ROOT = Path(__file__).resolve().parents[2]
-PROMISING = spillway.Policy(dense_token_count=1024)
+PROMISING = spillway_kv.Policy(dense_token_count=1024)
 ANY_PORT = ("--http-listen", "tcp:127.0.0.1:0")
 
 OPERATIONS = ROOT / "docs" / "operations"
@@ -37,9 +37,9 @@ class Answer(NamedTuple):
 class Watched(NamedTuple):
     """A daemon, with a client and its HTTP address."""
 
-    client: spillway.Client
+    client: spillway_kv.Client
     address: str  # of the HTTP server
-    sequence: spillway.Sequence
+    sequence: spillway_kv.Sequence
 
 
 def ask(address: str, path: str, method: str = "GET", **headers: str) -> Answer:
@@ -58,7 +58,7 @@ def http_address(log: Path) -> str:
     return said.split("serving_http address=")[1].split()[0]
 
 
-def decode(sequence: spillway.Sequence, steps: int) -> None:
+def decode(sequence: spillway_kv.Sequence, steps: int) -> None:
     """Decodes several tokens with queries that look for some of the keys."""
     rng = np.random.default_rng(2)
     for _ in range(steps):
@@ -75,7 +75,7 @@ def decoded(folder: Path) -> Iterator[Watched]:
     audit = ("--audit-share", "1", "--audit-cpu-share", "1")
     with (
         running_daemon(folder, *ANY_PORT, *audit) as target,
-        spillway.connect(target) as client,
+        spillway_kv.connect(target) as client,
     ):
         model = client.create_model(
             "seen",
@@ -109,7 +109,7 @@ def metrics_of(text: str) -> dict[str, float]:
     return series
 
 
-def families(client: spillway.Client) -> dict[str, Any]:
+def families(client: spillway_kv.Client) -> dict[str, Any]:
     """All metrics in GetStatistics."""
     request = admin_service_pb2.GetStatisticsRequest(include_metrics=True)
     response = client._stubs.admin.GetStatistics(request)
@@ -153,7 +153,7 @@ def test_metrics_say_what_was_done(watched: Watched) -> None:
 def test_a_call_that_fails_is_counted_by_its_status(watched: Watched) -> None:
     series = 'spillway_requests_total{method="SequenceService/GetSequence",status="NOT_FOUND"}'
     before = metrics_of(ask(watched.address, "/metrics").body).get(series, 0)
-    with pytest.raises(spillway.NotFound):
+    with pytest.raises(spillway_kv.NotFound):
         watched.client.get_sequence("sequences/nobody")
     assert metrics_of(ask(watched.address, "/metrics").body)[series] == before + 1
 
@@ -162,7 +162,7 @@ def test_a_decode_stream_is_counted_when_it_ends(watched: Watched) -> None:
     series = 'spillway_requests_total{method="AttentionService/Decode",status="OK"}'
     before = metrics_of(ask(watched.address, "/metrics").body).get(series, 0)
     target = watched.client.target
-    with spillway.connect(target, native=False) as client, client.decode():
+    with spillway_kv.connect(target, native=False) as client, client.decode():
         pass
     assert settles(
         lambda: metrics_of(ask(watched.address, "/metrics").body).get(series, 0) == before + 1

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 from random_llama import DEVICE, llama, prompt
-from spillway import Client
-from spillway.transformers import ModelMismatchError, SpillwayCache, generate
-from spillway.transformers.identity import (
+from spillway_kv import Client
+from spillway_kv.transformers import ModelMismatchError, SpillwayCache, generate
+from spillway_kv.transformers.identity import (
     check_config,
     config_digest,
     config_fields,
     weights_digest,
 )
-from spillway.transformers.texts import RowNote
+from spillway_kv.transformers.texts import RowNote
 from transformers import Gemma3TextConfig, LlamaConfig, PreTrainedConfig, Qwen2VLConfig
 
 pytestmark = pytest.mark.transports("regions", "embedded")

@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import spillway
+import spillway_kv
 from daemon_process import on_gpu, running_daemon
 from helpers import delete_model, encode, held, settles, wait_for
-from spillway import Client, Model, Policy, Sequence, _split
-from spillway._proto import attention_service_pb2 as attention
+from spillway_kv import Client, Model, Policy, Sequence, _split
+from spillway_kv._proto import attention_service_pb2 as attention
 
 F32 = np.float32
 # An attend of this many queries over this many tokens takes seconds.
@@ -62,7 +62,7 @@ def seconds_of_a_small_attend(heavy: Sequence) -> float:
 
 def test_deadline_in_mid_attend(heavy: Sequence, no_leak: Callable[[], None]) -> None:
     start = time.monotonic()
-    with pytest.raises(spillway.DeadlineExceeded):
+    with pytest.raises(spillway_kv.DeadlineExceeded):
         heavy.attend(0, np.ones((QUERIES, 16, 32), np.float16), timeout=0.1)
     # The daemon stopped the attend, so the next one does not wait.
     assert seconds_of_a_small_attend(heavy) < 1.0
@@ -102,7 +102,7 @@ def test_decode_deadline(client: Client, heavy: Sequence) -> None:
     with client.decode(timeout=0.1) as stream:
         for _ in range(1000):
             stream.send(heavy, 0, np.ones((16, 16, 32), np.float16), policy=Policy(selector="all"))
-        with pytest.raises(spillway.DeadlineExceeded):
+        with pytest.raises(spillway_kv.DeadlineExceeded):
             receive_for_ever(stream)
     assert seconds_of_a_small_attend(heavy) < 2.0
 
@@ -112,7 +112,7 @@ def test_a_stream_that_fails_leaves_no_thread(client: Client, heavy: Sequence) -
     before = threading.active_count()
     stream = client.decode(timeout=0.1)
     stream.send(heavy, 0, np.ones((QUERIES, 16, 32), np.float16))
-    with pytest.raises(spillway.DeadlineExceeded):
+    with pytest.raises(spillway_kv.DeadlineExceeded):
         stream.recv()
     wait_for(lambda: threading.active_count() <= before)
 
@@ -123,7 +123,7 @@ def test_decode_cancelled_by_another_thread(client: Client, heavy: Sequence) -> 
     stream.send(heavy, 0, np.ones((QUERIES, 16, 32), np.float16))
     closer = threading.Timer(0.1, stream.close)
     closer.start()
-    with pytest.raises(spillway.Cancelled):
+    with pytest.raises(spillway_kv.Cancelled):
         stream.recv()
     closer.join()
     assert stream.closed
@@ -246,7 +246,7 @@ def test_an_interrupted_step_that_was_not_begun_never_is(
 
     q = rng.standard_normal((2, 1, 1, 4, 16), F32)
     k, v = rng.standard_normal((2, 2, 1, 2, 1, 16), F32)
-    with running_daemon(tmp_path) as target, spillway.connect(target) as client:
+    with running_daemon(tmp_path) as target, spillway_kv.connect(target) as client:
         model = client.create_model(
             layer_count=2, query_head_count=4, kv_head_count=2, head_dim=16, dtype="float32"
         )
@@ -378,7 +378,7 @@ def test_cycles_do_not_leak(client: Client, model: Model) -> None:
     assert used[-1] <= used[1]
 
 
-def receive_for_ever(stream: spillway.DecodeStream) -> None:
+def receive_for_ever(stream: spillway_kv.DecodeStream) -> None:
     while True:
         stream.recv()
 
@@ -394,7 +394,7 @@ def small_client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     folder = tmp_path_factory.mktemp("small")
     with (
         running_daemon(folder, "--memory-limit", str(64 << 20)) as target,
-        spillway.connect(target) as client,
+        spillway_kv.connect(target) as client,
     ):
         yield client
 
@@ -408,7 +408,7 @@ def test_memory_runs_out(small_client: Client) -> None:
     sequence = client.create_sequence(model)
     rows = np.ones((2, 4, 400, 64), F32)
     before_fill = held(client)
-    with pytest.raises(spillway.ResourceExhausted) as caught:
+    with pytest.raises(spillway_kv.ResourceExhausted) as caught:
         append_for_ever(sequence, rows)
     error: Any = caught.value
     assert error.needed_bytes > 0
@@ -431,7 +431,7 @@ def test_memory_runs_out(small_client: Client) -> None:
 @pytest.mark.parametrize("native", [False, True])
 def test_daemon_gone(tmp_path: Path, native: bool) -> None:
     with running_daemon(tmp_path) as target:
-        client = spillway.connect(target, native=native)
+        client = spillway_kv.connect(target, native=native)
         stream = client.decode()
         sequence = client.create_sequence(
             client.create_model(
@@ -442,9 +442,9 @@ def test_daemon_gone(tmp_path: Path, native: bool) -> None:
         stream.step(sequence, 0, rows, rows, rows)
     with client:
         stream.send(sequence, 0, rows, rows, rows, start=1)
-        with pytest.raises((spillway.Unavailable, spillway.Cancelled)):
+        with pytest.raises((spillway_kv.Unavailable, spillway_kv.Cancelled)):
             stream.recv()
         assert stream.closed
-        with pytest.raises(spillway.Unavailable):
+        with pytest.raises(spillway_kv.Unavailable):
             client.get_server_info()
         stream.close()

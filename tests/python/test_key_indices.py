@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import spillway
+import spillway_kv
 from helpers import delete_model
 from reference import dense_attention
-from spillway import (
+from spillway_kv import (
     Candidates,
     Client,
     KeyIndices,
@@ -129,7 +129,7 @@ def test_without_codes_the_best_index_selects(create: Create) -> None:
 def test_upload_of_channels(client: Client, create: Create, tmp_path: Path) -> None:
     model = create(key_indices=KeyIndices(label_channel_count=8), hash_weights=None)
     assert not model.ready
-    with pytest.raises(spillway.FailedPrecondition):
+    with pytest.raises(spillway_kv.FailedPrecondition):
         client.create_sequence(model)
     name = "layers.0.channels"
     twice = channels()
@@ -144,7 +144,7 @@ def test_upload_of_channels(client: Client, create: Create, tmp_path: Path) -> N
         ({name: twice}, r"layers\.0\.channels.* channel 2 for KV head 1"),
         ({name: beyond}, r"layers\.0\.channels.* channel 16 for KV head 0.*\[0, 16\)"),
     ):
-        with pytest.raises(spillway.InvalidArgument, match=message):
+        with pytest.raises(spillway_kv.InvalidArgument, match=message):
             client.upload_hash_weights(model, save(path, tensors))
         assert not client.get_model(model.name).ready
     assert client.upload_hash_weights(model, save(path, {name: channels(np.int64)})).ready
@@ -166,26 +166,26 @@ def test_upload_of_deep_mlps(
     path = tmp_path / "weights.safetensors"
     for name in ("layers.0.w3", "layers.0.b2", "layers.0.query_w1", "layers.0.query_b3"):
         rest = {key: value for key, value in tensors.items() if key != name}
-        with pytest.raises(spillway.InvalidArgument, match=f'"{name}" is missing'):
+        with pytest.raises(spillway_kv.InvalidArgument, match=f'"{name}" is missing'):
             client.upload_hash_weights(model, save(path, rest))
         assert not client.get_model(model.name).ready
     assert client.upload_hash_weights(model, save(path, tensors)).ready
     # Uploaded weights cannot be replaced.
-    with pytest.raises(spillway.FailedPrecondition):
+    with pytest.raises(spillway_kv.FailedPrecondition):
         client.upload_hash_weights(model, path)
 
 
 def test_nothing_to_upload(client: Client, create: Create, tmp_path: Path) -> None:
     model = create(key_indices=KeyIndices(int4_keys=True))
     path = save(tmp_path / "channels.safetensors", {"layers.0.channels": channels()})
-    with pytest.raises(spillway.FailedPrecondition):
+    with pytest.raises(spillway_kv.FailedPrecondition):
         client.upload_hash_weights(model, path)
 
 
 @pytest.fixture
 def sequence(
     client: Client, create: Create, tmp_path: Path, rng: np.random.Generator
-) -> tuple[spillway.Sequence, Any, Any]:
+) -> tuple[spillway_kv.Sequence, Any, Any]:
     """A sequence of 1,500 tokens, of a model with every index."""
     model = create(
         key_indices=EVERY_INDEX,
@@ -210,7 +210,7 @@ POLICIES = {
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_attends_keep_their_promise(
-    sequence: tuple[spillway.Sequence, Any, Any], rng: np.random.Generator, policy: Policy
+    sequence: tuple[spillway_kv.Sequence, Any, Any], rng: np.random.Generator, policy: Policy
 ) -> None:
     made, k, v = sequence
     for _ in range(3):
@@ -229,7 +229,7 @@ def test_attends_keep_their_promise(
 
 
 def test_lsh_sampling_promises_nothing(
-    sequence: tuple[spillway.Sequence, Any, Any], rng: np.random.Generator
+    sequence: tuple[spillway_kv.Sequence, Any, Any], rng: np.random.Generator
 ) -> None:
     made, k, v = sequence
     q = rng.standard_normal((1, 6, D), F32)
@@ -240,5 +240,5 @@ def test_lsh_sampling_promises_nothing(
     out, _ = dense_attention(q, k[0], v[0])
     error = np.linalg.norm(result.out - out, axis=-1) / np.linalg.norm(out, axis=-1)
     assert (error < 0.5).all()
-    with pytest.raises(spillway.InvalidArgument, match="TAIL_LSH_SAMPLING"):
+    with pytest.raises(spillway_kv.InvalidArgument, match="TAIL_LSH_SAMPLING"):
         made.select(0, q, Policy(tail="lsh_sampling"))

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import kubernetes_validate
 import pytest
-import spillway
+import spillway_kv
 import yaml
 from daemon_process import ROOT, binary
-from spillway.starting import wait_until_serving
-from spillway_lab import serving
+from spillway_kv.lab import serving
+from spillway_kv.starting import wait_until_serving
 
 MANIFEST = ROOT / "docs/operations/kubernetes/deployment.yaml"
 USER = 10001
@@ -74,7 +74,7 @@ def test_the_daemon_starts_as_the_manifest_says() -> None:
             )
         try:
             wait_until_serving(process.poll, target, log, 30)
-            with spillway.connect(target) as client:
+            with spillway_kv.connect(target) as client:
                 assert client.server_info.store_id
         finally:
             serving.end(process)

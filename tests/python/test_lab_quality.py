@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from spillway.policy import Policy
-from spillway.quality import policy_of
-from spillway.transformers.support import Shapes
-from spillway_lab.evaluation.methods import chosen, registry
-from spillway_lab.evaluation.setting import Setting
+from spillway_kv.lab.evaluation.methods import chosen, registry
+from spillway_kv.lab.evaluation.setting import Setting
+from spillway_kv.policy import Policy
+from spillway_kv.quality import policy_of
+from spillway_kv.transformers.support import Shapes
 
 
 def test_qualities_are_measured_when_they_are_named() -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import typer
-from spillway_lab.evaluation.command import app as evaluation
-from spillway_lab.training.command import import_app, train_hash
+from spillway_kv.lab.evaluation.command import app as evaluation
+from spillway_kv.lab.training.command import import_app, train_hash
 from typer.testing import CliRunner, Result
 
 training = typer.Typer()

@@ -11,10 +11,10 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
-import spillway
+import spillway_kv
 from daemon_process import ROOT
 from google.protobuf import descriptor_pb2
-from spillway import _proto
+from spillway_kv import _proto
 
 if not (ROOT / "scripts/reference").exists():
     pytest.skip("no checkout here, only what a bundle has of it", allow_module_level=True)
@@ -133,7 +133,7 @@ def test_links_of_the_reference(reference: dict[Path, Page]) -> None:
 def described() -> Iterator[descriptor_pb2.FileDescriptorProto]:
     """The files of the API, from the package's descriptors."""
     for module in sorted(Path(str(_proto.__file__)).parent.glob("*_pb2.py")):
-        name = f"spillway._proto.{module.stem}"
+        name = f"spillway_kv._proto.{module.stem}"
         __import__(name)
         file = descriptor_pb2.FileDescriptorProto()
         sys.modules[name].DESCRIPTOR.CopyToProto(file)
@@ -166,4 +166,4 @@ def test_the_reference_has_the_whole_api(reference: dict[Path, Page]) -> None:
 
 def test_the_reference_has_what_packages_export(reference: dict[Path, Page]) -> None:
     (page,) = (page for path, page in reference.items() if path.name == "spillway.html")
-    assert set(spillway.__all__) - set(page.names) == set()
+    assert set(spillway_kv.__all__) - set(page.names) == set()

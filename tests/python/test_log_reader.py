@@ -13,9 +13,9 @@ from pathlib import Path
 
 import grpc
 import pytest
-import spillway
+import spillway_kv
 from daemon_process import binary, running_daemon
-from spillway.starting import wait_until_serving
+from spillway_kv.starting import wait_until_serving
 
 # A GetSequence with a name that is not UTF-8. libprotobuf prints a message about it.
 NO_UTF8 = b"\x0a\x0bsequences/\xff"
@@ -69,7 +69,7 @@ def test_a_log_that_nobody_reads_holds_up_nothing(tmp_path: Path) -> None:
     with daemon_before_a_pipe(tmp_path) as (process, target, reader):
         fill(process)
         get_sequences(target, 20)
-        with spillway.connect(target) as client:
+        with spillway_kv.connect(target) as client:
             assert client.health()
         process.terminate()
         assert process.wait(timeout=30) == 0
@@ -82,7 +82,7 @@ def test_a_log_whose_reader_has_gone_ends_nothing(tmp_path: Path) -> None:
         os.dup2(gone, reader)
         os.close(gone)
         get_sequences(target, 3)
-        with spillway.connect(target) as client:
+        with spillway_kv.connect(target) as client:
             assert client.health()
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=30) == 0

@@ -10,14 +10,14 @@ from typing import Any
 
 import grpc
 import pytest
-import spillway
+import spillway_kv
 from daemon_process import binary, on_gpu, running_daemon
 from helpers import refused, settles
-from spillway import Client
-from spillway._proto import model_service_pb2 as models
-from spillway._proto import model_service_pb2_grpc as stubs
-from spillway._proto import tensor_pb2 as tensors
-from spillway.starting import wait_until_serving
+from spillway_kv import Client
+from spillway_kv._proto import model_service_pb2 as models
+from spillway_kv._proto import model_service_pb2_grpc as stubs
+from spillway_kv._proto import tensor_pb2 as tensors
+from spillway_kv.starting import wait_until_serving
 
 pytestmark = pytest.mark.skipif(on_gpu(), reason="models that take long are the CPU's")
 
@@ -49,7 +49,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def client(target: str) -> Iterator[Client]:
     """A client of that daemon."""
-    with spillway.connect(target, native=False) as client:
+    with spillway_kv.connect(target, native=False) as client:
         yield client
 
 
@@ -110,7 +110,7 @@ def test_a_stop_ends_the_work_with_the_grace(tmp_path: Path) -> None:
         process = subprocess.Popen([binary(), *flags], stdout=log, stderr=log)
     try:
         wait_until_serving(process.poll, target, tmp_path / "log", timeout=30)
-        with grpc.insecure_channel(target) as channel, spillway.connect(target) as client:
+        with grpc.insecure_channel(target) as channel, spillway_kv.connect(target) as client:
             call = stubs.ModelServiceStub(channel).CreateModel.future(LONG, timeout=120)
             assert starts(client)
             process.send_signal(signal.SIGTERM)

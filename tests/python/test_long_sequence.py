@@ -11,7 +11,7 @@ import pytest
 from daemon_process import on_gpu
 from helpers import delete_model
 from reference import dense_attention
-from spillway import Client, Policy, Sequence, TopK
+from spillway_kv import Client, Policy, Sequence, TopK
 
 pytestmark = pytest.mark.skipif(not on_gpu(), reason="takes a while without a GPU")
 

@@ -11,29 +11,29 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-import spillway
+import spillway_kv
 from google.rpc import code_pb2
 from helpers import held, refused
-from spillway import Client, Model, Sequence
-from spillway._proto import (
+from spillway_kv import Client, Model, Sequence
+from spillway_kv._proto import (
     admin_service_pb2 as admin,
 )
-from spillway._proto import (
+from spillway_kv._proto import (
     attention_service_pb2 as attention,
 )
-from spillway._proto import (
+from spillway_kv._proto import (
     model_service_pb2 as models,
 )
-from spillway._proto import (
+from spillway_kv._proto import (
     policy_pb2 as policies,
 )
-from spillway._proto import (
+from spillway_kv._proto import (
     sequence_service_pb2 as sequences,
 )
-from spillway._proto import (
+from spillway_kv._proto import (
     tensor_pb2 as tensors,
 )
-from spillway.errors import error_from_rpc, error_from_status
+from spillway_kv.errors import error_from_rpc, error_from_status
 
 pytestmark = pytest.mark.transports("libspillway", "regions", "embedded")
 INVALID = "INVALID_ARGUMENT"
@@ -80,7 +80,7 @@ def scene(client: Client, model: Model, rng: np.random.Generator) -> Iterator[Sc
     assert np.isfinite(out).all()
 
 
-def refuse(call: Callable[[], Any], codes: str | tuple[str, ...]) -> spillway.SpillwayError:
+def refuse(call: Callable[[], Any], codes: str | tuple[str, ...]) -> spillway_kv.SpillwayError:
     """Runs the call, which must fail with one of the codes and have a message."""
     error = refused(call)
     assert error.code in codes, str(error)
@@ -456,7 +456,7 @@ def test_bad_uploads(client: Client) -> None:
         kv_head_count=1,
         head_dim=16,
         dtype="float32",
-        hash_weights=spillway.MlpHash(hash_bits=32),
+        hash_weights=spillway_kv.MlpHash(hash_bits=32),
     )
 
     def send(name: str, *parts: bytes, total: int) -> Callable[[], Any]:
@@ -713,7 +713,7 @@ def test_query_that_is_not_finite(scene: Scene) -> None:
             code = code_pb2.Code.Name(result.status.code)
         except grpc.RpcError as error:
             code = error_from_rpc(error).code
-        except spillway.SpillwayError as error:
+        except spillway_kv.SpillwayError as error:
             code = error.code
         assert code in EITHER
 
@@ -758,8 +758,8 @@ def lsh_sequence(scene: Scene) -> Iterator[Sequence]:
         kv_head_count=2,
         head_dim=16,
         dtype="float32",
-        key_indices=spillway.KeyIndices(lsh_table_count=20, lsh_bits=4),
-        policy=spillway.Policy(tail="lsh_sampling"),
+        key_indices=spillway_kv.KeyIndices(lsh_table_count=20, lsh_bits=4),
+        policy=spillway_kv.Policy(tail="lsh_sampling"),
     )
     sequence = scene.client.create_sequence(model)
     sequence.append(0, 0, scene.k, scene.v)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import spillway
+import spillway_kv
 from daemon_process import binary, on_gpu, running_daemon
 
 WITHOUT_GPU = pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="has a GPU")
@@ -159,7 +159,7 @@ def test_on_names_a_directory_that_cannot_be_made(
 @WITHOUT_GPU
 @pytest.mark.parametrize("mode", ["off", "auto"])
 def test_off_and_auto_serve_without_a_gpu(mps: FakeMps, tmp_path: Path, mode: str) -> None:
-    with running_daemon(tmp_path, "--mps", mode) as target, spillway.connect(target) as client:
+    with running_daemon(tmp_path, "--mps", mode) as target, spillway_kv.connect(target) as client:
         (device,) = client.server_info.devices
         assert not device.mps
         told = client.statistics().transport
@@ -223,7 +223,7 @@ def control_daemon(pipes: Path) -> Iterator[None]:
 def served(folder: Path, *flags: str) -> dict[str, str]:
     """Serves an attend, and returns the log's line about MPS."""
     with running_daemon(folder, "--log-format", "json", *flags) as target:
-        with spillway.connect(target) as client:
+        with spillway_kv.connect(target) as client:
             (gpu,) = client.server_info.devices
             transport = client.statistics().transport
             assert transport.mps == gpu.mps

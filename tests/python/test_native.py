@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import spillway
+import spillway_kv
 from daemon_process import binary
-from spillway import _native
-from spillway_lab.serving import prefer_library
+from spillway_kv import _native
+from spillway_kv.lab.serving import prefer_library
 
 NAMED = os.environ.get("SPILLWAY_LIBRARY")  # its value before tests change it
 
@@ -25,7 +25,7 @@ def forgotten() -> Iterator[None]:
 
 
 def transport(target: str, native: bool | None = None) -> str:
-    with spillway.connect(target, native=native) as client, client.decode() as stream:
+    with spillway_kv.connect(target, native=native) as client, client.decode() as stream:
         return stream.transport
 
 
@@ -36,7 +36,7 @@ def test_by_environment(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPILLWAY_LIBRARY", "")
     assert transport(target) == "grpcio"
     with pytest.raises(OSError, match="SPILLWAY_LIBRARY is empty"):
-        spillway.connect(target, native=True)
+        spillway_kv.connect(target, native=True)
 
 
 def test_a_file_that_is_named_must_be_one(
@@ -45,7 +45,7 @@ def test_a_file_that_is_named_must_be_one(
     monkeypatch.setenv("SPILLWAY_LIBRARY", str(tmp_path / "libspillway.so.1"))
     for native in (None, True):
         with pytest.raises(OSError, match=r"libspillway\.so\.1.*SPILLWAY_LIBRARY"):
-            spillway.connect(target, native=native)
+            spillway_kv.connect(target, native=native)
     assert transport(target, native=False) == "grpcio"
 
 
@@ -54,7 +54,7 @@ def test_not_installed(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_native, "_INSTALLED", "libspillway-is-not-here.so.1")
     assert transport(target) == "grpcio"
     with pytest.raises(OSError, match="libspillway-is-not-here"):
-        spillway.connect(target, native=True)
+        spillway_kv.connect(target, native=True)
 
 
 def own(monkeypatch: pytest.MonkeyPatch, path: Path) -> Path:
@@ -96,7 +96,7 @@ def test_a_package_own_that_does_not_load_is_told(
     with pytest.warns(RuntimeWarning, match=rf"go through grpcio: {path}: .*(short|header)"):
         assert transport(target) == "grpcio"
     with pytest.raises(OSError, match=rf"{path}: .*; libspillway-is-not-here"):
-        spillway.connect(target, native=True)
+        spillway_kv.connect(target, native=True)
     _native.library.cache_clear()
     monkeypatch.setattr(_native, "_INSTALLED", str(built()))
     with pytest.warns(RuntimeWarning, match=rf"the system's .*: {path}: "):

@@ -60,11 +60,11 @@ def programs(wheel: Path) -> dict[str, str]:
 def test_programs(wheels: Wheels) -> None:
     assert programs(wheels.pure) == {}
     assert programs(wheels.platform) == {}
-    assert programs(wheels.lab) == {"spillway-lab": "spillway_lab.cli:main"}
+    assert programs(wheels.lab) == {"spillway-lab": "spillway_kv.lab.cli:main"}
 
 
 def test_neither_holds_the_other(wheels: Wheels) -> None:
-    for wheel, package in zip(wheels, ("spillway", "spillway", "spillway_lab"), strict=True):
+    for wheel, package in zip(wheels, ("spillway", "spillway", "spillway_kv.lab"), strict=True):
         assert {name.split("/")[0] for name in files(wheel)} == {
             package,
             f"{package}-{VERSION}.dist-info",
@@ -74,7 +74,7 @@ def test_neither_holds_the_other(wheels: Wheels) -> None:
     nested = {tuple(name.split("/")) for name in files(wheels.pure) if name.count("/") == 2}
     subpackages = {folder for package, folder, _ in nested if package == "spillway"}
     assert subpackages == {"_proto", "transformers"}
-    assert "spillway_lab/evaluation/command.py" in files(wheels.lab)
+    assert "spillway_kv/lab/evaluation/command.py" in files(wheels.lab)
 
 
 def test_libspillway_is_there_when_given(wheels: Wheels) -> None:
@@ -82,7 +82,7 @@ def test_libspillway_is_there_when_given(wheels: Wheels) -> None:
     with zipfile.ZipFile(wheels.platform) as archive:
         assert archive.read(library) == real_library().read_bytes()
     assert files(wheels.pure) == {n for n in files(wheels.platform) if n != library}
-    assert wheels.pure.name == f"spillway-{VERSION}-py3-none-any.whl"
+    assert wheels.pure.name == f"spillway_kv-{VERSION}-py3-none-any.whl"
     assert wheels.lab.name == f"spillway_lab-{VERSION}-py3-none-any.whl"
     assert wheels.platform.name.startswith(f"spillway-{VERSION}-py3-none-linux_")
 
@@ -127,8 +127,8 @@ def test_streams_go_through_the_wheel_own_library(
         archive.extractall(tmp_path)
     used = run(
         tmp_path,
-        f"import spillway\n"
-        f"with spillway.connect({target!r}, native=True) as client, client.decode() as stream:\n"
+        f"import spillway_kv\n"
+        f"with spillway_kv.connect({target!r}, native=True) as client, client.decode() as stream:\n"
         f"    print(stream.transport, client._native.library._name)",
     )
     assert used == f"libspillway {tmp_path}/spillway/_lib/libspillway.so.1"
@@ -141,7 +141,7 @@ def test_help_loads_nothing_that_is_slow(wheels: Wheels, tmp_path: Path) -> None
         tmp_path,
         "import sys\n"
         "sys.argv = ['spillway-lab', '--help']\n"
-        "from spillway_lab.cli import main\n"
+        "from spillway_kv.lab.cli import main\n"
         "try:\n"
         "    main()\n"
         "except SystemExit as end:\n"

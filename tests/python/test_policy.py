@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from spillway import Adaptive, Candidates, Policy, TopK, TopP
-from spillway._proto import policy_pb2
+from spillway_kv import Adaptive, Candidates, Policy, TopK, TopP
+from spillway_kv._proto import policy_pb2
 
 
 def maybe(strategy: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import spillway
+import spillway_kv
 import torch
 from daemon_process import on_gpu
 from helpers import delete_model
-from spillway import prefill_kernels
-from spillway.prefill import Prefill, attend_bytes, attention_with_lse, buffer_bytes, merge
-from spillway.prefill_kernels import kernel_of, trials, window_attention
+from spillway_kv import prefill_kernels
+from spillway_kv.prefill import Prefill, attend_bytes, attention_with_lse, buffer_bytes, merge
+from spillway_kv.prefill_kernels import kernel_of, trials, window_attention
 
 GPU = on_gpu()
 DEVICE = torch.device("cuda:0" if GPU else "cpu")
@@ -403,9 +403,9 @@ class Failing(Held):
 def test_failed_fetch(at: int) -> None:
     k, v = made(2, 2, 100, 16)
     q = made(100, 4, 16)
-    held = Failing(k, v, at, spillway.Unavailable("gone"))
+    held = Failing(k, v, at, spillway_kv.Unavailable("gone"))
     with Prefill(block_token_count=10) as prefill:
-        with pytest.raises(spillway.Unavailable, match="gone"):
+        with pytest.raises(spillway_kv.Unavailable, match="gone"):
             prefill.attend(held, 3, q, k, v, start=100, scale=0.25)
         assert held.running == 0
         # Blocks far behind the failed one were not requested.
@@ -428,7 +428,7 @@ def test_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
             raise Interrupted
         real(*args)
 
-    monkeypatch.setattr("spillway.prefill.merge_into", interrupted)
+    monkeypatch.setattr("spillway_kv.prefill.merge_into", interrupted)
     with Prefill(block_token_count=10) as prefill:
         with pytest.raises(Interrupted):
             prefill.attend(held, 3, made(100, 4, 16), k, v, start=100, scale=0.25)
@@ -467,8 +467,8 @@ def test_one_at_a_time() -> None:
 
 @pytest.fixture(params=DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 def of_engine(
-    client: spillway.Client, request: pytest.FixtureRequest
-) -> Iterator[tuple[spillway.Sequence, torch.dtype]]:
+    client: spillway_kv.Client, request: pytest.FixtureRequest
+) -> Iterator[tuple[spillway_kv.Sequence, torch.dtype]]:
     model = client.create_model(
         layer_count=2,
         query_head_count=8,
@@ -481,7 +481,7 @@ def of_engine(
 
 
 @pytest.mark.transports("grpcio", "libspillway", "embedded")
-def test_prompt_by_chunks(of_engine: tuple[spillway.Sequence, torch.dtype]) -> None:
+def test_prompt_by_chunks(of_engine: tuple[spillway_kv.Sequence, torch.dtype]) -> None:
     sequence, dtype = of_engine
     length, layer = 3000, 1
     k, v = made(2, 2, length, 64, dtype=dtype)
@@ -497,7 +497,7 @@ def test_prompt_by_chunks(of_engine: tuple[spillway.Sequence, torch.dtype]) -> N
 
 
 @pytest.mark.transports("grpcio", "libspillway", "embedded")
-def test_modes_of_torch(of_engine: tuple[spillway.Sequence, torch.dtype]) -> None:
+def test_modes_of_torch(of_engine: tuple[spillway_kv.Sequence, torch.dtype]) -> None:
     """Buffers work in any torch mode, and nothing is recorded for gradients."""
     sequence, dtype = of_engine
     k, v = made(2, 2, 300, 64, dtype=dtype)
@@ -514,11 +514,11 @@ def test_modes_of_torch(of_engine: tuple[spillway.Sequence, torch.dtype]) -> Non
         assert not prefill.attend(sequence, 0, learned, *new, start=200, scale=0.125).requires_grad
 
 
-def test_rows_that_are_not_there(of_engine: tuple[spillway.Sequence, torch.dtype]) -> None:
+def test_rows_that_are_not_there(of_engine: tuple[spillway_kv.Sequence, torch.dtype]) -> None:
     sequence, dtype = of_engine
     k, v = made(2, 2, 100, 64, dtype=dtype)
     sequence.append(0, 0, k, v)
-    with Prefill(block_token_count=60) as prefill, pytest.raises(spillway.OutOfRange):
+    with Prefill(block_token_count=60) as prefill, pytest.raises(spillway_kv.OutOfRange):
         prefill.attend(sequence, 0, made(100, 8, 64, dtype=dtype), k, v, start=101, scale=1.0)
 
 

@@ -16,8 +16,8 @@ import torch
 import transformers
 from packaging.version import Version
 from random_llama import generate, llama, prompt
-from spillway import Client, Policy, TopK
-from spillway.transformers import AttendEvent, SpillwayCache
+from spillway_kv import Client, Policy, TopK
+from spillway_kv.transformers import AttendEvent, SpillwayCache
 from transformers import DynamicCache
 
 # Of 1,100 or more tokens, it reads 64 + 64 + 16, so that sparse attends can be recognised.

@@ -10,8 +10,8 @@ import pytest
 import torch
 from daemon_process import on_gpu
 from random_llama import llama, prompt
-from spillway import Client
-from spillway.transformers import SpillwayCache, prompt_memory
+from spillway_kv import Client
+from spillway_kv.transformers import SpillwayCache, prompt_memory
 from transformers import Gemma3TextConfig, LlamaConfig
 
 

@@ -18,14 +18,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-import spillway
+import spillway_kv
 import torch
 from daemon_process import on_gpu, running_daemon
 from helpers import delete_model, refused, wait_for
-from spillway import Client, Model, Region, Sequence
-from spillway._proto import attention_service_pb2 as attention
-from spillway._proto import memory_service_pb2 as memory
-from spillway._proto import tensor_pb2 as tensors
+from spillway_kv import Client, Model, Region, Sequence
+from spillway_kv._proto import attention_service_pb2 as attention
+from spillway_kv._proto import memory_service_pb2 as memory
+from spillway_kv._proto import tensor_pb2 as tensors
 
 MIB = 1 << 20
 HEADS, DIM = 2, 16  # as in the fixture `model`, which has two layers and four query heads
@@ -42,7 +42,7 @@ def region(client: Client) -> Iterator[Region]:
 
 def rows_of(sequence: Sequence, layer: int, count: int) -> Any:
     """All rows of a layer [H_kv, T, 2, d], as the daemon returns them."""
-    everything = spillway.Selection(
+    everything = spillway_kv.Selection(
         offsets=np.arange(HEADS + 1) * count,
         indices=np.tile(np.arange(count, dtype=np.uint32), HEADS),
     )
@@ -136,7 +136,7 @@ def test_what_is_not_finite_is_named_and_appends_nothing(
     ):
         kept = bad[layer, head, token, element].copy()
         bad[layer, head, token, element] = value
-        with pytest.raises(spillway.OutOfRange) as caught:
+        with pytest.raises(spillway_kv.OutOfRange) as caught:
             sequence.append(0, 10, k[:, :, 10:], v[:, :, 10:])
         error = caught.value
         assert error.reason == "NON_FINITE"
@@ -248,14 +248,14 @@ def test_bad_queries_and_outputs(
     sequence = filled(client, model, rng)
     region.array((4 * MIB // 4,))[:] = 0
 
-    def attend(**fields: Any) -> spillway.SpillwayError:
+    def attend(**fields: Any) -> spillway_kv.SpillwayError:
         fields = {"q": tensor(region.name, 0, 1, 4, DIM), **fields}
         item = attention.AttendItem(sequence=sequence.name, **fields)
         return refused(
             lambda: client._stubs.attention.Attend(attention.AttendRequest(items=[item]))
         )
 
-    def fields_of(error: spillway.SpillwayError) -> list[str]:
+    def fields_of(error: spillway_kv.SpillwayError) -> list[str]:
         return [violation.field for violation in error.fields]
 
     # 10^12 queries, all at the same place.
@@ -301,7 +301,7 @@ def test_sessions_and_regions_that_are_not_there(client: Client, region: Region)
 
 
 def test_a_session_has_its_own(client: Client, target: str, region: Region) -> None:
-    with spillway.connect(target) as other:
+    with spillway_kv.connect(target) as other:
         theirs = other.attach_region(4096)
         stub, session = other._stubs.memory, other._regions._session
         listed = stub.ListRegions(memory.ListRegionsRequest(session=session)).regions
@@ -316,10 +316,10 @@ def test_a_session_has_its_own(client: Client, target: str, region: Region) -> N
 
 
 def test_the_most_regions_of_a_session(target: str) -> None:
-    with spillway.connect(target) as client:
+    with spillway_kv.connect(target) as client:
         for _ in range(256):
             client.attach_region(1)
-        with pytest.raises(spillway.ResourceExhausted, match="256 regions"):
+        with pytest.raises(spillway_kv.ResourceExhausted, match="256 regions"):
             client.attach_region(1)
 
 
@@ -341,7 +341,7 @@ def test_detached_while_in_use(client: Client, model: Model, rng: np.random.Gene
     def append() -> None:
         try:
             outcome.append(sequence.append(0, 0, k, v))
-        except spillway.NotFound as error:
+        except spillway_kv.NotFound as error:
             outcome.append(error)
 
     thread = threading.Thread(target=append)
@@ -350,7 +350,7 @@ def test_detached_while_in_use(client: Client, model: Model, rng: np.random.Gene
     region.detach()
     k[:], v[:] = 7, 7  # the daemon does not use these values any more, or only for some rows
     thread.join()
-    if isinstance(outcome[0], spillway.NotFound):
+    if isinstance(outcome[0], spillway_kv.NotFound):
         assert outcome[0].reason == "REGION_NOT_FOUND"
         assert sequence.refresh().layer_token_counts == (0, 0)
     else:
@@ -364,10 +364,10 @@ def test_detached_while_in_use(client: Client, model: Model, rng: np.random.Gene
 def test_a_client_that_keeps_its_descriptors_holds_no_more_than_the_limit(tmp_path: Path) -> None:
     with (
         running_daemon(tmp_path, "--device", "cpu", "--memory-limit", "64MiB") as target,
-        spillway.connect(target) as client,
+        spillway_kv.connect(target) as client,
     ):
         kept: list[mmap.mmap] = []
-        with pytest.raises(spillway.ResourceExhausted, match="a region needs"):
+        with pytest.raises(spillway_kv.ResourceExhausted, match="a region needs"):
             while len(kept) < 10:
                 region = client.attach_region(16 * MIB)
                 connection = client._regions._socket
@@ -391,7 +391,7 @@ def test_a_client_that_keeps_its_descriptors_holds_no_more_than_the_limit(tmp_pa
 
 def test_arrays_in_a_detached_region_keep_their_content(client: Client, target: str) -> None:
     before = other_bytes(client)
-    with spillway.connect(target) as other:
+    with spillway_kv.connect(target) as other:
         detached, closed = (other.attach_region(4 * MIB) for _ in range(2))
         arrays = [region.array((1000,)) for region in (detached, closed)]
         tensors_ = [region.tensor((1000,), "float32") for region in (detached, closed)]
@@ -424,7 +424,7 @@ def test_sessions_that_own_nothing_keep_nobody_out(client: Client, target: str) 
             silent.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
             silent[-1].connect(path)
             assert silent[-1].recv(256)
-        with spillway.connect(target) as other:
+        with spillway_kv.connect(target) as other:
             other.attach_region(4096).detach()
         # The daemon has closed the oldest ones.
         assert silent[0].recv(1) == b""
@@ -455,7 +455,7 @@ def test_changed_while_in_use(client: Client, model: Model, rng: np.random.Gener
             try:
                 sequence.append(0, 0, k, v)
                 seen.add("appended")
-            except spillway.OutOfRange as error:
+            except spillway_kv.OutOfRange as error:
                 seen.add(error.reason)
             length = sequence.refresh().layer_token_counts[0]
             assert length in (0, count)
@@ -472,8 +472,8 @@ def test_changed_while_in_use(client: Client, model: Model, rng: np.random.Gener
 def test_a_killed_client_leaves_nothing(client: Client, target: str) -> None:
     before = other_bytes(client)
     script = f"""
-        import spillway, sys, time
-        client = spillway.connect({target!r})
+        import spillway_kv, sys, time
+        client = spillway_kv.connect({target!r})
         region = client.attach_region(64 << 20)
         print(region.name, flush=True)
         time.sleep(60)
@@ -492,7 +492,7 @@ def test_a_killed_client_leaves_nothing(client: Client, target: str) -> None:
 
 def test_a_daemon_that_restarted_knows_no_region(tmp_path: Path) -> None:
     with running_daemon(tmp_path) as target:
-        client = spillway.connect(target)
+        client = spillway_kv.connect(target)
         region = client.attach_region(MIB)
         k = region.array((HEADS, 10, DIM))
         k[:] = 1
@@ -502,9 +502,9 @@ def test_a_daemon_that_restarted_knows_no_region(tmp_path: Path) -> None:
             layer_count=1, query_head_count=4, kv_head_count=HEADS, head_dim=DIM, dtype="float32"
         )
         sequence = client.create_sequence(model)
-        with pytest.raises(spillway.NotFound, match=region.name):
+        with pytest.raises(spillway_kv.NotFound, match=region.name):
             sequence.append(0, 0, k, k)
-        with spillway.connect(target) as anew:
+        with spillway_kv.connect(target) as anew:
             k = anew.attach_region(MIB).array((HEADS, 10, DIM))
             k[:] = 1
             anew.get_sequence(sequence.name).append(0, 0, k, k)
@@ -519,7 +519,7 @@ def test_after_an_interrupt_a_region_is_not_taken_for_another(
         raise KeyboardInterrupt
 
     rows = normal(rng, 2, 2, HEADS, 50, DIM)
-    with spillway.connect(target) as client:
+    with spillway_kv.connect(target) as client:
         sequence = client.create_sequence(model)
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
             patched.setattr(socket, "recv_fds", interrupted)
@@ -552,7 +552,7 @@ def test_large_appends_go_by_a_region_of_the_clients_own(
     tmp_path: Path, rng: np.random.Generator
 ) -> None:
     k, v = large(rng)
-    with running_daemon(tmp_path) as target, spillway.connect(target) as client:
+    with running_daemon(tmp_path) as target, spillway_kv.connect(target) as client:
         sequence = client.create_sequence(two_layers(client))
         sequence.append(0, 0, k[:, :, :10], v[:, :, :10])
         assert client._regions._session == ""  # that append was small
@@ -562,21 +562,21 @@ def test_large_appends_go_by_a_region_of_the_clients_own(
         expect_rows(sequence, k, v)
         again = sequence.append(0, 10, k[:, :, 10:], v[:, :, 10:])
         assert (again.appended_chunk_count, again.already_present_chunk_count) == (0, 1)
-        with pytest.raises(spillway.AlreadyExists):
+        with pytest.raises(spillway_kv.AlreadyExists):
             sequence.append(0, 10, k[:, :, 10:], k[:, :, 10:])
         k[1, 1, 15_000, 3] = np.inf
-        with pytest.raises(spillway.OutOfRange):
+        with pytest.raises(spillway_kv.OutOfRange):
             client.create_sequence(sequence.model).append(0, 0, k, v)
         assert own_regions(client) == 1
         # The daemon counts the region's memory, and releases it with the client.
         assert other_bytes(client) >= 16 * MIB
-        with spillway.connect(target) as other:
+        with spillway_kv.connect(target) as other:
             client.close()
             wait_for(lambda: other_bytes(other) < 16 * MIB)
 
 
 def test_large_appends_of_several_threads(tmp_path: Path, rng: np.random.Generator) -> None:
-    with running_daemon(tmp_path) as target, spillway.connect(target) as client:
+    with running_daemon(tmp_path) as target, spillway_kv.connect(target) as client:
         model = two_layers(client)
         rows = [large(rng) for _ in range(4)]
         sequences = [client.create_sequence(model) for _ in rows]
@@ -596,7 +596,7 @@ def test_large_appends_of_several_threads(tmp_path: Path, rng: np.random.Generat
 def test_large_appends_after_a_restart(tmp_path: Path, rng: np.random.Generator) -> None:
     k, v = large(rng)
     with running_daemon(tmp_path) as target:
-        client = spillway.connect(target)
+        client = spillway_kv.connect(target)
         client.create_sequence(two_layers(client)).append(0, 0, k, v)
         assert own_regions(client) == 1
     with running_daemon(tmp_path):
@@ -616,7 +616,7 @@ def test_large_appends_where_there_is_no_memory_for_a_region(
     k, v = large(rng)
     with (
         running_daemon(tmp_path, "--memory-limit", "64MiB") as target,
-        spillway.connect(target) as client,
+        spillway_kv.connect(target) as client,
     ):
         region = client.attach_region(30 * MIB)
         sequence = client.create_sequence(two_layers(client))
@@ -635,7 +635,7 @@ def test_an_append_goes_on_in_messages_when_memory_runs_out_on_the_way(tmp_path:
     k = np.ones((8, 8190, 128), np.float16)
     with (
         running_daemon(tmp_path, "--memory-limit", "64MiB") as target,
-        spillway.connect(target) as client,
+        spillway_kv.connect(target) as client,
     ):
         sequence = client.create_sequence(
             client.create_model(**model, head_dim=128, dtype="float16")
@@ -670,7 +670,7 @@ def test_a_device_without_memory_of_its_own(client: Client, device: str, told: s
     client.attach_region(1).detach()
     request = memory.ListRegionsRequest(session=client._regions._session)
     before, listed = other_bytes(client), client._stubs.memory.ListRegions(request)
-    with pytest.raises(spillway.InvalidArgument, match=re.escape(told)) as caught:
+    with pytest.raises(spillway_kv.InvalidArgument, match=re.escape(told)) as caught:
         client.attach_region(MIB, device=device)
     assert [violation.field for violation in caught.value.fields] == ["device"]
     assert device in caught.value.message
@@ -680,7 +680,7 @@ def test_a_device_without_memory_of_its_own(client: Client, device: str, told: s
 
 def test_no_region_of_a_gpu_without_the_library(target: str) -> None:
     with (
-        spillway.connect(target, native=False) as client,
+        spillway_kv.connect(target, native=False) as client,
         pytest.raises(ValueError, match="need libspillway"),
     ):
         client.attach_region(MIB, device="cuda:0")
@@ -690,7 +690,7 @@ def test_what_is_no_handle_is_not_mapped(client: Client) -> None:
     assert client._native is not None
     nowhere = "GPU-00000000-0000-0000-0000-000000000000"
     for handle, codes in ((b"short", {INVALID}), (bytes(64), {MISSING})):
-        with pytest.raises(spillway.SpillwayError) as caught:
+        with pytest.raises(spillway_kv.SpillwayError) as caught:
             client._native.map_gpu_region(nowhere, handle)
         # A build without CUDA cannot map.
         assert caught.value.code in codes | {"UNIMPLEMENTED"}, caught.value

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import spillway
+import spillway_kv
 from arena_folder import SHAPES, Writer, daemon, folder_in_memory, rows
 from daemon_process import binary, device_flags, on_gpu, wait_for_log
-from spillway_lab import serving
+from spillway_kv.lab import serving
 
 
 def test_a_signal_starts_it_anew_in_its_place(tmp_path: Path) -> None:
     log = tmp_path / "spillwayd.log"
-    with daemon(tmp_path) as each, spillway.connect(each.target) as client:
+    with daemon(tmp_path) as each, spillway_kv.connect(each.target) as client:
         pid, before = each.served.pid, client.get_server_info()
         sequence = client.create_sequence(client.create_model("m", **SHAPES), "s")
         writer = Writer(1, "sequences/s")
@@ -44,7 +44,7 @@ def test_a_signal_starts_it_anew_in_its_place(tmp_path: Path) -> None:
 def test_without_an_arena_directory_the_signal_is_refused(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with serving.restartable_daemon(binary(), log, *device_flags(), timeout=60) as each:
-        with spillway.connect(each.target) as client:
+        with spillway_kv.connect(each.target) as client:
             before = client.get_server_info()
             os.kill(each.pid, signal.SIGUSR2)
             wait_for_log(log, "not_relaunched")
@@ -80,7 +80,7 @@ def test_the_cpu_goes_on_where_that_is_allowed(tmp_path: Path) -> None:
         each.start()
         try:
             told = wait_for_log(tmp_path / "log", "serving_http")
-            with spillway.connect(each.target) as client:
+            with spillway_kv.connect(each.target) as client:
                 assert [device.name for device in client.server_info.devices] == ["cpu:0"]
             # The process waits for the device at the ninth and tenth attempt, each in a new
             # process.

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import spillway
+import spillway_kv
 from daemon_process import ROOT, binary, device_flags
 from helpers import wait_for
-from spillway._proto import sequence_service_pb2
-from spillway_lab import serving
+from spillway_kv._proto import sequence_service_pb2
+from spillway_kv.lab import serving
 
 EXAMPLE = ROOT / "cmake/packaging/spillwayd.toml.in"
 PAGE = ROOT / "docs/operations.md"
@@ -141,12 +141,12 @@ def test_a_flag_wins_over_the_file_as_at_the_start(reloading: Reloading) -> None
 
 def test_limits_and_defaults_hold_for_what_comes_then(reloading: Reloading) -> None:
     reloading.reload("")
-    with spillway.connect(reloading.target) as client:
+    with spillway_kv.connect(reloading.target) as client:
         model = client.create_model(
             layer_count=1, query_head_count=1, kv_head_count=1, head_dim=16, dtype="float32"
         )
 
-        def ttl(sequence: spillway.Sequence) -> int:
+        def ttl(sequence: spillway_kv.Sequence) -> int:
             request = sequence_service_pb2.GetSequenceRequest(name=sequence.name)
             seconds: int = client._stubs.sequences.GetSequence(request).sequence.ttl.seconds
             return seconds
@@ -161,9 +161,9 @@ def test_limits_and_defaults_hold_for_what_comes_then(reloading: Reloading) -> N
         assert ttl(after) == 90
         assert ttl(before) == 3600
         assert client.get_server_info().limits.sequence_count_max == 2
-        with pytest.raises(spillway.ResourceExhausted, match="2 sequences already"):
+        with pytest.raises(spillway_kv.ResourceExhausted, match="2 sequences already"):
             client.create_sequence(model)
-        with pytest.raises(spillway.ResourceExhausted, match="1 models already"):
+        with pytest.raises(spillway_kv.ResourceExhausted, match="1 models already"):
             client.create_model(
                 layer_count=1, query_head_count=1, kv_head_count=1, head_dim=16, dtype="float32"
             )
@@ -177,11 +177,11 @@ def test_limits_and_defaults_hold_for_what_comes_then(reloading: Reloading) -> N
 
 def test_sequences_of_clients_that_are_gone_go_by_the_grace_of_now(reloading: Reloading) -> None:
     reloading.reload("[sequences]\nunnamed_grace_seconds = 3600\n")
-    with spillway.connect(reloading.target) as client:
+    with spillway_kv.connect(reloading.target) as client:
         model = client.create_model(
             layer_count=1, query_head_count=1, kv_head_count=1, head_dim=16, dtype="float32"
         )
-        with spillway.connect(reloading.target) as gone:
+        with spillway_kv.connect(reloading.target) as gone:
             sequence = gone.create_sequence(model)
         wait_for(lambda: [s.abandoned for s in client.list_sequences()] == [True])
         # With 0, the sequence stays until its ttl ends. With 0.01, it goes at once, although it is

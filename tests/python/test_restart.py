@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import spillway
+import spillway_kv
 import torch
 from daemon_process import running_daemon
 from random_llama import generate, llama, prompt
-from spillway.transformers import SpillwayCache
+from spillway_kv.transformers import SpillwayCache
 
 SHAPES: dict[str, Any] = {
     "layer_count": 1,
@@ -27,18 +27,18 @@ SHAPES: dict[str, Any] = {
 @contextmanager
 def lost_by_restart() -> Iterator[None]:
     """Expects an error that says that the daemon has restarted."""
-    with pytest.raises(spillway.NotFound, match="the daemon has restarted") as caught:
+    with pytest.raises(spillway_kv.NotFound, match="the daemon has restarted") as caught:
         yield
-    assert isinstance(caught.value, spillway.DaemonRestarted)
+    assert isinstance(caught.value, spillway_kv.DaemonRestarted)
     assert caught.value.reason == "SEQUENCE_NOT_FOUND"
 
 
 @contextmanager
 def gone() -> Iterator[None]:
     """Expects an error that says that the sequence was deleted or has expired."""
-    with pytest.raises(spillway.NotFound, match="deleted or have expired") as caught:
+    with pytest.raises(spillway_kv.NotFound, match="deleted or have expired") as caught:
         yield
-    assert not isinstance(caught.value, spillway.DaemonRestarted)
+    assert not isinstance(caught.value, spillway_kv.DaemonRestarted)
 
 
 @pytest.mark.parametrize("native", [False, True], ids=["grpcio", "libspillway"])
@@ -49,7 +49,7 @@ def test_cache(tmp_path: Path, native: bool, token_count: int) -> None:
     ids = prompt(1, 40)
     expected = generate(dense, ids)
     with running_daemon(tmp_path) as target:
-        client = spillway.connect(target, native=native)
+        client = spillway_kv.connect(target, native=native)
         cache = SpillwayCache(spilled.config, client)
         # Opens a decode stream, which the restart breaks.
         generate(spilled, ids, cache, max_new_tokens=3)
@@ -80,14 +80,14 @@ def test_cache_of_a_model_that_was_given(tmp_path: Path) -> None:
         "head_dim": 32,
     }
     with running_daemon(tmp_path) as target:
-        client = spillway.connect(target)
+        client = spillway_kv.connect(target)
         model = client.create_model("mine", dtype="float32", **shapes)
         cache = SpillwayCache(spilled.config, client, model=model)
         generate(spilled, prompt(1, 20), cache, max_new_tokens=1)
     with running_daemon(tmp_path), client, cache:
         cache.reset()
         # The cache cannot create this model again, because its user created it.
-        with pytest.raises(spillway.NotFound, match="no model models/mine"):
+        with pytest.raises(spillway_kv.NotFound, match="no model models/mine"):
             generate(spilled, prompt(1, 20), cache, max_new_tokens=1)
         client.create_model("mine", dtype="float32", **shapes)
         cache.reset()
@@ -99,7 +99,7 @@ def test_sequence(tmp_path: Path) -> None:
     k = np.ones((1, 4, 16), np.float32)
     q = np.ones((1, 2, 16), np.float32)
     with running_daemon(tmp_path) as target:
-        client = spillway.connect(target)
+        client = spillway_kv.connect(target)
         model = client.create_model("m", **SHAPES)
         sequence = client.create_sequence(model, "s")
         sequence.append(0, 0, k, k)
@@ -108,16 +108,16 @@ def test_sequence(tmp_path: Path) -> None:
         # Nothing has failed yet: the client does not know of the restart.
         fresh = client.create_sequence(client.create_model("m", **SHAPES), "fresh")
         fresh.append(0, 0, k, k)
-        calls: tuple[Callable[[spillway.Sequence], Any], ...] = (
-            spillway.Sequence.refresh,
+        calls: tuple[Callable[[spillway_kv.Sequence], Any], ...] = (
+            spillway_kv.Sequence.refresh,
             lambda lost: lost.append(0, 4, k, k),
             lambda lost: lost.attend(0, q),
             lambda lost: lost.select(0, q),
             lambda lost: list(lost.fetch_pages(0, q)),
             lambda lost: lost.fetch(0, 0, 1),
-            spillway.Sequence.fork,
+            spillway_kv.Sequence.fork,
             lambda lost: lost.truncate(0),
-            spillway.Sequence.delete,
+            spillway_kv.Sequence.delete,
         )
         for handle in handles:
             for call in calls:

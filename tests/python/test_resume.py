@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import spillway
+import spillway_kv
 import torch
 from arena_folder import DIM, SHAPES, Daemon, Writer, daemon, rows
 from daemon_process import running_daemon
 from random_llama import generate, llama, prompt
-from spillway.transformers import SpillwayCache
+from spillway_kv.transformers import SpillwayCache
 
 
 class Killer:
@@ -72,7 +72,7 @@ def test_generation_is_as_an_undisturbed_one(tmp_path: Path, how: str) -> None:
     ids = prompt(1, 40)
     expected = generate(dense, ids)
     with daemon(tmp_path) as each, killer(each) as kill:
-        with spillway.connect(each.target, native=how != "grpcio") as client:
+        with spillway_kv.connect(each.target, native=how != "grpcio") as client:
             if how == "libspillway":
                 client._no_doorbell = "not in this test"
             assert client.step_transport == how
@@ -96,7 +96,7 @@ def test_a_batch_and_a_prompt_in_chunks(tmp_path: Path) -> None:
     spilled.set_attn_implementation("spillway")
     ids = prompt(3, 70)
     expected = generate(dense, ids)
-    with daemon(tmp_path) as each, killer(each) as kill, spillway.connect(each.target) as client:
+    with daemon(tmp_path) as each, killer(each) as kill, spillway_kv.connect(each.target) as client:
         with SpillwayCache(spilled.config, client) as cache, torch.no_grad():
             hook = before_layer(spilled, 2, {1, 2, 9}, kill)
             spilled(ids[:, :50], past_key_values=cache)
@@ -109,7 +109,7 @@ def test_a_batch_and_a_prompt_in_chunks(tmp_path: Path) -> None:
 def test_calls(tmp_path: Path, native: bool) -> None:
     q = rows(99, 0, 2)[0].transpose(1, 0, 2).reshape(1, 4, DIM)
     with daemon(tmp_path) as each, killer(each) as kill:
-        with spillway.connect(each.target, native=native) as client:
+        with spillway_kv.connect(each.target, native=native) as client:
             client.create_model("m", **SHAPES)
             sequence = client.create_sequence("models/m", "s")
             writer = Writer(1, "sequences/s")
@@ -154,7 +154,7 @@ def test_a_thread_sends_while_another_one_resumes(
     tmp_path: Path, native: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     q = rows(99, 0, 2)[0].transpose(1, 0, 2).reshape(1, 4, DIM)
-    with daemon(tmp_path) as each, spillway.connect(each.target, native=native) as client:
+    with daemon(tmp_path) as each, spillway_kv.connect(each.target, native=native) as client:
         sequence = client.create_sequence(client.create_model("m", **SHAPES), "s")
         with client.decode() as stream:
 
@@ -198,32 +198,32 @@ def once_reached(call: Callable[[], object]) -> None:
         try:
             call()
             return
-        except spillway.Unavailable:
+        except spillway_kv.Unavailable:
             assert time.monotonic() < deadline
             time.sleep(0.05)
 
 
 def test_what_does_not_go_on(tmp_path: Path) -> None:
     with daemon(tmp_path) as each:
-        impatient = spillway.connect(each.target, resume_seconds=0)
-        waiting = spillway.connect(each.target, resume_seconds=0.5)
+        impatient = spillway_kv.connect(each.target, resume_seconds=0)
+        waiting = spillway_kv.connect(each.target, resume_seconds=0.5)
         impatient.create_model("m", **SHAPES)
         sequence = impatient.create_sequence("models/m", "s")
         other = waiting.get_sequence("sequences/s")
         each.kill()
-        with pytest.raises(spillway.Unavailable):
+        with pytest.raises(spillway_kv.Unavailable):
             sequence.refresh()
         begin = time.monotonic()
-        with pytest.raises(spillway.Unavailable):
+        with pytest.raises(spillway_kv.Unavailable):
             other.refresh()
         assert time.monotonic() - begin >= 0.5
         each.start()
         other.refresh()
         other.delete()
         # The sequence was deleted, not lost by a restart. Its connection may still be reconnecting.
-        with pytest.raises(spillway.NotFound) as caught:
+        with pytest.raises(spillway_kv.NotFound) as caught:
             once_reached(sequence.refresh)
-        assert not isinstance(caught.value, spillway.DaemonRestarted)
+        assert not isinstance(caught.value, spillway_kv.DaemonRestarted)
         each.kill()
         # A daemon with another store at the same address.
         for name in ("rows", "records"):
@@ -231,7 +231,7 @@ def test_what_does_not_go_on(tmp_path: Path) -> None:
         each.start()
         waiting.create_model("m", **SHAPES)
         each.kill()
-        with pytest.raises(spillway.DaemonRestarted):
+        with pytest.raises(spillway_kv.DaemonRestarted):
             each.start()
             other.refresh()
         for client in (impatient, waiting):
@@ -244,12 +244,12 @@ def test_a_step_that_a_restart_broke_can_be_closed(tmp_path: Path, native: bool)
     new = rows(1, 0, 1)[0][None]
     with (
         daemon(tmp_path) as each,
-        spillway.connect(each.target, native=native, resume_seconds=0) as client,
+        spillway_kv.connect(each.target, native=native, resume_seconds=0) as client,
     ):
         sequence = client.create_sequence(client.create_model("m", **SHAPES), "s")
         step = client.begin_step([sequence])
         each.kill()
-        with pytest.raises((spillway.Unavailable, spillway.Cancelled)):
+        with pytest.raises((spillway_kv.Unavailable, spillway_kv.Cancelled)):
             step.attend(0, q, new, -new)
         each.start()
         step.close()
@@ -261,8 +261,8 @@ def test_a_step_that_a_restart_broke_can_be_closed(tmp_path: Path, native: bool)
 
 def test_without_a_store_nothing_waits(tmp_path: Path) -> None:
     with running_daemon(tmp_path) as target:
-        client = spillway.connect(target)
+        client = spillway_kv.connect(target)
         client.create_model("m", **SHAPES)
         sequence = client.create_sequence("models/m", "s")
-    with client, pytest.raises(spillway.Unavailable):
+    with client, pytest.raises(spillway_kv.Unavailable):
         sequence.refresh()

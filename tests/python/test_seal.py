@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import spillway
+import spillway_kv
 from arena_folder import SHAPES, Writer
 from arena_folder import daemon as arena_daemon
 from helpers import delete_model, refused, wait_for
-from spillway import Client, FailedPrecondition, Model, Sequence
-from spillway._proto import attention_service_pb2 as attention
+from spillway_kv import Client, FailedPrecondition, Model, Sequence
+from spillway_kv._proto import attention_service_pb2 as attention
 
 EVERY_TRANSPORT = pytest.mark.transports("grpcio", "libspillway", "regions", "embedded")
 pytestmark = EVERY_TRANSPORT
@@ -211,14 +211,14 @@ def test_is_deleted_only_if_it_is_sealed(client: Client, sequence: Sequence) -> 
 
 def test_a_restart_opens_it_again(tmp_path: Path) -> None:
     with arena_daemon(tmp_path) as daemon:
-        with spillway.connect(daemon.target) as client:
+        with spillway_kv.connect(daemon.target) as client:
             sequence = client.create_sequence(client.create_model("m", **SHAPES), "s")
             writer = Writer(1, sequence.name)
             writer.append(sequence, 300)
             sequence.seal()
         daemon.stop()
         daemon.start()
-        with spillway.connect(daemon.target) as client:
+        with spillway_kv.connect(daemon.target) as client:
             sequence = writer.check(client)
             error = refused(lambda: sequence.delete(if_sealed=True))
             assert error.reason == "SEQUENCE_NOT_SEALED"

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import spillway
+import spillway_kv
 from helpers import held
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -22,7 +22,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from reference import dense_attention
-from spillway import Client, Policy, Sequence
+from spillway_kv import Client, Policy, Sequence
 
 LAYERS, KV_HEADS, HEADS, DIM = 2, 2, 4, 16
 
@@ -65,7 +65,7 @@ class SequenceMachine(RuleBasedStateMachine):
     """Keeps a numpy copy (a twin) of each of the daemon's sequences."""
 
     client: Client
-    model: spillway.Model
+    model: spillway_kv.Model
 
     twins = Bundle("twins")
 
@@ -146,17 +146,17 @@ class SequenceMachine(RuleBasedStateMachine):
         k, v = twin.k[layer][:, start:stop], twin.v[layer][:, start:stop]
         result = twin.sequence.append(layer, start, k, v)
         assert result.already_present_chunk_count == 1
-        with pytest.raises(spillway.AlreadyExists):
+        with pytest.raises(spillway_kv.AlreadyExists):
             twin.sequence.append(layer, start, k, v + 1)
 
     @rule(twin=twins, layer=LAYER, gap=st.integers(1, 300))
     def append_with_a_gap(self, twin: Twin, layer: int, gap: int) -> None:
         k, v = rows(0, 1, 2)
         length = twin.counts[layer]
-        with pytest.raises(spillway.OutOfRange, match=str(length)):
+        with pytest.raises(spillway_kv.OutOfRange, match=str(length)):
             twin.sequence.append(layer, length + gap, k, v)
         if length > 0:
-            with pytest.raises(spillway.OutOfRange):
+            with pytest.raises(spillway_kv.OutOfRange):
                 twin.sequence.append(layer, length - 1, k, v)
 
     @rule(twin=twins, keep=st.floats(0, 1))
@@ -170,7 +170,7 @@ class SequenceMachine(RuleBasedStateMachine):
 
     @rule(twin=twins, beyond=st.integers(1, 200))
     def truncate_too_far(self, twin: Twin, beyond: int) -> None:
-        with pytest.raises(spillway.OutOfRange):
+        with pytest.raises(spillway_kv.OutOfRange):
             twin.sequence.truncate(min(twin.counts) + beyond)
 
     @rule(twin=twins, layer=LAYER, count=st.integers(1, 16), seed=SEEDS)
@@ -195,7 +195,7 @@ class SequenceMachine(RuleBasedStateMachine):
 
     @staticmethod
     def compare(
-        twin: Twin, layer: int, q: Any, visible: Any, result: spillway.AttendResult
+        twin: Twin, layer: int, q: Any, visible: Any, result: spillway_kv.AttendResult
     ) -> None:
         out, lse = dense_attention(q, twin.k[layer], twin.v[layer], visible)
         np.testing.assert_allclose(result.out, out, rtol=2e-5, atol=2e-6)
@@ -210,7 +210,7 @@ class SequenceMachine(RuleBasedStateMachine):
             assert info.generation == twin.generation
 
 
-def test_sequences_behave_as_their_twins(client: Client, model: spillway.Model) -> None:
+def test_sequences_behave_as_their_twins(client: Client, model: spillway_kv.Model) -> None:
     class Machine(SequenceMachine):
         pass
 

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import spillway
+import spillway_kv
 from daemon_process import ROOT, binary, device_flags
 
 UNIT = ROOT / "cmake/packaging/spillwayd.service.in"
@@ -100,7 +100,7 @@ def test_it_is_ready_when_it_serves_beats_while_it_does_and_says_that_it_ends(
     with managed(manager, WATCHDOG_USEC="400000") as (daemon, target):
         ready = manager.until("READY")
         assert ready == {"READY": "1", "STATUS": f"Serving at {target}"}
-        with spillway.connect(target) as client:
+        with spillway_kv.connect(target) as client:
             assert client.health()
         for _ in range(3):
             assert manager.until("WATCHDOG") == {"WATCHDOG": "1"}

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 import pytest
-import spillway
+import spillway_kv
 from daemon_process import ROOT, binary
-from spillway_lab import serving
+from spillway_kv.lab import serving
 
 PAGE = ROOT / "docs/operations.md"
 if not PAGE.exists():
@@ -26,7 +26,7 @@ def test_what_a_token_takes() -> None:
     assert len(found) == 6
     serving.prefer_library(binary())
     settings = {"memory.limit": "1GiB", "device.name": "cpu"}
-    with spillway.connect("embedded:", settings=settings) as client:
+    with spillway_kv.connect("embedded:", settings=settings) as client:
         for row in found:
             heads = int(row["heads"])
             model = client.create_model(

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from random_llama import DEVICE, VOCABULARY, generate, prompt
-from spillway import Client, Policy, TopK
-from spillway.transformers import SpillwayCache, UnsupportedModelError
-from spillway.transformers.sliding import SPARE_TOKEN_COUNT
+from spillway_kv import Client, Policy, TopK
+from spillway_kv.transformers import SpillwayCache, UnsupportedModelError
+from spillway_kv.transformers.sliding import SPARE_TOKEN_COUNT
 from transformers import (
     Gemma3ForCausalLM,
     Gemma3TextConfig,

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import spillway
+import spillway_kv
 from daemon_process import connected, running_daemon
 from helpers import delete_model, held
 from safetensors.numpy import load_file, save_file
-from spillway import Client, Model, Policy, Sequence
+from spillway_kv import Client, Model, Policy, Sequence
 
 F32 = np.float32
 EVERY_TRANSPORT = pytest.mark.transports("grpcio", "libspillway", "embedded")
@@ -164,10 +164,10 @@ def test_a_wrong_byte_is_found(
         whole = path.read_bytes()
         for at in (0, 2, len(whole) // 2, len(whole) - 1):
             path.write_bytes(whole[:at] + bytes([whole[at] ^ 0x10]) + whole[at + 1 :])
-            with pytest.raises(spillway.DataLoss, match=path.name):
+            with pytest.raises(spillway_kv.DataLoss, match=path.name):
                 client.load_sequence(named, "damaged")
         path.write_bytes(whole[:-1])
-        with pytest.raises(spillway.DataLoss, match=path.name):
+        with pytest.raises(spillway_kv.DataLoss, match=path.name):
             client.load_sequence(named, "damaged")
         path.write_bytes(whole)
     assert len(list(client.list_sequences())) == count
@@ -184,9 +184,9 @@ def test_a_deleted_one_is_gone(
     (folder / "writing.partial").write_bytes(b"part")
     client.delete_snapshot(named)
     assert not folder.exists() or not list(folder.iterdir())
-    with pytest.raises(spillway.NotFound, match="there is no snapshot at|does not exist"):
+    with pytest.raises(spillway_kv.NotFound, match="there is no snapshot at|does not exist"):
         client.load_sequence(named)
-    with pytest.raises(spillway.NotFound, match="there is no snapshot at"):
+    with pytest.raises(spillway_kv.NotFound, match="there is no snapshot at"):
         client.delete_snapshot(named)
     # It deletes what belongs to the snapshot, and no more.
     below = f"{named}/below"
@@ -204,27 +204,27 @@ def test_what_is_no_snapshot_is_not_deleted(
     client: Client, sequence: Sequence, named: str, folder: Path
 ) -> None:
     for name in ("", "/tmp/x", "..", "a/../b", "a//b", "A", "a/", "a/" * 17):
-        with pytest.raises(spillway.InvalidArgument, match="folder"):
+        with pytest.raises(spillway_kv.InvalidArgument, match="folder"):
             client.delete_snapshot(name)
     folder.mkdir(parents=True)
     (folder / "manifest.json").write_text('{"name": "another program"}')
-    with pytest.raises(spillway.FailedPrecondition, match="does not belong to a snapshot"):
+    with pytest.raises(spillway_kv.FailedPrecondition, match="does not belong to a snapshot"):
         client.delete_snapshot(named)
     assert (folder / "manifest.json").exists()
 
 
 def test_refused(client: Client, sequence: Sequence, named: str) -> None:
     for name in ("", "/tmp/x", "..", "a/../b", "a//b", "A", "a/", ".hidden", "a" * 64, "a/" * 17):
-        with pytest.raises(spillway.InvalidArgument, match="folder"):
+        with pytest.raises(spillway_kv.InvalidArgument, match="folder"):
             sequence.save(name)
-        with pytest.raises(spillway.InvalidArgument, match="folder"):
+        with pytest.raises(spillway_kv.InvalidArgument, match="folder"):
             client.load_sequence(name)
-    with pytest.raises(spillway.NotFound, match="there is no snapshot at"):
+    with pytest.raises(spillway_kv.NotFound, match="there is no snapshot at"):
         client.load_sequence("nothing/there")
-    with pytest.raises(spillway.InvalidArgument, match="client_data"):
+    with pytest.raises(spillway_kv.InvalidArgument, match="client_data"):
         sequence.save(named, client_data=bytes((3 << 20) + 1))
     sequence.save(named)
-    with pytest.raises(spillway.AlreadyExists):
+    with pytest.raises(spillway_kv.AlreadyExists):
         client.load_sequence(named, sequence.name.removeprefix("sequences/"))
 
 
@@ -235,14 +235,14 @@ def test_links_are_not_followed(
     (rows,) = folder.glob("rows-*")
     kept = rows.rename(folder / "elsewhere")
     rows.symlink_to(kept)
-    with pytest.raises(spillway.DataLoss, match="is a symbolic link"):
+    with pytest.raises(spillway_kv.DataLoss, match="is a symbolic link"):
         client.load_sequence(named)
     rows.unlink()
     os.mkfifo(rows)
-    with pytest.raises(spillway.DataLoss, match="is not a regular file"):
+    with pytest.raises(spillway_kv.DataLoss, match="is not a regular file"):
         client.load_sequence(named)
     (root / "linked").symlink_to(folder)
-    with pytest.raises(spillway.SpillwayError, match="cannot open"):
+    with pytest.raises(spillway_kv.SpillwayError, match="cannot open"):
         client.load_sequence("linked")
     (root / "linked").unlink()
 
@@ -265,7 +265,7 @@ def test_another_model(client: Client, model: Model, sequence: Sequence, named: 
     client.delete_model(same)
     for change in ({"dtype": "bfloat16"}, {"query_head_count": 2}, {"softmax_scale": 0.3}):
         other = client.create_model(**{**shapes, **change})
-        with pytest.raises(spillway.FailedPrecondition, match=next(iter(change))) as caught:
+        with pytest.raises(spillway_kv.FailedPrecondition, match=next(iter(change))) as caught:
             client.load_sequence(named, model=other)
         assert caught.value.reason == "SNAPSHOT_MODEL_DIFFERS"
         client.delete_model(other)
@@ -276,7 +276,7 @@ def test_another_daemon_loads(tmp_path: Path) -> None:
     flags = ("--snapshot-folder", str(tmp_path / "kept"))
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
-    with running_daemon(tmp_path / "one", *flags) as target, spillway.connect(target) as client:
+    with running_daemon(tmp_path / "one", *flags) as target, spillway_kv.connect(target) as client:
         model = client.create_model(
             "small",
             layer_count=2,
@@ -290,7 +290,7 @@ def test_another_daemon_loads(tmp_path: Path) -> None:
         sequence.append(0, 0, *rows_of(TOKENS))
         sequence.save("deep/down")
         expected = answers(sequence)
-    with running_daemon(tmp_path / "two", *flags) as target, spillway.connect(target) as client:
+    with running_daemon(tmp_path / "two", *flags) as target, spillway_kv.connect(target) as client:
         loaded, _ = client.load_sequence("deep/down")
         assert loaded.model == "models/small"
         assert_equal(answers(loaded), expected)
@@ -299,9 +299,9 @@ def test_another_daemon_loads(tmp_path: Path) -> None:
 def test_no_folder(tmp_path: Path) -> None:
     with (
         running_daemon(tmp_path, "--snapshot-folder", "") as target,
-        spillway.connect(target) as client,
+        spillway_kv.connect(target) as client,
     ):
-        with pytest.raises(spillway.FailedPrecondition, match="snapshots.folder") as caught:
+        with pytest.raises(spillway_kv.FailedPrecondition, match="snapshots.folder") as caught:
             client.load_sequence("x")
         assert caught.value.reason == "NO_SNAPSHOT_FOLDER"
 
@@ -313,10 +313,10 @@ def test_memory_runs_out(
     sequence.append(0, TOKENS, k, k)
     sequence.save(named)
     flags = ("--snapshot-folder", str(folder.parent), "--memory-limit", "40MiB")
-    with running_daemon(tmp_path, *flags) as target, spillway.connect(target) as small:
+    with running_daemon(tmp_path, *flags) as target, spillway_kv.connect(target) as small:
         before = None
         for _ in range(2):
-            with pytest.raises(spillway.ResourceExhausted):
+            with pytest.raises(spillway_kv.ResourceExhausted):
                 small.load_sequence(named)
             assert not list(small.list_sequences())
             used = held(small)
@@ -358,11 +358,11 @@ def test_steps_go_on_during_saves_and_loads(client: Client, model: Model, named:
 def test_a_deadline_stops_it(
     target: str, model: Model, named: str, folder: Path, native: bool
 ) -> None:
-    with spillway.connect(target, native=native) as client:
+    with spillway_kv.connect(target, native=native) as client:
         sequence = client.create_sequence(model)
         k, v = rows_of(300_000)
         sequence.append(0, 0, k, v)
-        with pytest.raises(spillway.DeadlineExceeded):
+        with pytest.raises(spillway_kv.DeadlineExceeded):
             sequence.save(named, timeout=0.03)
         assert not (folder / "manifest.json").exists()
         # Complete files are kept, and the lock is free.
@@ -370,11 +370,11 @@ def test_a_deadline_stops_it(
             try:
                 sequence.save(named)
                 break
-            except spillway.Aborted:
+            except spillway_kv.Aborted:
                 time.sleep(0.05)
-        with pytest.raises(spillway.DeadlineExceeded):
+        with pytest.raises(spillway_kv.DeadlineExceeded):
             client.load_sequence(named, "cut-off", timeout=0.03)
-        with pytest.raises(spillway.NotFound):
+        with pytest.raises(spillway_kv.NotFound):
             client.get_sequence("sequences/cut-off")
         sequence.delete()
 
@@ -392,7 +392,7 @@ def test_a_daemon_that_is_killed_leaves_nothing_that_loads(tmp_path: Path) -> No
         "dtype": "float32",
     }
     with pytest.raises(AssertionError, match="ended with -9"):
-        with running_daemon(tmp_path, *flags) as target, spillway.connect(target) as client:
+        with running_daemon(tmp_path, *flags) as target, spillway_kv.connect(target) as client:
             pid = daemon_pid(target)
             sequence = client.create_sequence(client.create_model("m", **shapes))
             sequence.append(0, 0, k, v)
@@ -404,8 +404,8 @@ def test_a_daemon_that_is_killed_leaves_nothing_that_loads(tmp_path: Path) -> No
             thread.join()
     assert not (folder / "manifest.json").exists()
     kept = {path.name: path.stat().st_mtime_ns for path in folder.glob("rows-*")}
-    with running_daemon(tmp_path, *flags) as target, spillway.connect(target) as client:
-        with pytest.raises(spillway.NotFound, match="manifest.json"):
+    with running_daemon(tmp_path, *flags) as target, spillway_kv.connect(target) as client:
+        with pytest.raises(spillway_kv.NotFound, match="manifest.json"):
             client.load_sequence("chat")
         sequence = client.create_sequence(client.create_model("m", **shapes))
         sequence.append(0, 0, k, v)
@@ -432,7 +432,7 @@ def daemon_pid(target: str) -> int:
 def quietly(call: Callable[[], Any]) -> None:
     try:
         call()
-    except spillway.SpillwayError:
+    except spillway_kv.SpillwayError:
         pass
 
 
@@ -454,7 +454,7 @@ def test_weights_must_be_the_same(client: Client, named: str, tmp_path: Path) ->
         "head_dim": 16,
         "dtype": "float32",
         "hash_weights": None,
-        "key_indices": spillway.KeyIndices(label_channel_count=8),
+        "key_indices": spillway_kv.KeyIndices(label_channel_count=8),
     }
 
     def made(name: str, first: int) -> Model:
@@ -474,16 +474,16 @@ def test_weights_must_be_the_same(client: Client, named: str, tmp_path: Path) ->
     client.delete_model(model)
     # Weights are not saved, so the model cannot be created again.
     with pytest.raises(
-        spillway.FailedPrecondition, match="upload the file whose SHA-256"
+        spillway_kv.FailedPrecondition, match="upload the file whose SHA-256"
     ) as caught:
         client.load_sequence(named)
     assert caught.value.reason == "SNAPSHOT_MODEL_DIFFERS"
     client.create_model("labelled", **shapes)
-    with pytest.raises(spillway.FailedPrecondition, match="waits for the upload"):
+    with pytest.raises(spillway_kv.FailedPrecondition, match="waits for the upload"):
         client.load_sequence(named)
     client.delete_model("models/labelled")
     other = made("labelled", 4)
-    with pytest.raises(spillway.FailedPrecondition, match="other hash weights"):
+    with pytest.raises(spillway_kv.FailedPrecondition, match="other hash weights"):
         client.load_sequence(named)
     client.delete_model(other)
     again = made("labelled", 0)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from spillway import _split
-from spillway._proto import tensor_pb2
+from spillway_kv import _split
+from spillway_kv._proto import tensor_pb2
 
 
 @given(st.integers(1, 5), st.integers(1, 50), st.integers(1, 40), st.integers(40, 2000))

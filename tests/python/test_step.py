@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import spillway
+import spillway_kv
 import torch
 from daemon_process import device as daemon_device
 from daemon_process import on_gpu
-from spillway import Client, Model, Policy, Sequence
+from spillway_kv import Client, Model, Policy, Sequence
 
 pytestmark = pytest.mark.transports("grpcio", "libspillway", "embedded")
 
@@ -86,10 +86,10 @@ def test_a_step_of_which_some_layers_are_there_is_said_again(
     assert [s.refresh().layer_token_counts for s in sequences] == [(n + 2, n + 2) for n in LENGTHS]
     with client.begin_step(sequences, token_count=2, starts=starts) as step:
         q, k, v = layers[0]
-        with pytest.raises(spillway.AlreadyExists):
+        with pytest.raises(spillway_kv.AlreadyExists):
             step.attend(0, q, k + 1, v)
     with client.begin_step(sequences[:1], starts=[LENGTHS[0] + 4]) as step:
-        with pytest.raises(spillway.OutOfRange):
+        with pytest.raises(spillway_kv.OutOfRange):
             step.attend(0, *tensors(rng, count=1))
 
 
@@ -204,7 +204,7 @@ def test_bad_steps(client: Client, model: Model, rng: np.random.Generator) -> No
         with pytest.raises(ValueError, match=r"not in \[1, 16\]"):
             client.begin_step([one, two], token_count=count)
     two.delete()
-    with pytest.raises(spillway.NotFound, match=two.name):
+    with pytest.raises(spillway_kv.NotFound, match=two.name):
         client.begin_step([one, two]).attend(0, q, k, v)
     stranger.delete()
     client.delete_model(other)
@@ -223,13 +223,15 @@ def test_bad_tensors_append_nothing(client: Client, model: Model, rng: np.random
             with pytest.raises(ValueError, match=what):
                 step.attend(0, *bad)
         for layer in (-1, 2):
-            with pytest.raises(spillway.InvalidArgument, match=f"value {layer} is not in"):
+            with pytest.raises(spillway_kv.InvalidArgument, match=f"value {layer} is not in"):
                 step.attend(layer, q, k, v)
     for name, index in (("q", (1, 0, 3, 5)), ("k", (0, 1, 0, 5)), ("v", (2, 0, 0, 15))):
         bad_tensors = {"q": q.copy(), "k": k.copy(), "v": v.copy()}
         bad_tensors[name][index] = np.nan
         with client.begin_step(sequences) as step:
-            with pytest.raises(spillway.OutOfRange, match="(?i)" + name + ".* is not finite") as e:
+            with pytest.raises(
+                spillway_kv.OutOfRange, match="(?i)" + name + ".* is not finite"
+            ) as e:
                 step.attend(0, **bad_tensors)
             assert e.value.reason == "NON_FINITE"
             # In messages, each error belongs to one sequence.
@@ -248,14 +250,14 @@ def test_what_went_on_meanwhile_is_said(
     q, k, v = tensors(rng, count=1)
     step = client.begin_step([sequence])
     client.get_sequence(sequence.name).truncate(1000)
-    with pytest.raises(spillway.Aborted, match="generation"):
+    with pytest.raises(spillway_kv.Aborted, match="generation"):
         step.attend(0, q, k, v)
     sequence.refresh()
     with client.begin_step([sequence]) as step:
         step.attend(0, q, k, v)
         # The same rows again are accepted; other rows are refused.
         step.attend(0, q, k, v)
-        with pytest.raises(spillway.AlreadyExists, match="other rows"):
+        with pytest.raises(spillway_kv.AlreadyExists, match="other rows"):
             step.attend(0, q, k + 1, v)
     assert sequence.refresh().layer_token_counts == (1001, 1000)
 
@@ -272,7 +274,7 @@ def test_a_closed_step(client: Client, model: Model, rng: np.random.Generator) -
 
 def test_a_step_outlives_no_client(model: Model, client: Client, target: str) -> None:
     embedded = client.transport == "embedded"
-    own = spillway.connect("embedded:" if embedded else target)
+    own = spillway_kv.connect("embedded:" if embedded else target)
     made = own.create_model(
         layer_count=1, query_head_count=HEADS, kv_head_count=KV_HEADS, head_dim=DIM, dtype="float32"
     )
@@ -283,6 +285,6 @@ def test_a_step_outlives_no_client(model: Model, client: Client, target: str) ->
         own.delete_model(made)
     own.close()
     rng = np.random.default_rng(0)
-    with pytest.raises((ValueError, spillway.SpillwayError)):
+    with pytest.raises((ValueError, spillway_kv.SpillwayError)):
         step.attend(0, *tensors(rng, count=1))
     step.close()

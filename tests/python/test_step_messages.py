@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import spillway
+import spillway_kv
 import torch
 from daemon_process import running_daemon
-from spillway import Client
+from spillway_kv import Client
 
 LAYERS, HEADS, KV_HEADS, DIM = 2, 4, 2, 32
 LENGTHS = (1200, 9)
@@ -21,8 +21,8 @@ def clients(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Client, 
     """Two clients of one daemon: without libspillway, and with it but without a doorbell."""
     with running_daemon(tmp_path_factory.mktemp("daemon"), "--memory-limit", "256MiB") as target:
         with (
-            spillway.connect(target, native=False) as grpcio,
-            spillway.connect(target, native=True) as native,
+            spillway_kv.connect(target, native=False) as grpcio,
+            spillway_kv.connect(target, native=True) as native,
         ):
             native._no_doorbell = "not asked for"
             assert (grpcio.step_transport, native.step_transport) == ("grpcio", "libspillway")
@@ -33,7 +33,7 @@ def normal(rng: np.random.Generator, *shape: int) -> Any:
     return rng.standard_normal(shape, np.float32)
 
 
-def filled(client: Client, rng: np.random.Generator) -> list[spillway.Sequence]:
+def filled(client: Client, rng: np.random.Generator) -> list[spillway_kv.Sequence]:
     model = client.create_model(
         layer_count=LAYERS,
         query_head_count=HEADS,
@@ -48,7 +48,7 @@ def filled(client: Client, rng: np.random.Generator) -> list[spillway.Sequence]:
     return sequences
 
 
-def opened(client: Client, sequences: list[spillway.Sequence]) -> list[spillway.Sequence]:
+def opened(client: Client, sequences: list[spillway_kv.Sequence]) -> list[spillway_kv.Sequence]:
     return [client.get_sequence(sequence.name) for sequence in sequences]
 
 
@@ -65,7 +65,7 @@ def test_gives_what_grpcio_gives(
     grpcio, native = clients
     sequences = filled(grpcio, rng)
     mine = opened(native, [sequence.fork() for sequence in sequences])
-    policy = spillway.Policy(dense_token_count=1024)
+    policy = spillway_kv.Policy(dense_token_count=1024)
     for _ in range(2):
         with (
             grpcio.begin_step(sequences, token_count=tokens, policy=policy) as theirs,
@@ -118,7 +118,7 @@ def test_after_a_failure_the_layer_is_said_again(
     broken = q.copy()
     broken[0, 0, 0, 0] = np.nan
     with native.begin_step(opened(native, sequences)) as step:
-        with pytest.raises(spillway.OutOfRange, match="q is not finite") as told:
+        with pytest.raises(spillway_kv.OutOfRange, match="q is not finite") as told:
             step.attend(0, broken, k, v)
         assert told.value.reason == "NON_FINITE"
         out, lse = step.attend(0, q, k, v)
@@ -131,7 +131,7 @@ def test_after_a_failure_the_layer_is_said_again(
     sequences[1].delete()
     with native.begin_step(opened(native, sequences[:1])) as step:
         sequences[0].delete()
-        with pytest.raises(spillway.NotFound, match=sequences[0].name):
+        with pytest.raises(spillway_kv.NotFound, match=sequences[0].name):
             step.attend(1, q[:1], k[:1], v[:1])
     with pytest.raises(ValueError, match="closed"):
         step.attend(1, q[:1], k[:1], v[:1])

@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import spillway
+import spillway_kv
 from daemon_process import binary, running_daemon
 from helpers import wait_for
-from spillway import Client, Sequence
-from spillway._proto import attention_service_pb2
-from spillway_lab import serving
+from spillway_kv import Client, Sequence
+from spillway_kv._proto import attention_service_pb2
+from spillway_kv.lab import serving
 
 # With this limit, every attend is slow.
 FLAGS = ("--log-format", "json", "--slow-attend-ms", "0.000001", "--device", "cpu")
@@ -54,15 +54,15 @@ def new_sequence(client: Client) -> Sequence:
 def test_a_message_of_a_stream_is_of_the_trace_it_is_sent_in(
     folder: Path, target: str, native: bool
 ) -> None:
-    with spillway.connect(target, native=native) as client:
+    with spillway_kv.connect(target, native=native) as client:
         sequence = new_sequence(client)
-        with spillway.traced(request_id="opened"):
+        with spillway_kv.traced(request_id="opened"):
             stream = client.decode()
         with stream:
-            with spillway.traced(TRACEPARENT):
+            with spillway_kv.traced(TRACEPARENT):
                 stream.step(sequence, 0, Q, ROWS, ROWS)
             stream.step(sequence, 0, Q, ROWS, ROWS)
-            with spillway.traced(request_id="job-7/3"):
+            with spillway_kv.traced(request_id="job-7/3"):
                 stream.step(sequence, 0, Q, ROWS, ROWS)
         wait_for(lambda: len(traces(folder, "slow_step", sequence.name)) == 3)
     assert traces(folder, "slow_step", sequence.name) == [TRACE, "opened", "job-7/3"]
@@ -70,27 +70,27 @@ def test_a_message_of_a_stream_is_of_the_trace_it_is_sent_in(
 
 @pytest.mark.parametrize("transport", ["grpcio", "doorbell"])
 def test_a_step_is_of_the_trace_it_was_begun_in(folder: Path, target: str, transport: str) -> None:
-    with spillway.connect(target, native=transport != "grpcio") as client:
+    with spillway_kv.connect(target, native=transport != "grpcio") as client:
         sequence = new_sequence(client)
-        with spillway.traced(TRACEPARENT):
+        with spillway_kv.traced(TRACEPARENT):
             step = client.begin_step([sequence])
         with step:
             assert client.step_transport == transport
             step.attend(0, Q[None], ROWS[None], ROWS[None])
-        with client.begin_step([sequence]) as step, spillway.traced(request_id="later"):
+        with client.begin_step([sequence]) as step, spillway_kv.traced(request_id="later"):
             step.attend(0, Q[None], ROWS[None], ROWS[None])
         wait_for(lambda: len(traces(folder, "slow_step", sequence.name)) == 2)
     assert traces(folder, "slow_step", sequence.name) == [TRACE, None]
 
 
 def test_a_step_that_is_refused_names_its_trace(folder: Path, target: str) -> None:
-    with spillway.connect(target) as client:
+    with spillway_kv.connect(target) as client:
         sequence = new_sequence(client)
         sequence.delete()
-        with spillway.traced(TRACEPARENT), pytest.raises(spillway.NotFound):
+        with spillway_kv.traced(TRACEPARENT), pytest.raises(spillway_kv.NotFound):
             client.begin_step([sequence])
-        with client.decode() as stream, spillway.traced(request_id="job-8"):
-            with pytest.raises(spillway.NotFound):
+        with client.decode() as stream, spillway_kv.traced(request_id="job-8"):
+            with pytest.raises(spillway_kv.NotFound):
                 stream.step(sequence, 0, Q, ROWS, ROWS, start=0)
     wait_for(lambda: len(traces(folder, "refused", sequence.name)) == 2)
     assert traces(folder, "refused", sequence.name) == [TRACE, "job-8"]
@@ -98,7 +98,7 @@ def test_a_step_that_is_refused_names_its_trace(folder: Path, target: str) -> No
 
 @pytest.mark.parametrize("trace_id", ["a" * 129, "two words", "line\n", "nul\0"])
 def test_a_trace_id_that_is_none_is_refused(target: str, trace_id: str) -> None:
-    with spillway.connect(target) as client:
+    with spillway_kv.connect(target) as client:
         sequence = new_sequence(client)
         request = attention_service_pb2.DecodeRequest(sequence=sequence.name, trace_id=trace_id)
         (answer,) = client._stubs.attention.Decode(iter([request]))
@@ -108,7 +108,7 @@ def test_a_trace_id_that_is_none_is_refused(target: str, trace_id: str) -> None:
         step = attention_service_pb2.DecodeStep(token_count=1, trace_id=trace_id)
         step.parts.add(sequence=sequence.name)
         assert client._native is not None
-        with pytest.raises(spillway.InvalidArgument, match="trace_id") as caught:
+        with pytest.raises(spillway_kv.InvalidArgument, match="trace_id") as caught:
             client._native.begin_step(step.SerializeToString())
         assert [violation.field for violation in caught.value.fields] == ["trace_id"]
         assert sequence.token_count == 0
@@ -121,26 +121,26 @@ settings = {
     "device.name": "cpu", "memory.limit": "256MiB", "log.format": "json", "log.level": "info",
     "log.slow_attend_ms": "0.000001",
 }
-with spillway.connect("embedded:", settings=settings) as client:
+with spillway_kv.connect("embedded:", settings=settings) as client:
     model = client.create_model(
         layer_count=1, query_head_count=2, kv_head_count=2, head_dim=16, dtype="float32"
     )
     sequence = client.create_sequence(model)
-    with spillway.traced("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"):
+    with spillway_kv.traced("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"):
         step = client.begin_step([sequence])
     step.attend(0, q[None], rows[None], rows[None])
-    with client.decode() as stream, spillway.traced(request_id="message"):
+    with client.decode() as stream, spillway_kv.traced(request_id="message"):
         stream.step(sequence, 0, q, rows, rows)
-    with spillway.traced(request_id="call"):
+    with spillway_kv.traced(request_id="call"):
         try:
             client.get_sequence("sequences/none")
-        except spillway.NotFound:
+        except spillway_kv.NotFound:
             pass
     sequence.delete()
-    with spillway.traced(request_id="begin"):
+    with spillway_kv.traced(request_id="begin"):
         try:
             client.begin_step([sequence])
-        except spillway.NotFound:
+        except spillway_kv.NotFound:
             pass
     input()
 """

@@ -15,14 +15,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-import spillway
+import spillway_kv
 import torch
 from daemon_process import binary, connected, on_gpu, running_daemon
 from helpers import refused, wait_for
-from spillway import Client, FailedPrecondition, Model, Policy, Sequence
-from spillway._proto import admin_service_pb2
-from spillway.stream import default_token_count_max
-from spillway_lab.serving import prefer_library
+from spillway_kv import Client, FailedPrecondition, Model, Policy, Sequence
+from spillway_kv._proto import admin_service_pb2
+from spillway_kv.lab.serving import prefer_library
+from spillway_kv.stream import default_token_count_max
 
 GPU = on_gpu()
 needs_gpu = pytest.mark.skipif(not GPU, reason="needs SPILLWAY_TEST_DEVICE=cuda:N")
@@ -45,7 +45,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Client]:
         with connected("embedded", request) as client:
             yield client
     else:
-        with spillway.connect(request.getfixturevalue("target"), native=True) as client:
+        with spillway_kv.connect(request.getfixturevalue("target"), native=True) as client:
             yield client
 
 
@@ -388,7 +388,7 @@ def test_what_is_not_finite_is_nan_then_an_error(
         assert not outs[2][0].isnan().any()
         assert outs[3][0].isnan().all()
         assert outs[3][1].isnan().all()
-        with raising(spillway.SpillwayError, told):
+        with raising(spillway_kv.SpillwayError, told):
             decoder.finish()
         # The decoder continues from the token before that step.
         tensors = Tensors(1, 1, 4)
@@ -417,7 +417,7 @@ def test_a_logit_beyond_float32_is_nan_then_an_error(engine: Client, wide: Model
         decoder.next()
         out, lse = decoder.attend(0, *tensors.of(0, 0, "cuda"))
         assert out.isnan().all()
-        with raising(spillway.SpillwayError, "the logit of token"):
+        with raising(spillway_kv.SpillwayError, "the logit of token"):
             decoder.finish()
     assert sequence.refresh().token_count == 3000
 
@@ -436,7 +436,7 @@ def test_an_error_shows_two_steps_later_at_the_latest(engine: Client, wide: Mode
     with engine.open_decoder([sequence]) as decoder:
         step(0)
         step(1)
-        with raising(spillway.SpillwayError, "K is not finite at layer 0"):
+        with raising(spillway_kv.SpillwayError, "K is not finite at layer 0"):
             decoder.next()
         # Both steps were undone, and the decoder continues.
         step(2)
@@ -489,9 +489,9 @@ def test_misuse_is_refused_where_it_happens(engine: Client, wide: Model) -> None
         with raising(FailedPrecondition, "begin the next step"):
             decoder.attend(0, q, k, v)
         decoder.next()
-        with raising(spillway.SpillwayError, "q: is not in the memory of cuda"):
+        with raising(spillway_kv.SpillwayError, "q: is not in the memory of cuda"):
             decoder.attend(0, q.cpu(), k, v)
-        with raising(spillway.SpillwayError, "layer: value 2"):
+        with raising(spillway_kv.SpillwayError, "layer: value 2"):
             decoder.attend(2, q, k, v)
         with raising(ValueError, "k has shape"):
             decoder.attend(0, q, k[:, :1], v)
@@ -506,7 +506,7 @@ def test_misuse_is_refused_where_it_happens(engine: Client, wide: Model) -> None
             engine.open_decoder([sequence])
         for layer in range(LAYERS):
             decoder.attend(layer, q, k, v)
-        with raising(spillway.SpillwayError, "3002 tokens are beyond token_count_max 3001"):
+        with raising(spillway_kv.SpillwayError, "3002 tokens are beyond token_count_max 3001"):
             decoder.next()
         decoder.finish()
         # A view whose rows are not aligned is copied.
@@ -514,7 +514,7 @@ def test_misuse_is_refused_where_it_happens(engine: Client, wide: Model) -> None
         with raising(ValueError, "the decoder is closed"):
             decoder.next()
     assert sequence.refresh().token_count == 3001
-    with raising(spillway.SpillwayError, "serve the selectors all, asymmetric and oracle"):
+    with raising(spillway_kv.SpillwayError, "serve the selectors all, asymmetric and oracle"):
         engine.open_decoder([sequence], policy=Policy(selector="hamming"))
     sequence.append(0, 3001, *(x.cpu()[0].expand(LAYERS, -1, -1, -1) for x in (k, v)))
 
@@ -651,7 +651,7 @@ def test_serves_the_second_gpu_beside_the_first(engine: Client, wide: Model) -> 
     assert captures(engine)
     prefer_library(binary())
     settings = {"memory.limit": "4GiB", "device.name": "cuda:1"}
-    with spillway.connect("embedded:", settings=settings) as second:
+    with spillway_kv.connect("embedded:", settings=settings) as second:
         model = second.create_model(
             layer_count=LAYERS,
             query_head_count=HEADS,
@@ -675,7 +675,7 @@ def test_serves_the_second_gpu_beside_the_first(engine: Client, wide: Model) -> 
                     other, other_lse = mine.attend(layer, *tensors.of(t, layer, "cuda:0"))
                     same(out, other.cpu())
                     same(lse, other_lse.cpu())
-            with raising(spillway.SpillwayError, "q: is in the memory of cuda:0, not of cuda:1"):
+            with raising(spillway_kv.SpillwayError, "q: is in the memory of cuda:0, not of cuda:1"):
                 theirs.next()
                 theirs.attend(0, *tensors.of(0, 0, "cuda:0"))
         assert torch.cuda.current_device() == 0
@@ -684,7 +684,7 @@ def test_serves_the_second_gpu_beside_the_first(engine: Client, wide: Model) -> 
 @pytest.mark.skipif(GPU, reason="of the CPU device")
 def test_the_cpu_has_no_streams(engine: Client, wide: Model) -> None:
     sequence = filled(engine, wide, 10)
-    with raising(spillway.SpillwayError, "cpu:0 has no streams"):
+    with raising(spillway_kv.SpillwayError, "cpu:0 has no streams"):
         engine.open_decoder([sequence])
     sequence.delete()  # no decoder holds it
 
@@ -702,7 +702,7 @@ def test_none_where_no_memory_is_shared(tmp_path: Path) -> None:
         elsewhere = tmp_path / "elsewhere"
         elsewhere.mkdir()
         (elsewhere / "spillwayd.sock").symlink_to(target.removeprefix("unix:"))
-        with spillway.connect(f"unix:{elsewhere}/spillwayd.sock") as client:
+        with spillway_kv.connect(f"unix:{elsewhere}/spillwayd.sock") as client:
             model = client.create_model(
                 layer_count=1, query_head_count=1, kv_head_count=1, head_dim=16, dtype="float32"
             )
@@ -719,7 +719,7 @@ RUNNER = """
     import sys, time, torch, spillway
     sys.path.insert(0, {folder!r})
     from test_stream_decoder import LAYERS, Tensors
-    client = spillway.connect({target!r})
+    client = spillway_kv.connect({target!r})
     sequence = client.get_sequence({sequence!r})
     tensors = Tensors(1, 1, {steps})
     decoder = client.open_decoder([sequence])
@@ -790,7 +790,7 @@ def test_a_runner_that_is_killed_between_layers(
 @needs_gpu
 def test_the_daemon_goes_between_layers(tmp_path: Path) -> None:
     with running_daemon(tmp_path) as target:
-        client = spillway.connect(target, native=True)
+        client = spillway_kv.connect(target, native=True)
         model = client.create_model(
             layer_count=LAYERS,
             query_head_count=HEADS,
@@ -804,9 +804,9 @@ def test_the_daemon_goes_between_layers(tmp_path: Path) -> None:
         decoder.next()
         decoder.attend(0, *tensors.of(0, 0, "cuda"))
     for _ in range(2):
-        with raising(spillway.Unavailable, "the daemon is gone"):
+        with raising(spillway_kv.Unavailable, "the daemon is gone"):
             decoder.attend(1, *tensors.of(0, 1, "cuda"))
-    with pytest.raises(spillway.Unavailable):
+    with pytest.raises(spillway_kv.Unavailable):
         decoder.finish()
     decoder.close()
     client.close()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import encode
-from spillway.tensors import BFloat16, decode_numpy, decoder_like
+from spillway_kv.tensors import BFloat16, decode_numpy, decoder_like
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ">f4"])

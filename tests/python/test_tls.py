@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import spillway
+import spillway_kv
 from access_daemon import Served, make_authority, make_certificate, served, wait_for
 from helpers import delete_model
 from test_cli import BINARY as CLI
@@ -51,7 +51,7 @@ def files(folder: Path, ca: str = "ca", client: str = "client") -> Files:
     }
 
 
-def decode_and_check(client: spillway.Client) -> None:
+def decode_and_check(client: spillway_kv.Client) -> None:
     """Appends and attends, in calls and on a decode stream."""
     model = client.create_model(
         layer_count=1, query_head_count=2, kv_head_count=1, head_dim=16, dtype="float32"
@@ -73,14 +73,14 @@ def decode_and_check(client: spillway.Client) -> None:
 @pytest.mark.parametrize("native", [False, True])
 def test_mutual_tls_carries_calls_and_streams(daemon: Served, folder: Path, native: bool) -> None:
     assert daemon.address.startswith("tls:127.0.0.1:")
-    with spillway.connect(daemon.address, native=native, **files(folder)) as client:
+    with spillway_kv.connect(daemon.address, native=native, **files(folder)) as client:
         assert client.transport == ("libspillway" if native else "grpcio")
         assert client.target == daemon.address
         decode_and_check(client)
 
 
 def test_a_name_of_the_host_and_an_authority_ask_for_tls(daemon: Served, folder: Path) -> None:
-    with spillway.connect(f"localhost:{daemon.port}", **files(folder)) as client:
+    with spillway_kv.connect(f"localhost:{daemon.port}", **files(folder)) as client:
         assert client.health()
         assert client.target == f"tls:localhost:{daemon.port}"
 
@@ -91,7 +91,7 @@ def test_the_environment_names_the_files(
     for name, path in files(folder).items():
         monkeypatch.setenv(f"SPILLWAY_TLS_{name.upper()}", path)
     monkeypatch.setenv("SPILLWAY_TARGET", daemon.address)
-    with spillway.connect() as client:
+    with spillway_kv.connect() as client:
         assert client.health()
     done = subprocess.run([CLI, "status"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -120,10 +120,10 @@ def test_the_socket_for_its_machine_takes_no_tls(folder: Path, tmp_path: Path) -
         str(folder / "server.key"),
     )
     with served(folder, *flags, "--local-socket", local) as daemon:
-        with spillway.connect(local) as near:
+        with spillway_kv.connect(local) as near:
             assert near.step_transport == "doorbell"
             decode_and_check(near)
-        with spillway.connect(daemon.address, ca=folder / "ca.pem") as far:
+        with spillway_kv.connect(daemon.address, ca=folder / "ca.pem") as far:
             decode_and_check(far)
 
 
@@ -139,25 +139,25 @@ def test_strangers_do_not_get_in(
         named["ca"] = str(folder / f"{ca}.pem")
     if client:
         named |= {key: value for key, value in files(folder, client=client).items() if key != "ca"}
-    with pytest.raises(spillway.Unavailable):
-        spillway.connect(daemon.address, native=native, timeout=5, **named)
+    with pytest.raises(spillway_kv.Unavailable):
+        spillway_kv.connect(daemon.address, native=native, timeout=5, **named)
 
 
 def test_without_tls_nobody_gets_in(daemon: Served) -> None:
     for target in (f"127.0.0.1:{daemon.port}", f"tcp:127.0.0.1:{daemon.port}"):
-        with pytest.raises(spillway.Unavailable):
-            spillway.connect(target, timeout=5)
+        with pytest.raises(spillway_kv.Unavailable):
+            spillway_kv.connect(target, timeout=5)
 
 
 def test_files_for_a_target_without_tls_are_refused(target: str, folder: Path) -> None:
     for plain in (target, target.removeprefix("unix:"), "tcp:127.0.0.1:1"):
         with pytest.raises(ValueError, match="are for TLS, which"):
-            spillway.connect(plain, ca=folder / "ca.pem")
+            spillway_kv.connect(plain, ca=folder / "ca.pem")
     with pytest.raises(ValueError, match="must both be named"):
-        spillway.connect("tls:localhost:1", cert=folder / "client.pem")
+        spillway_kv.connect("tls:localhost:1", cert=folder / "client.pem")
     for native in (False, True):
         with pytest.raises(OSError, match=r"nowhere\.pem"):
-            spillway.connect("tls:localhost:1", ca="/nowhere.pem", native=native)
+            spillway_kv.connect("tls:localhost:1", ca="/nowhere.pem", native=native)
 
 
 def test_certificates_change_while_clients_are_connected(folder: Path, tmp_path: Path) -> None:
@@ -167,26 +167,26 @@ def test_certificates_change_while_clients_are_connected(folder: Path, tmp_path:
     certificate, key = tmp_path / "server.pem", tmp_path / "server.key"
     flags = ("--tls-certificate", str(certificate), "--tls-key", str(key))
     with served(tmp_path, *flags) as daemon:
-        by_old = spillway.connect(daemon.address, ca=tmp_path / "ca.pem")
+        by_old = spillway_kv.connect(daemon.address, ca=tmp_path / "ca.pem")
         decode_and_check(by_old)
         # A broken certificate changes nothing and is logged once.
         certificate.write_text("no certificate")
         daemon.await_log("tls_not_reloaded")
         assert f"{certificate} holds no certificate in PEM" in daemon.log.read_text()
-        spillway.connect(daemon.address, ca=tmp_path / "ca.pem").close()
+        spillway_kv.connect(daemon.address, ca=tmp_path / "ca.pem").close()
         # A certificate without its key changes nothing either. This happens for a moment during a
         # change.
         before = len(daemon.log.read_text())
         shutil.copy(tmp_path / "strange.pem", certificate)
         daemon.await_log("of the certificate", since=before)
-        spillway.connect(daemon.address, ca=tmp_path / "ca.pem").close()
+        spillway_kv.connect(daemon.address, ca=tmp_path / "ca.pem").close()
         shutil.copy(tmp_path / "strange.key", key)
         daemon.await_log("tls_reloaded", since=before)
 
         def connects(ca: str) -> bool:
             try:
-                spillway.connect(daemon.address, ca=tmp_path / f"{ca}.pem", timeout=5).close()
-            except spillway.Unavailable:
+                spillway_kv.connect(daemon.address, ca=tmp_path / f"{ca}.pem", timeout=5).close()
+            except spillway_kv.Unavailable:
                 return False
             return True
 
@@ -213,7 +213,7 @@ def test_what_is_no_certificate_stops_nothing_and_is_told(folder: Path, tmp_path
         def await_alone(said: str, before: int) -> None:
             daemon.await_log(said, since=before)
             # The daemon's turns go on, and in each of them it finds the same file.
-            with spillway.connect(daemon.address, ca=folder / "ca.pem") as client:
+            with spillway_kv.connect(daemon.address, ca=folder / "ca.pem") as client:
                 model = client.create_model(
                     layer_count=1, query_head_count=1, kv_head_count=1, head_dim=16
                 )

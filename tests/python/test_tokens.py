@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
-import spillway
+import spillway_kv
 from access_daemon import (
     Served,
     make_authority,
@@ -26,7 +26,7 @@ from arena_folder import folder_in_memory
 from google.protobuf.descriptor import FieldDescriptor, MethodDescriptor
 from google.protobuf.message_factory import GetMessageClass
 from helpers import delete_model, refused
-from spillway._proto import (
+from spillway_kv._proto import (
     admin_service_pb2,
     attention_service_pb2,
     memory_service_pb2,
@@ -71,9 +71,9 @@ class Daemon:
     served: Served
     tokens_file: Path
 
-    def connect(self, token: str, **more: Any) -> spillway.Client:
+    def connect(self, token: str, **more: Any) -> spillway_kv.Client:
         """A client with this token."""
-        return spillway.connect(self.served.address, token=token, **more)
+        return spillway_kv.connect(self.served.address, token=token, **more)
 
 
 def write_tokens(path: Path, *entries: str) -> None:
@@ -103,7 +103,7 @@ def daemon(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
 
 
 @pytest.fixture(scope="module")
-def alice(daemon: Daemon) -> Iterator[spillway.Client]:
+def alice(daemon: Daemon) -> Iterator[spillway_kv.Client]:
     """A client with a model, a sequence, a region and a snapshot. Others may guess their names."""
     with daemon.connect(ALICE) as client:
         model = client.create_model("shared-name", **SHAPE)
@@ -117,7 +117,7 @@ def rows(count: int) -> Any:
     return np.random.default_rng(count).standard_normal((1, count, 16)).astype(np.float32)
 
 
-def append(sequence: spillway.Sequence, count: int) -> None:
+def append(sequence: spillway_kv.Sequence, count: int) -> None:
     sequence.append(0, None, rows(count), rows(count))
 
 
@@ -141,7 +141,7 @@ def call(daemon: Daemon, method: MethodDescriptor, metadata: Any, request: Any) 
             answer = stub(sent, metadata=metadata, timeout=10)
             return list(answer) if method.server_streaming else [answer]
         except grpc.RpcError as error:
-            return spillway.errors.error_from_rpc(error)
+            return spillway_kv.errors.error_from_rpc(error)
 
 
 def bearer(token: str) -> list[tuple[str, str]]:
@@ -165,7 +165,7 @@ def test_no_call_without_a_good_token(
     daemon: Daemon, method: MethodDescriptor, metadata: Any, reason: str
 ) -> None:
     error = call(daemon, method, metadata, GetMessageClass(method.input_type)())
-    assert isinstance(error, spillway.Unauthenticated)
+    assert isinstance(error, spillway_kv.Unauthenticated)
     assert error.reason == reason
     assert ALICE not in error.message
 
@@ -190,7 +190,7 @@ def fill(message: Any, names: dict[str, str], collection: str, depth: int = 0) -
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: str(method.full_name))
 def test_anothers_names_are_as_names_of_nothing(
-    daemon: Daemon, alice: spillway.Client, method: MethodDescriptor
+    daemon: Daemon, alice: spillway_kv.Client, method: MethodDescriptor
 ) -> None:
     region = alice.attach_region(4096)
     session = alice._regions._session
@@ -215,7 +215,7 @@ def test_anothers_names_are_as_names_of_nothing(
         request = GetMessageClass(method.input_type)()
         fill(request, names, collection)
         outcome = call(daemon, method, bearer(BOB), request)
-        if isinstance(outcome, spillway.SpillwayError):
+        if isinstance(outcome, spillway_kv.SpillwayError):
             assert outcome.code != "UNKNOWN"
             metadata = sorted(outcome.metadata.items())
             told = f"{outcome.code} {outcome.reason} {outcome.message} {metadata}"
@@ -242,7 +242,7 @@ def normal(text: str) -> str:
     return "\n".join("".join(sorted(line)) if " value: " in line else line for line in lines)
 
 
-def test_a_tenant_sees_its_own_alone(daemon: Daemon, alice: spillway.Client) -> None:
+def test_a_tenant_sees_its_own_alone(daemon: Daemon, alice: spillway_kv.Client) -> None:
     with daemon.connect(BOB) as bob:
         assert list(bob.list_models()) == []
         assert list(bob.list_sequences()) == []
@@ -268,7 +268,7 @@ def test_a_tenant_sees_its_own_alone(daemon: Daemon, alice: spillway.Client) -> 
         assert list(bob.list_models()) == []
 
 
-def test_pages_of_lists_stay_within_a_namespace(daemon: Daemon, alice: spillway.Client) -> None:
+def test_pages_of_lists_stay_within_a_namespace(daemon: Daemon, alice: spillway_kv.Client) -> None:
     with daemon.connect(BOB) as bob:
         model = bob.create_model("many", **SHAPE)
         expected = [bob.create_sequence(model, f"s{i}").name for i in range(5)]
@@ -284,7 +284,7 @@ def test_pages_of_lists_stay_within_a_namespace(daemon: Daemon, alice: spillway.
         delete_model(bob, model)
 
 
-def test_no_slash_gets_into_anothers_namespace(daemon: Daemon, alice: spillway.Client) -> None:
+def test_no_slash_gets_into_anothers_namespace(daemon: Daemon, alice: spillway_kv.Client) -> None:
     with daemon.connect(BOB) as bob:
         for name in ("sequences/alice/secret", "sequences/../alice/secret", "alice/secret"):
             assert refused(functools.partial(bob.get_sequence, name)).code == "INVALID_ARGUMENT"
@@ -300,7 +300,7 @@ def test_no_slash_gets_into_anothers_namespace(daemon: Daemon, alice: spillway.C
 
 
 def test_snapshots_lie_in_a_folder_of_the_namespace(
-    daemon: Daemon, alice: spillway.Client, tmp_path: Path
+    daemon: Daemon, alice: spillway_kv.Client, tmp_path: Path
 ) -> None:
     assert (daemon.tokens_file.parent / "snapshots/alice/keep/manifest.json").exists()
     with daemon.connect(BOB) as bob:
@@ -310,7 +310,7 @@ def test_snapshots_lie_in_a_folder_of_the_namespace(
     loaded.delete()
 
 
-def test_regions_and_doorbells_are_the_callers(daemon: Daemon, alice: spillway.Client) -> None:
+def test_regions_and_doorbells_are_the_callers(daemon: Daemon, alice: spillway_kv.Client) -> None:
     assert alice.step_transport == "doorbell"
     model = alice.create_model(**SHAPE)
     sequence = alice.create_sequence(model)
@@ -356,7 +356,7 @@ def test_a_quota_of_bytes(daemon: Daemon) -> None:
         used = client.statistics().memory.used_bytes
         assert 20 * PAGE_BYTES <= used <= QUOTA_BYTES
         error = refused(lambda: append(sequence, 20 * 128))
-        assert isinstance(error, spillway.ResourceExhausted)
+        assert isinstance(error, spillway_kv.ResourceExhausted)
         assert error.reason == "QUOTA_EXHAUSTED"
         assert "the quota bytes_max of namespace limited is 655360 bytes" in error.message
         assert error.metadata["quota"] == "bytes_max"
@@ -402,12 +402,12 @@ def test_snapshots_count_in_the_quota_until_they_are_deleted(tmp_path: Path) -> 
     folder = tmp_path / "snapshots" / "limited"
     flags = ("--listen", f"unix:{tmp_path}/d.sock", "--tokens-file", str(tokens))
 
-    def used(client: spillway.Client) -> int:
+    def used(client: spillway_kv.Client) -> int:
         return client.statistics().memory.used_bytes
 
     with (
         served(tmp_path, *flags) as process,
-        spillway.connect(process.address, token=LIMITED) as client,
+        spillway_kv.connect(process.address, token=LIMITED) as client,
     ):
         sequence = client.create_sequence(client.create_model(**SHAPE))
         append(sequence, 10 * 128)
@@ -437,7 +437,7 @@ def test_snapshots_count_in_the_quota_until_they_are_deleted(tmp_path: Path) -> 
     # After a restart, the files still count.
     with (
         served(tmp_path, *flags) as process,
-        spillway.connect(process.address, token=LIMITED) as client,
+        spillway_kv.connect(process.address, token=LIMITED) as client,
     ):
         assert used(client) == on_disk
         for name in saved:
@@ -449,7 +449,7 @@ def test_snapshots_count_in_the_quota_until_they_are_deleted(tmp_path: Path) -> 
 
 
 def test_a_snapshot_of_another_namespace_is_not_deleted(
-    daemon: Daemon, alice: spillway.Client
+    daemon: Daemon, alice: spillway_kv.Client
 ) -> None:
     with daemon.connect(BOB) as bob:
         error = refused(lambda: bob.delete_snapshot("keep"))
@@ -501,7 +501,7 @@ def count_of(make: Callable[[], Any]) -> int:
     """1 if the call succeeds, otherwise 0."""
     try:
         make()
-    except spillway.ResourceExhausted:
+    except spillway_kv.ResourceExhausted:
         return 0
     return 1
 
@@ -509,7 +509,7 @@ def count_of(make: Callable[[], Any]) -> int:
 # The token file.
 
 
-def test_tokens_change_while_streams_are_open(daemon: Daemon, alice: spillway.Client) -> None:
+def test_tokens_change_while_streams_are_open(daemon: Daemon, alice: spillway_kv.Client) -> None:
     log = daemon.served.log
     with daemon.connect(BOB) as bob:
         model = bob.create_model(**SHAPE)
@@ -545,7 +545,7 @@ def test_tokens_change_while_streams_are_open(daemon: Daemon, alice: spillway.Cl
             assert refused(lambda: bob.get_model(model.name)).reason == "TOKEN_UNKNOWN"
             assert refused(lambda: stream.step(sequence, 0, q, one, one)).reason == "TOKEN_REVOKED"
             ones = np.ones((1, 1, 1, 16), np.float32)
-            with pytest.raises(spillway.Unauthenticated):
+            with pytest.raises(spillway_kv.Unauthenticated):
                 step.attend(0, np.ones((1, 1, 2, 16), np.float32), ones, ones)
             assert alice.get_sequence("sequences/secret").token_count == 200
             # Another token of the same namespace sees the same resources.
@@ -629,7 +629,7 @@ def test_plaintext_beyond_this_machine_must_be_asked_for(tmp_path: Path) -> None
     assert done.returncode == 2
     assert "others on the network could read the tokens" in done.stderr
     with served(tmp_path, *flags, "--allow-plaintext-tokens") as daemon:
-        with spillway.connect(f"tcp:127.0.0.1:{daemon.port}", token=ALICE) as client:
+        with spillway_kv.connect(f"tcp:127.0.0.1:{daemon.port}", token=ALICE) as client:
             assert list(client.list_models()) == []
 
 
@@ -643,15 +643,15 @@ def test_tokens_over_tls_by_every_client(tmp_path: Path, monkeypatch: pytest.Mon
     with served(tmp_path, *certificate, *key, "--tokens-file", str(path)) as daemon:
         ca = tmp_path / "ca.pem"
         for native in (False, True):
-            with spillway.connect(daemon.address, ca=ca, token=ALICE, native=native) as client:
+            with spillway_kv.connect(daemon.address, ca=ca, token=ALICE, native=native) as client:
                 model = client.create_model(**SHAPE)
                 sequence = client.create_sequence(model)
                 with client.decode() as stream:
                     one = rows(1)
                     stream.step(sequence, 0, np.ones((1, 2, 16), np.float32), one, one)
                 delete_model(client, model)
-            with pytest.raises(spillway.Unauthenticated):
-                spillway.connect(daemon.address, ca=ca, native=native)
+            with pytest.raises(spillway_kv.Unauthenticated):
+                spillway_kv.connect(daemon.address, ca=ca, native=native)
         by_ca = ("--tls-ca", str(ca))
         assert run_cli(daemon.address, *by_ca, "models").returncode == 1
         token = tmp_path / "token"
@@ -659,12 +659,12 @@ def test_tokens_over_tls_by_every_client(tmp_path: Path, monkeypatch: pytest.Mon
         assert run_cli(daemon.address, *by_ca, "--token-file", str(token), "models").returncode == 0
         monkeypatch.setenv("SPILLWAY_TOKEN", ALICE)
         assert run_cli(daemon.address, *by_ca, "models").returncode == 0
-        with spillway.connect(daemon.address, ca=ca) as client:
+        with spillway_kv.connect(daemon.address, ca=ca) as client:
             assert client.health()
 
 
-def daemon_client(daemon: Served, token: str) -> spillway.Client:
-    return spillway.connect(daemon.address, token=token)
+def daemon_client(daemon: Served, token: str) -> spillway_kv.Client:
+    return spillway_kv.connect(daemon.address, token=token)
 
 
 def test_namespaces_outlive_the_process(tmp_path: Path) -> None:
@@ -710,9 +710,9 @@ def test_the_tool_makes_tokens(tmp_path: Path) -> None:
     assert "spillway_" in shown
     assert '[[token]]\nname = "carol"\nsha256 = "' in shown
     with served(tmp_path, "--tokens-file", str(path)) as daemon:
-        with spillway.connect(daemon.address, token=token) as client:
+        with spillway_kv.connect(daemon.address, token=token) as client:
             assert client.server_info.limits.sequence_count_max == 65536
-        with spillway.connect(daemon.address, token=other["token"]) as client:
+        with spillway_kv.connect(daemon.address, token=other["token"]) as client:
             assert client.server_info.limits.sequence_count_max == 7
             # the daemon's own limit is lower
             assert client.server_info.limits.memory_bytes_max == 1 << 30
@@ -725,6 +725,6 @@ def test_the_tool_makes_tokens(tmp_path: Path) -> None:
 
 def test_tokens_with_wrong_characters_are_refused_here(daemon: Daemon) -> None:
     for native in (True, False):
-        with pytest.raises((ValueError, spillway.InvalidArgument)) as caught:
+        with pytest.raises((ValueError, spillway_kv.InvalidArgument)) as caught:
             daemon.connect("with space\n", native=native)
         assert "with space" not in str(caught.value)

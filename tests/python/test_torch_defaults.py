@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import spillway.torch
+import spillway_kv.torch
 import torch
 from daemon_process import ROOT, on_gpu
 from random_llama import DEVICE, generate, llama, prompt
-from spillway import Client, Model
-from spillway.prefill import Prefill
-from spillway.prefill_kernels import trials
-from spillway.transformers import SpillwayCache
+from spillway_kv import Client, Model
+from spillway_kv.prefill import Prefill
+from spillway_kv.prefill_kernels import trials
+from spillway_kv.transformers import SpillwayCache
 
 pytestmark = pytest.mark.transports("grpcio", "regions", "embedded")
 
@@ -93,11 +93,11 @@ def test_calls_and_steps(client: Client, model: Model) -> None:
             for layer in range(2):
                 stream.send(sequence, layer, q, k, k, start=49)
                 check(stream.recv()[1].out)
-        slot = spillway.torch.Slot()
+        slot = spillway_kv.torch.Slot()
         with client.begin_step([sequence]) as step:
             check(step.attend(0, q[None], k[None], k[None])[0])
             slot.enter(step)
-            for out in spillway.torch.attend(slot.tensor, 1, q[None], k[None], k[None]):
+            for out in spillway_kv.torch.attend(slot.tensor, 1, q[None], k[None], k[None]):
                 check(out)
             check(step.results()[0].out)
     assert sequence.refresh().layer_token_counts == (51, 51)

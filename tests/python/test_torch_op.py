@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-import spillway
-import spillway.torch
+import spillway_kv
+import spillway_kv.torch
 import torch
 from helpers import delete_model
-from spillway import Client, Sequence
+from spillway_kv import Client, Sequence
 
 pytestmark = pytest.mark.transports("libspillway", "embedded")
 
@@ -36,7 +36,7 @@ def layers(x: torch.Tensor, slot: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
     lse = torch.zeros(())
     for layer in range(LAYERS):
         q, k, v = x.split([HEADS, KV_HEADS, KV_HEADS], dim=2)
-        out, lse = spillway.torch.attend(slot, layer, q, k.transpose(1, 2), v.transpose(1, 2))
+        out, lse = spillway_kv.torch.attend(slot, layer, q, k.transpose(1, 2), v.transpose(1, 2))
         x = torch.cat([out, 2 * x[:, :, HEADS:]], dim=2)
     return x, lse
 
@@ -44,7 +44,7 @@ def layers(x: torch.Tensor, slot: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 @pytest.mark.parametrize("compiled", [False, True])
 def test_as_the_step(client: Client, sequences: list[Sequence], compiled: bool) -> None:
     forks = [sequence.fork() for sequence in sequences]
-    slot = spillway.torch.Slot()
+    slot = spillway_kv.torch.Slot()
     run = torch.compile(layers, fullgraph=True, backend="aot_eager") if compiled else layers
     for _ in range(3):
         x = torch.randn(2, 1, HEADS + 2 * KV_HEADS, DIM).bfloat16()
@@ -62,28 +62,28 @@ def test_as_the_step(client: Client, sequences: list[Sequence], compiled: bool) 
 
 
 def test_is_a_well_formed_operator(client: Client, sequences: list[Sequence]) -> None:
-    slot = spillway.torch.Slot()
+    slot = spillway_kv.torch.Slot()
     q = torch.randn(2, 1, HEADS, DIM).bfloat16()
     k, v = torch.randn(2, 2, KV_HEADS, 1, DIM).bfloat16()
     with client.begin_step(sequences) as step:
         slot.enter(step)
         # Equal rows are accepted again, so the operator may be called many times.
         torch.library.opcheck(
-            spillway.torch.attend,
+            spillway_kv.torch.attend,
             (slot.tensor, 0, q, k, v),
             test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
         )
 
 
 def test_a_slot_that_means_nothing(client: Client, sequences: list[Sequence]) -> None:
-    slot = spillway.torch.Slot()
+    slot = spillway_kv.torch.Slot()
     q = torch.randn(2, 1, HEADS, DIM).bfloat16()
     k, v = torch.randn(2, 2, KV_HEADS, 1, DIM).bfloat16()
     with pytest.raises(RuntimeError, match="the slot has no step"):
-        spillway.torch.attend(slot.tensor, 0, q, k, v)
+        spillway_kv.torch.attend(slot.tensor, 0, q, k, v)
     with client.begin_step(sequences) as step:
         slot.enter(step)
-        with pytest.raises(spillway.InvalidArgument, match="layer"):
-            spillway.torch.attend(slot.tensor, LAYERS, q, k, v)
+        with pytest.raises(spillway_kv.InvalidArgument, match="layer"):
+            spillway_kv.torch.attend(slot.tensor, LAYERS, q, k, v)
         with pytest.raises(ValueError, match="q has shape"):
-            spillway.torch.attend(slot.tensor, 0, q[:1], k, v)
+            spillway_kv.torch.attend(slot.tensor, 0, q[:1], k, v)

@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
-import spillway
+import spillway_kv
 import torch
 from helpers import delete_model
 from safetensors.torch import save_file
-from spillway import Policy, TopK
-from spillway_lab.training import (
+from spillway_kv import Policy, TopK
+from spillway_kv.lab.training import (
     HashMlp,
     Traces,
     Training,
@@ -25,14 +25,14 @@ from spillway_lab.training import (
     save_hash,
     train_layer,
 )
-from spillway_lab.training.ranking import (
+from spillway_kv.lab.training.ranking import (
     intersection_over_union,
     ranking_loss,
     softsign,
     top_counts,
     true_scores,
 )
-from spillway_lab.training.trainer import CENTRE_TOKEN_COUNT
+from spillway_kv.lab.training.trainer import CENTRE_TOKEN_COUNT
 from tiny_model import WORDS, draw_words, save_tiny_llama
 
 DIM = 32
@@ -161,14 +161,14 @@ def test_training_ends_where_nothing_is_gained(traces: Traces) -> None:
 @pytest.mark.parametrize("per_query_head", SHAPES)
 @pytest.mark.parametrize("raw_keys", [False, True])
 def test_the_daemon_ranks_by_the_codes_that_were_trained(
-    client: spillway.Client, traces: Traces, tmp_path: Path, per_query_head: bool, raw_keys: bool
+    client: spillway_kv.Client, traces: Traces, tmp_path: Path, per_query_head: bool, raw_keys: bool
 ) -> None:
     training = Training(
         hash_bits=64, step_count=20, per_query_head=per_query_head, raw_keys=raw_keys
     )
     function, _ = train_layer(traces, 0, training, torch.device("cpu"))
     path = tmp_path / "hash.safetensors"
-    described = spillway.MlpHash(64, DIM, False, per_query_head, raw_keys)
+    described = spillway_kv.MlpHash(64, DIM, False, per_query_head, raw_keys)
     save_hash(path, function.tensors(0), 1, described)
     assert describe_hash(path) == described
     model = client.create_model(
@@ -227,7 +227,7 @@ def test_spotlights_checkpoints(tmp_path: Path) -> None:
     path = tmp_path / "spotlight.pth"
     torch.save([part.bfloat16() for part in parts], path)
     tensors, described = import_spotlight(path, layers)
-    assert described == spillway.MlpHash(dim, dim, True, per_query_head=True, raw_keys=True)
+    assert described == spillway_kv.MlpHash(dim, dim, True, per_query_head=True, raw_keys=True)
     x = torch.randn(heads, 5, dim, generator=generator)
     p1, c1, p2, c2 = (part.bfloat16().float()[0] for part in parts[4:])
     z = torch.nn.functional.silu(x @ p1 + c1) + x
@@ -251,7 +251,7 @@ def test_hatas_layers(tmp_path: Path) -> None:
         torch.save(weight, tmp_path / f"hash_weight_layer_{layer:02d}.pt")
     tensors, layer_count, described = import_hata(tmp_path)
     assert layer_count == 3
-    assert described == spillway.MlpHash(64, 64, raw_keys=True)
+    assert described == spillway_kv.MlpHash(64, 64, raw_keys=True)
     x = torch.randn(2, 7, 32, generator=generator)
     w1, b1, w2 = (tensors[f"layers.2.{name}"] for name in ("w1", "b1", "w2"))
     function = HashMlp(w1, b1, w2)
@@ -264,7 +264,7 @@ def test_hatas_layers(tmp_path: Path) -> None:
 def test_a_file_with_a_layer_missing(tmp_path: Path) -> None:
     function = HashMlp(torch.ones(1, 32, 32), torch.zeros(1, 32), torch.ones(1, 32, 32))
     with pytest.raises(ValueError, match=r"layers without weights: \[0, 2\]"):
-        save_hash(tmp_path / "hash.safetensors", function.tensors(1), 3, spillway.MlpHash())
+        save_hash(tmp_path / "hash.safetensors", function.tensors(1), 3, spillway_kv.MlpHash())
     save_file({"x": torch.zeros(1)}, tmp_path / "other.safetensors")
     with pytest.raises(ValueError, match="does not describe its hash"):
         describe_hash(tmp_path / "other.safetensors")
@@ -273,7 +273,7 @@ def test_a_file_with_a_layer_missing(tmp_path: Path) -> None:
 def train(*words: str | Path) -> subprocess.CompletedProcess[str]:
     """Runs `spillway-lab train-hash`."""
     return subprocess.run(
-        [sys.executable, "-m", "spillway_lab.cli", *map(str, words)],
+        [sys.executable, "-m", "spillway_kv.lab.cli", *map(str, words)],
         capture_output=True,
         text=True,
         env=os.environ | {"COLUMNS": "200", "HF_HUB_OFFLINE": "1", "NO_COLOR": "1"},
@@ -306,7 +306,7 @@ def test_the_command_goes_on_where_it_was(tiny: tuple[Path, Path], tmp_path: Pat
     assert second.returncode == 0, second.stderr
     assert "Written" in second.stdout
     assert not (tmp_path / "hash.safetensors.parts").exists()
-    assert describe_hash(output) == spillway.MlpHash(32, 8)
+    assert describe_hash(output) == spillway_kv.MlpHash(32, 8)
     report = json.loads(output.with_suffix(".json").read_text())
     assert report["sample_count"] == 5
     assert report["held_out_count"] == 1
@@ -315,7 +315,7 @@ def test_the_command_goes_on_where_it_was(tiny: tuple[Path, Path], tmp_path: Pat
 
 
 def test_the_command_trains_hashattention(
-    tiny: tuple[Path, Path], tmp_path: Path, client: spillway.Client
+    tiny: tuple[Path, Path], tmp_path: Path, client: spillway_kv.Client
 ) -> None:
     folder, text = tiny
     output = tmp_path / "hash.safetensors"
@@ -325,7 +325,7 @@ def test_the_command_trains_hashattention(
     )
     assert made.returncode == 0, made.stderr
     described = describe_hash(output)
-    assert described == spillway.MlpHash(
+    assert described == spillway_kv.MlpHash(
         hash_bits=32,
         hidden_dim=128,
         per_query_head=True,

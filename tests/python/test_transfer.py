@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from daemon_process import on_gpu
-from spillway.transformers.transfer import to_device, to_host
+from spillway_kv.transformers.transfer import to_device, to_host
 
 DEVICES = ["cpu", *(["cuda"] if on_gpu() else [])]
 

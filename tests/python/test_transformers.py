@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import spillway
+import spillway_kv
 import torch
 from random_llama import DEVICE, generate, llama, prompt
-from spillway import Client, Policy, TopK
-from spillway.transformers import AttendEvent, SpillwayCache, UnsupportedModelError, appends
+from spillway_kv import Client, Policy, TopK
+from spillway_kv.transformers import AttendEvent, SpillwayCache, UnsupportedModelError, appends
 from transformers import DynamicCache, GemmaConfig, PreTrainedConfig
 
 pytestmark = pytest.mark.transports("regions", "embedded")
@@ -403,7 +403,7 @@ def test_lost_sequence_is_an_error(client: Client, spilled: Any) -> None:
     with SpillwayCache(spilled.config, client) as cache, torch.no_grad():
         spilled(prompt(1, 10), past_key_values=cache)
         cache.sequences[0].delete()
-        with pytest.raises(spillway.NotFound):
+        with pytest.raises(spillway_kv.NotFound):
             spilled(prompt(1, 1), past_key_values=cache)
         cache.reset()
         spilled(prompt(1, 10), past_key_values=cache)
@@ -413,17 +413,17 @@ def test_lost_sequence_is_an_error(client: Client, spilled: Any) -> None:
 def test_an_append_that_fails(
     client: Client, spilled: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    append = spillway.Sequence.append
+    append = spillway_kv.Sequence.append
 
-    def fail(self: spillway.Sequence, layer: int, *arguments: Any) -> Any:
+    def fail(self: spillway_kv.Sequence, layer: int, *arguments: Any) -> Any:
         if layer == 0:
-            raise spillway.ResourceExhausted("no room", code="RESOURCE_EXHAUSTED")
+            raise spillway_kv.ResourceExhausted("no room", code="RESOURCE_EXHAUSTED")
         return append(self, layer, *arguments)
 
     with SpillwayCache(spilled.config, client) as cache, torch.no_grad():
-        monkeypatch.setattr(spillway.Sequence, "append", fail)
+        monkeypatch.setattr(spillway_kv.Sequence, "append", fail)
         for count in (10, 1, 30):
-            with pytest.raises(spillway.ResourceExhausted, match="no room"):
+            with pytest.raises(spillway_kv.ResourceExhausted, match="no room"):
                 spilled(prompt(1, count), past_key_values=cache)
                 assert cache.sequences
         monkeypatch.undo()
@@ -436,12 +436,12 @@ def test_an_append_that_fails(
 def test_appends_run_beside_each_other(
     client: Client, spilled: Any, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
-    append = spillway.Sequence.append
+    append = spillway_kv.Sequence.append
     running: list[int] = []
     done: list[int] = []
     met = threading.Event()
 
-    def slow(self: spillway.Sequence, layer: int, *arguments: Any) -> Any:
+    def slow(self: spillway_kv.Sequence, layer: int, *arguments: Any) -> Any:
         running.append(layer)
         if len(running) > 1:
             met.set()
@@ -452,7 +452,7 @@ def test_appends_run_beside_each_other(
         done.append(layer)
         return result
 
-    monkeypatch.setattr(spillway.Sequence, "append", slow)
+    monkeypatch.setattr(spillway_kv.Sequence, "append", slow)
     # With a limit of 0, no append may wait.
     monkeypatch.setattr(appends, "BYTES_MAX", most)
     with SpillwayCache(spilled.config, client) as cache, torch.no_grad():
@@ -468,12 +468,12 @@ def test_appends_run_beside_each_other(
 def test_rows_that_cannot_all_be_made_leave_nothing(
     client: Client, spilled: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[spillway.Sequence] = []
+    made: list[spillway_kv.Sequence] = []
 
     def third_fails(make: Any) -> Any:
         def call(*arguments: Any, **keywords: Any) -> Any:
             if len(made) == 2:
-                raise spillway.ResourceExhausted("no room")
+                raise spillway_kv.ResourceExhausted("no room")
             made.append(make(*arguments, **keywords))
             return made[-1]
 
@@ -481,20 +481,20 @@ def test_rows_that_cannot_all_be_made_leave_nothing(
 
     def assert_gone() -> None:
         for sequence in made:
-            with pytest.raises(spillway.NotFound):
+            with pytest.raises(spillway_kv.NotFound):
                 sequence.refresh()
         made.clear()
 
     with SpillwayCache(spilled.config, client) as cache, torch.no_grad():
         monkeypatch.setattr(client, "create_sequence", third_fails(client.create_sequence))
-        with pytest.raises(spillway.ResourceExhausted, match="no room"):
+        with pytest.raises(spillway_kv.ResourceExhausted, match="no room"):
             spilled(prompt(3, 10), past_key_values=cache)
         assert_gone()
         monkeypatch.undo()
         spilled(prompt(1, 10), past_key_values=cache)
         (kept,) = cache.sequences
-        monkeypatch.setattr(spillway.Sequence, "fork", third_fails(spillway.Sequence.fork))
-        with pytest.raises(spillway.ResourceExhausted, match="no room"):
+        monkeypatch.setattr(spillway_kv.Sequence, "fork", third_fails(spillway_kv.Sequence.fork))
+        with pytest.raises(spillway_kv.ResourceExhausted, match="no room"):
             cache.batch_repeat_interleave(4)
         assert cache.sequences == (kept,)
         assert_gone()

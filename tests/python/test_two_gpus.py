@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-import spillway
+import spillway_kv
 from daemon_process import device, on_gpu
 from helpers import delete_model
 
@@ -16,12 +16,12 @@ HEADS = 4
 DIM = 128
 
 
-def used_bytes(client: spillway.Client) -> list[int]:
+def used_bytes(client: spillway_kv.Client) -> list[int]:
     return [device.memory_used_bytes for device in client.get_server_info().devices]
 
 
 def test_sequences_spread_and_give_the_same_bits(
-    client: spillway.Client, rng: np.random.Generator
+    client: spillway_kv.Client, rng: np.random.Generator
 ) -> None:
     """One copy of a sequence per GPU: each GPU gets one, and all answers are equal."""
     info = client.get_server_info()
@@ -55,8 +55,8 @@ def test_sequences_spread_and_give_the_same_bits(
     forks = [sequence.fork() for sequence in sequences]
     for fork in forks:
         np.testing.assert_array_equal(fork.attend(0, q).out, first.out)
-    dense = sequences[0].attend(0, q, spillway.Policy(selector="all")).out
+    dense = sequences[0].attend(0, q, spillway_kv.Policy(selector="all")).out
     for sequence in sequences[1:]:
-        result = sequence.attend(0, q, spillway.Policy(selector="all"))
+        result = sequence.attend(0, q, spillway_kv.Policy(selector="all"))
         np.testing.assert_array_equal(result.out, dense)
     delete_model(client, model)

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from helpers import encode, refused
 from http2 import DATA, END_HEADERS, END_STREAM, HEADERS, frame, raw, request
-from spillway import Client, Model
-from spillway._proto import attention_service_pb2 as attention
-from spillway._proto import tensor_pb2
+from spillway_kv import Client, Model
+from spillway_kv._proto import attention_service_pb2 as attention
+from spillway_kv._proto import tensor_pb2
 
 # A field of two bytes, of which only one is there.
 TRUNCATED = b"\x0a\x02x"

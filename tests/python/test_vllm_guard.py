@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from spillway_vllm.guard import refusals
-from spillway_vllm.settings import Settings, settings_from
+from spillway_kv.vllm.guard import refusals
+from spillway_kv.vllm.settings import Settings, settings_from
 
 
 class Model(SimpleNamespace):

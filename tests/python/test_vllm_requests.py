@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from spillway_vllm.prefixes import Match, Prefixes, block_hashes
-from spillway_vllm.requests import Requests, Scheduled
-from spillway_vllm.step_plan import Loss, PlannedRequest, Source, StepReport
+from spillway_kv.vllm.prefixes import Match, Prefixes, block_hashes
+from spillway_kv.vllm.requests import Requests, Scheduled
+from spillway_kv.vllm.step_plan import Loss, PlannedRequest, Source, StepReport
 
 
 def _tokens(*parts: tuple[int, int]) -> list[int]:

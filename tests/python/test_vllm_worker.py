@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import spillway
+import spillway_kv
 import torch
 from daemon_process import binary, device, on_gpu
-from spillway.policy import Policy
-from spillway_lab import serving
-from spillway_vllm.layers import begins_of
-from spillway_vllm.sequences import Shapes
-from spillway_vllm.settings import Settings
-from spillway_vllm.step_plan import PlannedRequest, Source, StepPlan
-from spillway_vllm.worker import Worker
+from spillway_kv.lab import serving
+from spillway_kv.policy import Policy
+from spillway_kv.vllm.layers import begins_of
+from spillway_kv.vllm.sequences import Shapes
+from spillway_kv.vllm.settings import Settings
+from spillway_kv.vllm.step_plan import PlannedRequest, Source, StepPlan
+from spillway_kv.vllm.worker import Worker
 
 DEVICE = torch.device(device() or "cpu")
 LAYERS, HEADS, KV_HEADS, DIM = 2, 4, 2, 16
@@ -307,5 +307,5 @@ def test_rows_are_told_by_their_newest_blocks() -> None:
 
 def test_a_daemon_that_does_not_come_back(tmp_path: Any) -> None:
     """The error names the setting for how long the plugin waits."""
-    with pytest.raises(spillway.Unavailable):
+    with pytest.raises(spillway_kv.Unavailable):
         Worker(Settings(target=f"unix:{tmp_path}/none.sock"), SHAPES, DEVICE, None)

@@ -51,7 +51,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Wheels:
     assert done.returncode == 0, done.stderr
     for name in ("lab", "vllm", "cluster"):
         shutil.copy(build(clients / name, folder / name, None), made)
-    (client,) = made.glob("spillway-*.whl")
+    (client,) = made.glob("spillway_kv-*.whl")
     with zipfile.ZipFile(client) as archive:
         archive.extractall(folder / "unpacked")
     return Wheels(made, client, folder / "unpacked")
@@ -69,7 +69,7 @@ def test_one_version_everywhere(wheels: Wheels) -> None:
     version = (ROOT / "VERSION").read_text().strip()
     names = {path.name.split("-")[0]: path.name.split("-")[1] for path in wheels.folder.iterdir()}
     assert names == dict.fromkeys(
-        ("spillway", "spillway_lab", "spillway_vllm", "spillway_cluster"), version
+        ("spillway", "spillway_kv.lab", "spillway_kv.vllm", "spillway_kv.cluster"), version
     )
     for path in wheels.folder.glob("spillway_*.whl"):
         with zipfile.ZipFile(path) as archive:

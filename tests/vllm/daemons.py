@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from types import TracebackType
 
-import spillway
+import spillway_kv
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -48,9 +48,9 @@ class Daemon:
         until = time.monotonic() + 30
         while True:
             try:
-                with spillway.connect(self.target, timeout=5):
+                with spillway_kv.connect(self.target, timeout=5):
                     return
-            except spillway.Unavailable:
+            except spillway_kv.Unavailable:
                 assert self._process.poll() is None, "the daemon has ended"
                 assert time.monotonic() < until, "the daemon does not serve"
                 time.sleep(0.05)
@@ -63,15 +63,15 @@ class Daemon:
 
     def sequence_count(self) -> int:
         """The number of its sequences."""
-        with spillway.connect(self.target) as client:
+        with spillway_kv.connect(self.target) as client:
             return sum(1 for _ in client.list_sequences())
 
     def token_count(self) -> int:
         """The number of tokens in all its sequences."""
-        with spillway.connect(self.target) as client:
+        with spillway_kv.connect(self.target) as client:
             return sum(sequence.token_count for sequence in client.list_sequences())
 
     def kv_head_counts(self) -> list[int]:
         """The number of KV heads of each of its models."""
-        with spillway.connect(self.target) as client:
+        with spillway_kv.connect(self.target) as client:
             return [model.kv_head_count for model in client.list_models()]

@@ -175,8 +175,8 @@ def test_a_daemon_restarts(stock: Engine, ours, tmp_path: Path) -> None:
 def cluster(tmp_path_factory: pytest.TempPathFactory):
     """Environment variables with which engines find two daemons on Ray."""
     ray = pytest.importorskip("ray")
-    deploy = pytest.importorskip("spillway_cluster.deploy")
-    from spillway_cluster.settings import Settings  # noqa: PLC0415
+    deploy = pytest.importorskip("spillway_kv.cluster.deploy")
+    from spillway_kv.cluster.settings import Settings  # noqa: PLC0415
 
     binary = os.environ.get("SPILLWAYD", str(ROOT / "build/release/daemon/spillwayd"))
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)

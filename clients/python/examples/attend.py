@@ -1,12 +1,12 @@
 import numpy as np
-import spillway
+import spillway_kv
 
 rng = np.random.default_rng(0)
 k, v = rng.standard_normal((2, 2, 4, 5000, 64), np.float32)  # [layers, H_kv, T, d] each
 # [layers, T, H_q, d]: each head looks for the key of token 1234. The factor makes attention peaked.
 queries = 2 * np.repeat(k[:, :, 1234], 4, axis=1)[:, None]
 
-with spillway.connect() as client:
+with spillway_kv.connect() as client:
     model = client.create_model(
         layer_count=2, query_head_count=16, kv_head_count=4, head_dim=64, dtype="float32"
     )
@@ -18,7 +18,7 @@ with spillway.connect() as client:
     print("rows read", result.touched_row_counts.mean(), "of", sequence.token_count)
     print("certified error", result.certificate.relative_errors.max())
 
-    exact = sequence.attend(0, q, spillway.Policy(selector="all"))
+    exact = sequence.attend(0, q, spillway_kv.Policy(selector="all"))
     error = np.linalg.norm(result.out - exact.out, axis=-1) / np.linalg.norm(exact.out, axis=-1)
     print("observed error", error.max())
 

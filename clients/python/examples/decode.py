@@ -14,7 +14,7 @@ import argparse
 from collections.abc import Callable
 from typing import NamedTuple
 
-import spillway
+import spillway_kv
 import torch
 from torch.nn import functional
 
@@ -92,7 +92,7 @@ def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return out.transpose(1, 2)
 
 
-def prefill(model: Llama, ids: torch.Tensor, sequence: spillway.Sequence) -> torch.Tensor:
+def prefill(model: Llama, ids: torch.Tensor, sequence: spillway_kv.Sequence) -> torch.Tensor:
     """Reads the prompt: attends to the K/V in the model's memory, and appends them to Spillway."""
 
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -103,7 +103,11 @@ def prefill(model: Llama, ids: torch.Tensor, sequence: spillway.Sequence) -> tor
 
 
 def decode_eagerly(
-    model: Llama, client: spillway.Client, sequence: spillway.Sequence, token: torch.Tensor, n: int
+    model: Llama,
+    client: spillway_kv.Client,
+    sequence: spillway_kv.Sequence,
+    token: torch.Tensor,
+    n: int,
 ) -> list[int]:
     """Decodes n tokens, one step for each."""
     tokens = []
@@ -121,7 +125,11 @@ def decode_eagerly(
 
 
 def decode_by_graph(
-    model: Llama, client: spillway.Client, sequence: spillway.Sequence, token: torch.Tensor, n: int
+    model: Llama,
+    client: spillway_kv.Client,
+    sequence: spillway_kv.Sequence,
+    token: torch.Tensor,
+    n: int,
 ) -> list[int]:
     """The same with a CUDA graph, which runs the whole step on the same tensors each time."""
     token = token.clone()
@@ -190,7 +198,7 @@ def main() -> None:
     ids = torch.randint(VOCABULARY, (options.prompt,), generator=generator, device="cpu")
     ids = ids.to(device)
     settings = {"device.name": "cuda:0" if device.type == "cuda" else "cpu"}
-    with spillway.connect("embedded:", settings=settings) as client:
+    with spillway_kv.connect("embedded:", settings=settings) as client:
         shapes = client.create_model(
             layer_count=LAYERS,
             query_head_count=HEADS,

@@ -1,6 +1,6 @@
-import spillway
+import spillway_kv
 import torch
-from spillway.transformers import SpillwayCache, generate
+from spillway_kv.transformers import SpillwayCache, generate
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
 
 # Llama, Qwen2.5, Gemma 3 and other models with plain softmax attention work.
@@ -15,7 +15,7 @@ ids = tokenizer.apply_chat_template(
     question, add_generation_prompt=True, return_tensors="pt", return_dict=True
 )["input_ids"]
 
-with spillway.connect("embedded:") as client, SpillwayCache(model.config, client) as cache:
+with spillway_kv.connect("embedded:") as client, SpillwayCache(model.config, client) as cache:
     print(f"Reading {ids.shape[1]} tokens ...")
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     generate(model, cache, ids, max_new_tokens=100, do_sample=False, streamer=streamer)

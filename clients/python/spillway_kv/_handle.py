@@ -1,0 +1,131 @@
+"""Handles of libspillway: what they name is freed once, and never while a call is in it."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from spillway_kv import forks
+
+# How long a program that ends waits for other threads' calls of an embedded engine.
+_EXIT_SECONDS = 5.0
+_POLL_SECONDS = 0.005
+
+
+class Pointer:
+    """A pointer of the library. What it points to is freed when this object is.
+
+    The handle refers to it, and so does every call that runs.
+
+    Attributes:
+        value: The pointer.
+    """
+
+    __slots__ = ("__weakref__", "value")
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+
+class Handle:
+    """A channel, a step or a decoder of the library.
+
+    Any thread may close it at any time, also while other threads are in calls of it. The last of
+    these calls then frees it. Later calls raise ValueError.
+    """
+
+    def __init__(
+        self, value: int, free: Callable[[int], None], what: str, handles: Handles
+    ) -> None:
+        """Takes a pointer.
+
+        Args:
+            value: The pointer.
+            free: The function of the library that frees it.
+            what: What it is, for the error after `close`.
+            handles: The handles of its channel.
+        """
+        self._what = what
+        self._pointer: Pointer | None = Pointer(value)
+        forks.finalizer(self._pointer, handles.add(self, free), value).atexit = False
+
+    @property
+    def closed(self) -> bool:
+        """Whether it is closed."""
+        return self._pointer is None
+
+    def held(self) -> Pointer:
+        """Returns the pointer for a call, which must drop it when it ends.
+
+        Raises:
+            ValueError: The handle is closed.
+        """
+        pointer = self._pointer
+        if pointer is None:
+            raise ValueError(f"the {self._what} is closed")
+        return pointer
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Calls a function of the library with the pointer and further arguments.
+
+        Raises:
+            ValueError: The handle is closed.
+        """
+        pointer = self.held()
+        try:
+            return function(pointer.value, *arguments)
+        finally:
+            # An exception's traceback would keep it.
+            del pointer
+
+    def close(self) -> None:
+        """Frees what the handle names, or leaves that to the last call that runs."""
+        self._pointer = None
+
+
+class Handles:
+    """The handles of one channel. Thread-safe."""
+
+    def __init__(self) -> None:
+        # Re-entrant, because the garbage collector may run a finalizer while it is held.
+        self._lock = threading.RLock()
+        self._open: weakref.WeakSet[Handle] = weakref.WeakSet()
+        # Handles that are not freed.
+        self._count = 0
+        self._left = False
+
+    def add(self, handle: Handle, free: Callable[[int], None]) -> Callable[[int], None]:
+        """Adds a handle. Returns the function that frees it, and counts."""
+        with self._lock:
+            self._open.add(handle)
+            self._count += 1
+
+        def freed(value: int) -> None:
+            if self._left:
+                return
+            free(value)
+            with self._lock:
+                self._count -= 1
+
+        return freed
+
+    def close(self) -> None:
+        """Closes all handles."""
+        with self._lock:
+            handles = list(self._open)
+        for handle in handles:
+            handle.close()
+
+    def end(self) -> None:
+        """Closes all handles when the program ends, before the library's static objects end.
+
+        Waits for calls of other threads. What a long call uses is left as it is.
+        """
+        self.close()
+        end = time.monotonic() + _EXIT_SECONDS
+        while self._count and time.monotonic() < end:
+            time.sleep(_POLL_SECONDS)
+        self._left = True

@@ -1,0 +1,598 @@
+"""libspillway: an embedded engine, and calls that skip grpcio's thread switches."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from google.rpc import status_pb2
+
+from spillway_kv import forks
+from spillway_kv._handle import Handle, Handles
+from spillway_kv.access import Access
+from spillway_kv.errors import SpillwayError, error_from_status
+from spillway_kv.tracing import trace_id
+
+_ENVIRONMENT = "SPILLWAY_LIBRARY"
+_INTERFACE = 1
+_INSTALLED = f"libspillway.so.{_INTERFACE}"
+# libspillway in a platform wheel.
+_OWN = Path(__file__).with_name("_lib") / _INSTALLED
+# The target for an engine in this process.
+EMBEDDED = "embedded:"
+_RECEIVED, _TIMED_OUT, _ENDED = range(3)
+_UNANSWERED = -1
+# Longest wait inside the library, seconds. Between waits Python handles signals such as Ctrl-C.
+_WAIT_SECONDS = 0.2
+
+
+class Sums(ctypes.Structure):
+    """Sums over a layer's attends of a decoder, for steps that succeeded.
+
+    Attributes:
+        attend_count: Queries, of all sequences.
+        touched_row_count: Rows read, over KV heads.
+        visible_row_count: Rows that could have been read, over KV heads.
+        exact_count: Certificates with the promise `exact`, one per query and query head.
+        statistical_count: The same for `statistical`.
+        none_count: The same for `none`.
+        certified_error_count: Number of finite certified errors.
+        certified_error_sum: Sum of the finite certified errors.
+    """
+
+    _fields_ = (
+        ("attend_count", ctypes.c_int64),
+        ("touched_row_count", ctypes.c_int64),
+        ("visible_row_count", ctypes.c_int64),
+        ("exact_count", ctypes.c_int64),
+        ("statistical_count", ctypes.c_int64),
+        ("none_count", ctypes.c_int64),
+        ("certified_error_count", ctypes.c_int64),
+        ("certified_error_sum", ctypes.c_double),
+    )
+    attend_count: int
+    touched_row_count: int
+    visible_row_count: int
+    exact_count: int
+    statistical_count: int
+    none_count: int
+    certified_error_count: int
+    certified_error_sum: float
+
+
+@functools.cache
+def library(required: bool = False) -> ctypes.CDLL | None:
+    """Returns libspillway, or None if there is none.
+
+    If `SPILLWAY_LIBRARY` is set, this is the file that it names, or None if it is empty. Otherwise
+    this is the package's own library, which a platform wheel has, or else libspillway.so as the
+    system's loader finds it.
+
+    Args:
+        required: Raise an error if the library is not found.
+
+    Raises:
+        OSError: The library cannot be loaded, and was named or is required.
+
+    Warns:
+        RuntimeWarning: The package's own library cannot be loaded. Another one, or None, is
+            returned.
+    """
+    named = os.environ.get(_ENVIRONMENT)
+    if named == "":
+        if required:
+            raise OSError(f"libspillway is not loaded because {_ENVIRONMENT} is empty")
+        return None
+    own = str(_OWN)
+    paths = [named] if named else [own, _INSTALLED] if _OWN.exists() else [_INSTALLED]
+    failures: dict[str, str] = {}
+    loaded = path = None
+    for path in paths:
+        try:
+            loaded = ctypes.CDLL(path)
+            break
+        except OSError as error:
+            failures[path] = f"{path}: {error}"
+    if loaded is None and (named or required):
+        told = "; ".join(failures.values())
+        raise OSError(f"libspillway cannot be loaded: {told}; {_ENVIRONMENT} can name another file")
+    if own in failures and not named:
+        instead = "grpcio" if loaded is None else f"the system's {_INSTALLED}"
+        warnings.warn(
+            f"the libspillway of this package cannot be loaded, decode streams go through "
+            f"{instead}: {failures[own]}",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+    if loaded is None:
+        return None
+    interface = loaded.spillway_interface()
+    if interface != _INTERFACE:
+        raise OSError(f"{path} has interface version {interface}, not {_INTERFACE}")
+    pointer, size, text = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p
+    number, seconds = ctypes.c_int, ctypes.c_double
+    for name, result, arguments in (
+        ("error", number, (pointer, pointer, pointer)),
+        ("channel_open_as", pointer, (text, pointer, text)),
+        ("channel_embed", pointer, (pointer, size)),
+        ("channel_close", None, (pointer,)),
+        ("call_open_traced", pointer, (pointer, text, seconds, text)),
+        ("call_send", number, (pointer, text, size)),
+        ("call_send_end", None, (pointer,)),
+        ("call_receive", number, (pointer, seconds, pointer, pointer)),
+        ("call_status", number, (pointer, pointer, pointer, pointer)),
+        ("call_cancel", None, (pointer,)),
+        ("call_close", None, (pointer,)),
+        ("step_begin", pointer, (pointer, text, size)),
+        ("step_begin_streamed", pointer, (pointer, text, size, pointer)),
+        ("step_attend_for", number, (pointer, number, pointer, seconds)),
+        ("step_await", number, (pointer, pointer, seconds)),
+        ("steps_attend", number, (pointer, size, number, pointer, seconds)),
+        ("steps_await", number, (pointer, size, pointer, seconds)),
+        ("step_results", number, (pointer, pointer, pointer)),
+        ("step_end", None, (pointer,)),
+        ("gpu_region_map", pointer, (text, text, size, pointer, pointer)),
+        ("gpu_region_unmap", None, (pointer,)),
+        ("decoder_open", pointer, (pointer, text, size, ctypes.c_int64)),
+        ("decoder_gpu", number, (pointer,)),
+        ("decoder_next", number, (pointer, pointer, pointer)),
+        ("decoder_attend", number, (pointer, number, pointer, pointer)),
+        ("decoder_finish", number, (pointer, pointer)),
+        ("decoder_results", number, (pointer, number, pointer, pointer)),
+        ("decoder_sums_of", Sums, (pointer, number)),
+        ("decoder_close", None, (pointer,)),
+    ):
+        function = getattr(loaded, f"spillway_{name}")
+        function.restype, function.argtypes = result, arguments
+    return loaded
+
+
+class NativeChannel:
+    """A channel to a daemon, or an embedded engine and the channel to it.
+
+    Generated stubs accept it as a `grpc.Channel`. Calls raise `SpillwayError`.
+    """
+
+    def __init__(
+        self,
+        loaded: ctypes.CDLL,
+        target: str,
+        settings: Mapping[str, str],
+        access: Access,
+        client_id: str = "",
+    ) -> None:
+        """Opens the channel.
+
+        Args:
+            loaded: The library.
+            target: gRPC target of a daemon, or `EMBEDDED`.
+            settings: Settings of an embedded engine, with the names of the daemon's settings file.
+            access: TLS files and token for a daemon.
+            client_id: Id of the client that makes the calls. This client itself keeps its Connect
+                stream to the daemon open.
+
+        Raises:
+            SpillwayError: The settings of the engine or the TLS files were refused.
+        """
+        self.library = loaded
+        embedded = target == EMBEDDED
+        if embedded:
+            texts = [f"{name}={value}".encode() for name, value in settings.items()]
+            handle = loaded.spillway_channel_embed(
+                (ctypes.c_char_p * len(texts))(*texts), len(texts)
+            )
+        else:
+            texts = [part.encode() for part in (access.ca, access.cert, access.key, access.token)]
+            handle = loaded.spillway_channel_open_as(
+                target.encode(), (ctypes.c_char_p * len(texts))(*texts), client_id.encode()
+            )
+        # The channel, its steps and its decoders.
+        self._handles = Handles()
+        self._handle = self._handle_of(handle, loaded.spillway_channel_close, "client")
+        # Error for later uses after a fork; empty in the process that opened the channel.
+        self._left = ""
+        # At exit, an embedded engine is closed before the library's own destructors run. A channel
+        # to a daemon is not: other threads may still wait in its calls.
+        finalizer = forks.finalizer(self, self._handles.end)
+        finalizer.atexit = embedded
+
+    def _checked(self, pointer: int | None) -> int:
+        if pointer:
+            return pointer
+        raise self._error()
+
+    def _handle_of(self, pointer: int | None, free: Any, what: str) -> Handle:
+        """Returns a handle of what a function of the library has made, or raises its error."""
+        return Handle(self._checked(pointer), free, what, self._handles)
+
+    def check_open(self) -> None:
+        """Raises ValueError if the channel is closed, and RuntimeError in a forked process."""
+        if self._left:
+            raise RuntimeError(self._left)
+        if self._handle.closed:
+            raise ValueError("the client is closed")
+
+    def leave_to_parent(self, error: str) -> None:
+        """Makes every later use raise `error`. Called in a process that was forked."""
+        self._left = error
+
+    def _error(self) -> SpillwayError:
+        """Returns the error of the last function that failed in this thread."""
+        message, data, size = ctypes.c_char_p(), ctypes.c_void_p(), ctypes.c_size_t()
+        code = self.library.spillway_error(*map(ctypes.byref, (message, data, size)))
+        return _error_of(code, message, data, size)
+
+    def open(self, method: str, timeout: float | None) -> NativeCall:
+        """Starts a call of a method such as "/package.Service/Method".
+
+        Raises:
+            ValueError: The channel is closed.
+        """
+        # 0 means no limit in libspillway.
+        seconds = 0.0 if timeout is None else max(timeout, 1e-9)
+        self.check_open()
+        call = self._handle.call(
+            self.library.spillway_call_open_traced, method.encode(), seconds, trace_id().encode()
+        )
+        return NativeCall(self.library, self._checked(call))
+
+    def begin_step(self, description: bytes) -> Handle:
+        """Begins a step, described by a serialised `DecodeStep`.
+
+        Raises:
+            SpillwayError: The step is refused.
+            ValueError: The channel is closed.
+        """
+        self.check_open()
+        begin = self.library.spillway_step_begin
+        step = self._handle.call(begin, description, len(description))
+        return self._handle_of(step, self.library.spillway_step_end, "step")
+
+    def begin_streamed_step(self, description: bytes, shape: Any) -> Handle:
+        """The same for a daemon on any host, by messages.
+
+        The first attend returns the error if the daemon refuses the step. shape:
+        spillway_step_shape of the model, by reference.
+        """
+        self.check_open()
+        begin = self.library.spillway_step_begin_streamed
+        step = self._handle.call(begin, description, len(description), shape)
+        return self._handle_of(step, self.library.spillway_step_end, "step")
+
+    def ask_step(self, step: Handle, layer: int, tensors: Any, *, at_once: bool) -> bool:
+        """Asks for an attend at a layer of a step.
+
+        Args:
+            step: The step.
+            layer: The layer.
+            tensors: A spillway_step_tensors, by reference.
+            at_once: Return before a daemon has answered.
+
+        Returns:
+            Whether the attend is answered. If not, the step can only be awaited or ended.
+        """
+        self.check_open()
+        seconds = 0.0 if at_once else _WAIT_SECONDS
+        code = step.call(self.library.spillway_step_attend_for, layer, tensors, seconds)
+        if code not in (0, _UNANSWERED):
+            raise self._error()
+        return bool(code == 0)
+
+    def await_step(self, step: Handle, tensors: Any) -> None:
+        """Waits for the answer of a step. Pass the same tensors as to `ask_step`.
+
+        An interrupt is raised during the wait. Then the step can only be ended.
+
+        Raises:
+            ValueError: Another thread has closed the step.
+        """
+        self.check_open()
+        code = _UNANSWERED
+        while code == _UNANSWERED:
+            code = step.call(self.library.spillway_step_await, tensors, _WAIT_SECONDS)
+        if code:
+            raise self._error()
+
+    def step_results(self, step: Handle) -> bytes:
+        """Returns the serialised `AttendResponse` of a step's last attend, without tensors."""
+        return self._results(step, self.library.spillway_step_results)
+
+    def _results(self, handle: Handle, function: Any, *arguments: Any) -> bytes:
+        """Returns the bytes that a function of a step or a decoder gives."""
+        self.check_open()
+        data, size = ctypes.c_void_p(), ctypes.c_size_t()
+        pointer = handle.held()
+        try:
+            if function(pointer.value, *arguments, ctypes.byref(data), ctypes.byref(size)):
+                raise self._error()
+            return _bytes(data, size)
+        finally:
+            del pointer
+
+    def map_gpu_region(self, device: str, handle: bytes) -> GpuMapping:
+        """Maps GPU memory that a daemon shares.
+
+        Raises:
+            SpillwayError: The library has no CUDA, or this process does not see the GPU.
+            ValueError: The channel is closed.
+        """
+        self.check_open()
+        address, ordinal = ctypes.c_void_p(), ctypes.c_int()
+        mapped = self.library.spillway_gpu_region_map(
+            device.encode(), handle, len(handle), ctypes.byref(address), ctypes.byref(ordinal)
+        )
+        return GpuMapping(self.library, self._checked(mapped), address.value or 0, ordinal.value)
+
+    def open_decoder(self, description: bytes, token_count_max: int) -> Handle:
+        """Opens a decoder on streams of the engine's GPU, for a serialised `DecodeStep`.
+
+        Raises:
+            SpillwayError: The decoder is refused.
+            ValueError: The channel is closed.
+        """
+        self.check_open()
+        opened = self._handle.call(
+            self.library.spillway_decoder_open, description, len(description), token_count_max
+        )
+        return self._handle_of(opened, self.library.spillway_decoder_close, "decoder")
+
+    def decoder_gpu(self, decoder: Handle) -> int:
+        """Returns CUDA's number of the GPU of a daemon's decoder; -1: an embedded engine."""
+        return int(decoder.call(self.library.spillway_decoder_gpu))
+
+    def next_step(self, decoder: Handle, stream: int) -> int:
+        """Begins a decoder's next step on a stream; returns the version of its launches."""
+        self.check_open()
+        version = ctypes.c_uint64()
+        if decoder.call(self.library.spillway_decoder_next, stream, ctypes.byref(version)):
+            raise self._error()
+        return version.value
+
+    def enqueue_attend(self, decoder: Handle, layer: int, tensors: Any, stream: int) -> None:
+        """Enqueues a layer. tensors: a spillway_step_tensors, by reference."""
+        self.check_open()
+        if decoder.call(self.library.spillway_decoder_attend, layer, tensors, stream):
+            raise self._error()
+
+    def finish_step(self, decoder: Handle, stream: int) -> None:
+        """Ends a decoder's step and waits for the GPU."""
+        self.check_open()
+        if decoder.call(self.library.spillway_decoder_finish, stream):
+            raise self._error()
+
+    def decoder_results(self, decoder: Handle, layer: int) -> bytes:
+        """The same as `step_results`, for a layer of the last step that has ended."""
+        return self._results(decoder, self.library.spillway_decoder_results, layer)
+
+    def decoder_sums(self, decoder: Handle, layer: int) -> Sums:
+        """Returns the sums over a layer's steps of a decoder that have succeeded."""
+        self.check_open()
+        sums: Sums = decoder.call(self.library.spillway_decoder_sums_of, layer)
+        return sums
+
+    def close(self) -> None:
+        """Closes the channel with its steps and decoders.
+
+        An embedded engine ends with everything in it, when no thread is in a call of a step or a
+        decoder any more.
+        """
+        self._handles.close()
+
+    def unary_unary(
+        self, method: str, request_serializer: Any, response_deserializer: Any, **_: Any
+    ) -> Any:
+        """Returns a method's callable, as `grpc.Channel` does."""
+        return functools.partial(
+            self._answer, method, request_serializer, response_deserializer, single=True
+        )
+
+    def stream_unary(
+        self, method: str, request_serializer: Any, response_deserializer: Any, **_: Any
+    ) -> Any:
+        """Returns a method's callable, as `grpc.Channel` does."""
+        return functools.partial(
+            self._answer, method, request_serializer, response_deserializer, single=False
+        )
+
+    def unary_stream(
+        self, method: str, request_serializer: Any, response_deserializer: Any, **_: Any
+    ) -> Any:
+        """Returns a method's callable, as `grpc.Channel` does."""
+        return functools.partial(
+            self._stream, method, request_serializer, response_deserializer, single=True
+        )
+
+    def stream_stream(
+        self, method: str, request_serializer: Any, response_deserializer: Any, **_: Any
+    ) -> Any:
+        """Returns a method's callable, as `grpc.Channel` does. It sends all requests at the start.
+
+        For calls in which requests depend on responses, use `open`.
+        """
+        return functools.partial(
+            self._stream, method, request_serializer, response_deserializer, single=False
+        )
+
+    def _send(
+        self, method: str, to: Any, requests: Any, timeout: float | None, single: bool
+    ) -> NativeCall:
+        """Starts a call and sends its one request, or all of them."""
+        call = self.open(method, timeout)
+        with _cancelled_on_error(call):
+            for request in [requests] if single else requests:
+                if not call.send(to(request)):
+                    break
+            call.send_end()
+        return call
+
+    def _stream(
+        self,
+        method: str,
+        to: Any,
+        of: Any,
+        requests: Any,
+        timeout: float | None = None,
+        *,
+        metadata: None = None,
+        single: bool,
+    ) -> _Responses:
+        """Makes a call with a stream of responses."""
+        return _Responses(self._send(method, to, requests, timeout, single), of)
+
+    def _answer(
+        self,
+        method: str,
+        to: Any,
+        of: Any,
+        requests: Any,
+        timeout: float | None = None,
+        *,
+        metadata: None = None,
+        single: bool,
+    ) -> Any:
+        """Makes a call with one response."""
+        call = self._send(method, to, requests, timeout, single)
+        with _cancelled_on_error(call):
+            response = call.receive()
+            if response is None:
+                raise SpillwayError(f"{method} gave no answer", code="INTERNAL")
+            # The call may still end with an error.
+            call.receive()
+        return of(response)
+
+
+def attend_at_once(
+    loaded: ctypes.CDLL, steps: list[Handle], shares: Any, layer: int, tensors: Any
+) -> bool:
+    """Asks several steps for a layer, then waits for each. Returns whether all succeeded.
+
+    An interrupt is raised during the wait. Then the steps can only be ended.
+
+    Args:
+        loaded: The library.
+        steps: The steps.
+        shares: A spillway_step_share of each, by reference. Their codes are written.
+        layer: The layer.
+        tensors: The spillway_step_tensors of all sequences and heads, by reference.
+
+    Raises:
+        ValueError: A step is closed.
+    """
+    count = len(steps)
+    held = [step.held() for step in steps]
+    try:
+        code = loaded.spillway_steps_attend(shares, count, layer, tensors, _WAIT_SECONDS)
+        while code == _UNANSWERED:
+            for step in steps:
+                step.held()
+            code = loaded.spillway_steps_await(shares, count, tensors, _WAIT_SECONDS)
+    finally:
+        del held
+    return bool(code == 0)
+
+
+class GpuMapping:
+    """GPU memory that a daemon shares, mapped into this process until this object is destroyed.
+
+    Attributes:
+        address: CUDA address in this process.
+        ordinal: CUDA's number of the GPU in this process.
+    """
+
+    def __init__(self, loaded: ctypes.CDLL, handle: int, address: int, ordinal: int) -> None:
+        self.address, self.ordinal = address, ordinal
+        unmapping = forks.finalizer(self, loaded.spillway_gpu_region_unmap, handle)
+        # At exit CUDA is being shut down, and unmaps the memory itself.
+        unmapping.atexit = False
+
+
+def _bytes(data: ctypes.c_void_p, size: ctypes.c_size_t) -> bytes:
+    """Copies the bytes that a function of the library returned."""
+    return ctypes.string_at(data, size.value) if size.value else b""
+
+
+def _error_of(
+    code: int, message: ctypes.c_char_p, data: ctypes.c_void_p, size: ctypes.c_size_t
+) -> SpillwayError:
+    """Makes the exception for a status: code, text, and serialised details if there are any."""
+    status = status_pb2.Status.FromString(_bytes(data, size))
+    if not status.code:
+        status.code = code
+        status.message = (message.value or b"").decode(errors="replace")
+    return error_from_status(status)
+
+
+class _Responses:
+    """The responses of a call, which can be cancelled."""
+
+    def __init__(self, call: NativeCall, of: Any) -> None:
+        self._call = call
+        self._of = of
+        self.cancel = call.cancel
+
+    def __iter__(self) -> Iterator[Any]:
+        while (response := self._call.receive()) is not None:
+            yield self._of(response)
+
+
+class NativeCall:
+    """The messages of one call; one thread may send while another receives."""
+
+    def __init__(self, loaded: ctypes.CDLL, handle: int) -> None:
+        self._library = loaded
+        self._handle = handle
+        self._data, self._size = ctypes.c_void_p(), ctypes.c_size_t()
+        self._out = ctypes.byref(self._data), ctypes.byref(self._size)
+        # Not closed at exit, because a thread may still wait in the call.
+        closing = forks.finalizer(self, loaded.spillway_call_close, handle)
+        closing.atexit = False
+
+    def send(self, message: bytes) -> bool:
+        """Sends a message. Returns False if the call has already ended."""
+        sent: int = self._library.spillway_call_send(self._handle, message, len(message))
+        return sent == 0
+
+    def send_end(self) -> None:
+        """Tells the daemon that no more messages follow."""
+        self._library.spillway_call_send_end(self._handle)
+
+    def receive(self) -> bytes | None:
+        """Waits for a message. Returns None if the call has ended without an error.
+
+        Raises:
+            SpillwayError: The call has ended with an error.
+        """
+        while True:
+            result = self._library.spillway_call_receive(self._handle, _WAIT_SECONDS, *self._out)
+            if result == _RECEIVED:
+                return _bytes(self._data, self._size)
+            if result == _ENDED:
+                self._check_end()
+                return None
+
+    def _check_end(self) -> None:
+        """Raises the error with which the call ended, if any."""
+        message = ctypes.c_char_p()
+        code = self._library.spillway_call_status(self._handle, ctypes.byref(message), *self._out)
+        if code != 0:
+            raise _error_of(code, message, self._data, self._size)
+
+    def cancel(self) -> None:
+        """Cancels the call. A waiting `receive` returns."""
+        self._library.spillway_call_cancel(self._handle)
+
+
+@contextlib.contextmanager
+def _cancelled_on_error(call: NativeCall) -> Iterator[None]:
+    """Cancels the call if it is given up. The exception's traceback may keep its object alive."""
+    try:
+        yield
+    except BaseException:
+        call.cancel()
+        raise

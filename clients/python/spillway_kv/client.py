@@ -1,0 +1,1021 @@
+"""The client: a connection to a daemon, or an engine in this process."""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as SequenceABC
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from spillway_kv import _native, _split, forks
+from spillway_kv._native import NativeChannel
+from spillway_kv._proto import (
+    admin_service_pb2,
+    admin_service_pb2_grpc,
+    attention_service_pb2,
+    attention_service_pb2_grpc,
+    memory_service_pb2_grpc,
+    model_service_pb2,
+    model_service_pb2_grpc,
+    sequence_service_pb2,
+    sequence_service_pb2_grpc,
+)
+from spillway_kv.access import Access
+from spillway_kv.decode import DecodeStream
+from spillway_kv.errors import (
+    NotFound,
+    SpillwayError,
+    Unavailable,
+    VersionMismatch,
+    error_from_rpc,
+    error_from_status,
+)
+from spillway_kv.indices import HashWeights, KeyIndices, RotationHash, hash_to_proto
+from spillway_kv.policy import Policy
+from spillway_kv.presence import Presence
+from spillway_kv.regions import GpuRegion, Region, Regions
+from spillway_kv.restart import Restarts
+from spillway_kv.results import (
+    AttendResult,
+    Model,
+    SequenceInfo,
+)
+from spillway_kv.sequence import Sequence, explained
+from spillway_kv.server import ServerInfo, Statistics, Transport
+from spillway_kv.step import DecodeStep
+from spillway_kv.target import default_target, normalize_target
+from spillway_kv.tensors import (
+    Array,
+    DTypeName,
+    OutDType,
+    decoder_like,
+    dtype_number,
+    dtype_of,
+    engine_array,
+)
+from spillway_kv.tracing import Metadata, trace_metadata
+
+if TYPE_CHECKING:
+    from spillway_kv.stream import StreamDecoder
+
+# Size limit of a message at the daemon. Larger messages are refused by both sides.
+MESSAGE_BYTES_MAX = 4 << 20
+UPLOAD_CHUNK_BYTES = 2 << 20
+API_MAJOR = 0
+# Prefix of targets that are clusters of daemons.
+_CLUSTER = "ray:"
+
+
+class _Stubs:
+    """The stubs of the services. Their methods have no types."""
+
+    def __init__(self, channel: Any) -> None:
+        self.models: Any = model_service_pb2_grpc.ModelServiceStub(channel)
+        self.sequences: Any = sequence_service_pb2_grpc.SequenceServiceStub(channel)
+        self.attention: Any = attention_service_pb2_grpc.AttentionServiceStub(channel)
+        self.memory: Any = memory_service_pb2_grpc.MemoryServiceStub(channel)
+        self.admin: Any = admin_service_pb2_grpc.AdminServiceStub(channel)
+        self.health: Any = health_pb2_grpc.HealthStub(channel)
+
+
+class Client:
+    """A connection to one daemon. `connect` creates it.
+
+    Thread-safe: any number of threads may use it at the same time. For the objects that it
+    returns (`Sequence`, `DecodeStream`), see their own documentation. Use it as a context
+    manager, or call `close()`.
+
+    Attributes:
+        target: gRPC target of the daemon.
+        server_info: The daemon's description of itself, from the time when the client connected,
+            or continued after a restart.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        timeout: float,
+        native: bool | None,
+        settings: Mapping[str, str],
+        access: Access,
+        resume_seconds: float,
+    ) -> None:
+        forks.check_connect()
+        self.target = target
+        # Set in a forked process: the error for every use of the client, which belongs to the
+        # parent.
+        self._left = ""
+        self._timeout = timeout
+        self._native_asked = native
+        # Why there is no doorbell; empty as long as that is not known.
+        self._no_doorbell = ""
+        # Why the last decoder could not be opened.
+        self._no_decoder = ""
+        embedded = target == _native.EMBEDDED
+        library = None if native is False else _native.library(required=embedded or native is True)
+        # Carries decode streams, and all calls to an embedded engine.
+        self._native: NativeChannel | None = None
+        # None for an embedded engine, which ends with this process.
+        self._presence: Presence | None = None
+        if embedded:
+            assert library is not None
+            self._native = NativeChannel(library, target, settings, access)
+            self._channel: Any = self._native
+            self._stubs = _Stubs(self._channel)
+        else:
+            self._channel = _grpcio_channel(target, access)
+            self._stubs = _Stubs(self._channel)
+            self._presence = Presence(self._stubs.sequences.Connect)
+            # For a client that is never closed.
+            forks.finalizer(self, self._presence.close)
+            if library is not None:
+                self._native = NativeChannel(
+                    library, target, settings, access, self._presence.client_id
+                )
+        self._regions = Regions(self)
+        forks.leaves(self)
+        self._restarts = Restarts(self, resume_seconds)
+        try:
+            self.server_info = self.get_server_info()
+            major = self.server_info.version.split(".")[0]
+            if major != str(API_MAJOR):
+                raise VersionMismatch(
+                    f"the daemon at {target} has version {self.server_info.version}; "
+                    f"this client speaks major version {API_MAJOR}"
+                )
+        except Unavailable as error:
+            self.close()
+            raise Unavailable(
+                f"no daemon answers at {target} ({error.message}); start spillwayd or name another "
+                "target with connect(target) or SPILLWAY_TARGET"
+            ) from None
+        except BaseException:
+            self.close()
+            raise
+        limit = self.server_info.limits.message_bytes_max or MESSAGE_BYTES_MAX
+        self._budget_bytes = min(limit, MESSAGE_BYTES_MAX) - _split.OVERHEAD_BYTES
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Client({self.target!r})"
+
+    def close(self) -> None:
+        """Closes the connection.
+
+        A daemon keeps the sequences. Named ones (`sequence_id`) stay until their ttl ends.
+        Others stay for a minute (the daemon's `sequences.unnamed_grace_seconds`), unless another
+        client uses them. An embedded engine ends, with everything in it. In a process that was
+        forked from the client's process, this does nothing.
+        """
+        if self._left:
+            return
+        self._regions.close()
+        if self._presence is not None:
+            self._presence.close()
+        self._channel.close()
+        if self._native is not None:
+            self._native.close()
+
+    def _leave_to_parent(self, error: str) -> None:
+        self._left = error
+        # When these are destroyed they write to the connection, which only the parent may do.
+        for given in (self._channel, self._stubs, self._presence):
+            forks.keep(given)
+        if self._native is not None:
+            self._native.leave_to_parent(error)
+        self._channel = self._stubs = cast(Any, forks.Left(error))
+        self._regions.leave_to_parent(error)
+
+    @property
+    def transport(self) -> str:
+        """How decode streams are transported.
+
+        `embedded`: function calls within the process. `libspillway`, or `grpcio` if libspillway
+        is not installed: the socket of a daemon.
+        """
+        if self._native is None:
+            return "grpcio"
+        return "embedded" if self.target == _native.EMBEDDED else "libspillway"
+
+    @property
+    def step_transport(self) -> str:
+        """How decode steps (`begin_step`) are transported.
+
+        Like `transport`, or `doorbell`, which is faster than a socket: memory that libspillway
+        shares with a daemon on this host.
+        """
+        doorbell = self._native is not None and self._regions.available
+        return "doorbell" if doorbell and not self._no_doorbell else self.transport
+
+    def _described_transport(self) -> Transport:
+        """Returns how the engine is reached, and why no better transport is used."""
+        steps = self.step_transport
+        gpus = [device for device in self.server_info.devices if device.uuid]
+        mps = bool(gpus) and all(gpu.mps for gpu in gpus)
+        if steps == "embedded":
+            return Transport(steps, "in place", mps, "")
+        reasons = ['the engine is in a daemon, and not in this process: connect("embedded:")']
+        if steps == "grpcio":
+            reasons.append(
+                "native=False was asked for"
+                if self._native_asked is False
+                else "libspillway was not found: SPILLWAY_LIBRARY can name it"
+            )
+        elif steps == "libspillway":
+            reasons.append(self._no_doorbell or "no doorbell: it needs a unix socket of the daemon")
+        taking_turns = [gpu.name for gpu in gpus if not gpu.mps]
+        if taking_turns:
+            reasons.append(
+                f"the daemon's {', '.join(taking_turns)} is not shared through MPS: kernels of "
+                "this process take turns with the daemon's (spillwayd --mps on)"
+            )
+        if self._no_decoder:
+            reasons.append(f"no decoder: {self._no_decoder}")
+        if self._regions.no_gpu:
+            reasons.append(f"no memory of the daemon's GPU is shared: {self._regions.no_gpu}")
+        if not self._regions.available or self._regions.refused:
+            reasons.append(
+                "the client could not get a region of its own, for lack of memory or of the "
+                "daemon's socket for regions: Client.attach_region raises the reason"
+                if self._regions.available
+                else "there are no regions: they need a unix socket of the daemon"
+            )
+            return Transport(steps, "messages", mps, "; ".join(reasons))
+        if not self._regions.attached:
+            reasons.append(
+                "large arrays are copied to the client's own region, small ones to messages: "
+                "arrays in a region of Client.attach_region are not copied"
+            )
+        return Transport(steps, "regions", mps, "; ".join(reasons))
+
+    @property
+    def _metadata(self) -> Metadata | None:
+        """gRPC metadata of a call: the id of this client, and of the active trace."""
+        return None if self._presence is None else self._presence.metadata + trace_metadata()
+
+    def _call(self, method: Any, request: Any, *, timeout: float | None = None) -> Any:
+        """Calls a method with one response. Raises SpillwayError, or what `request` raises.
+
+        request: A message, or an iterator of messages.
+        timeout: Seconds. None means the client's timeout, and infinity no limit.
+        """
+        limit = self._timeout if timeout is None else timeout
+        # Errors while requests are made, which grpcio does in a thread of its own.
+        failed: list[Exception] = []
+        if isinstance(request, Iterator):
+            request = _noting(request, failed)
+        try:
+            return method(
+                request, timeout=None if math.isinf(limit) else limit, metadata=self._metadata
+            )
+        except grpc.RpcError as error:
+            if failed:
+                raise failed[0] from None
+            raise error_from_rpc(error) from None
+
+    def _read(self, method: Any, request: Any) -> Any:
+        """Calls a method that changes nothing. Repeats it if a restart of the daemon broke it."""
+        return self._restarts.again(partial(self._call, method, request))
+
+    def _stream(self, method: Any, request: Any, *, timeout: float | None = None) -> Iterator[Any]:
+        """Calls a method with a stream of responses. An abandoned iterator cancels the call."""
+        limit = self._timeout if timeout is None else timeout
+        call = method(request, timeout=limit, metadata=self._metadata)
+        try:
+            yield from call
+        except grpc.RpcError as error:
+            raise error_from_rpc(error) from None
+        finally:
+            if self._left:
+                forks.keep(call)
+            else:
+                call.cancel()
+
+    # Models.
+
+    def create_model(
+        self,
+        model_id: str = "",
+        *,
+        layer_count: int,
+        query_head_count: int,
+        kv_head_count: int,
+        head_dim: int,
+        dtype: DTypeName = "bfloat16",
+        softmax_scale: float | None = None,
+        policy: Policy | None = None,
+        hash_weights: HashWeights | None = RotationHash(),
+        resident_sample_fraction: float | None = None,
+        key_indices: KeyIndices | None = None,
+        first_layer: int = 0,
+        first_kv_head: int = 0,
+    ) -> Model:
+        """Creates a model: shapes and kind of codes for its sequences.
+
+        Args:
+            model_id: The id to use. If empty, the daemon chooses one.
+            layer_count: Transformer layers, [1, 1024].
+            query_head_count: Query heads per layer, a multiple of
+                `kv_head_count`, at most 16 per KV head.
+            kv_head_count: K/V heads per layer.
+            head_dim: Elements of a key, a multiple of 16 in [16, 256].
+            dtype: Element type of K and V rows.
+            softmax_scale: Factor on q.k. None means 1 / sqrt(head_dim).
+            policy: Default policy of its sequences.
+            hash_weights: How codes are computed. None means no codes: only the selectors `all`,
+                `oracle` and those of `key_indices` work.
+            resident_sample_fraction: Size of the resident sample as a share of the tokens,
+                [0, 0.0625]. Samples take these tokens first, and a GPU keeps their rows. None
+                means 0.01.
+            key_indices: Additional data that is stored for every key. None means nothing.
+            first_layer: For a part of a larger model that is split over several daemons: the
+                number of layers of the larger model before this part.
+            first_kv_head: Like `first_layer`, for KV heads. The results of the parts are
+                bit-identical to those of one daemon with the whole model.
+
+        Raises:
+            AlreadyExists: The id is taken.
+            InvalidArgument: A value is out of range. See `fields`.
+        """
+        message = model_service_pb2.Model(
+            layer_count=layer_count,
+            query_head_count=query_head_count,
+            kv_head_count=kv_head_count,
+            head_dim=head_dim,
+            dtype=dtype_number(dtype),  # type: ignore[arg-type]
+            softmax_scale=softmax_scale,
+            resident_sample_fraction=resident_sample_fraction,
+            default_policy=None if policy is None else policy.to_proto(),
+            hash_weights=hash_to_proto(hash_weights),
+            key_indices=None if key_indices is None else key_indices.to_proto(),
+            first_layer=first_layer,
+            first_kv_head=first_kv_head,
+        )
+        response = self._call(
+            self._stubs.models.CreateModel,
+            model_service_pb2.CreateModelRequest(model_id=model_id, model=message),
+        )
+        return Model.from_proto(response.model)
+
+    def get_model(self, name: str) -> Model:
+        """Returns a model by its resource name, `models/{id}`.
+
+        Raises:
+            NotFound: No such model.
+        """
+        request = model_service_pb2.GetModelRequest(name=name)
+        return Model.from_proto(self._read(self._stubs.models.GetModel, request).model)
+
+    def list_models(self) -> Iterator[Model]:
+        """Yields all models, ordered by name."""
+        token = ""
+        while True:
+            request = model_service_pb2.ListModelsRequest(page_token=token)
+            response = self._read(self._stubs.models.ListModels, request)
+            yield from map(Model.from_proto, response.models)
+            token = response.next_page_token
+            if not token:
+                return
+
+    def delete_model(self, model: Model | str) -> None:
+        """Deletes a model.
+
+        Raises:
+            NotFound: No such model.
+            FailedPrecondition: It has sequences.
+        """
+        request = model_service_pb2.DeleteModelRequest(name=_name(model))
+        self._call(self._stubs.models.DeleteModel, request)
+
+    def upload_hash_weights(
+        self, model: Model | str, path: str | Path, *, timeout: float | None = None
+    ) -> Model:
+        """Uploads the weights of a model that was created with `MlpHash` or label channels.
+
+        Args:
+            model: The model.
+            path: A safetensors file with, per layer l, `layers.{l}.w1`
+                [H, d, hidden], `layers.{l}.b1` [H, hidden],
+                `layers.{l}.w2` [H, hidden, hash_bits] and, where used,
+                `layers.{l}.b2` [H, hash_bits]. H is kv_head_count, or
+                query_head_count with `per_query_head`. With two hidden layers
+                w2 is [H, hidden, hidden], b2 [H, hidden], and `w3`
+                [H, hidden, hash_bits] and `b3` follow; with `query_weights`
+                also `query_w1` and so on, H = query_head_count. With label
+                channels `layers.{l}.channels` [kv_head_count,
+                label_channel_count], int32 or int64.
+            timeout: Seconds. None means the client's timeout.
+
+        Returns:
+            The model, which is now ready.
+
+        Raises:
+            OSError: The file cannot be read.
+            InvalidArgument: A tensor is missing or has a wrong shape.
+            FailedPrecondition: The model does not wait for an upload.
+        """
+        # Opened here, so that an error is raised here.
+        file = Path(path).open("rb")  # noqa: SIM115  (requests() closes it)
+        total = os.fstat(file.fileno()).st_size
+
+        def requests() -> Iterator[model_service_pb2.UploadHashWeightsRequest]:
+            with file:
+                first = True
+                while (data := file.read(UPLOAD_CHUNK_BYTES)) or first:
+                    yield model_service_pb2.UploadHashWeightsRequest(
+                        name=_name(model) if first else "",
+                        total_bytes=total if first else 0,
+                        data=data,
+                    )
+                    first = False
+
+        response = self._call(self._stubs.models.UploadHashWeights, requests(), timeout=timeout)
+        return Model.from_proto(response.model)
+
+    # Sequences.
+
+    def create_sequence(
+        self,
+        model: Model | str,
+        sequence_id: str = "",
+        *,
+        policy: Policy | None = None,
+        ttl: datetime.timedelta | float | None = None,
+    ) -> Sequence:
+        """Creates an empty sequence.
+
+        Args:
+            model: The model.
+            sequence_id: The id to use. If empty, the daemon chooses one, and the sequence is
+                deleted a minute after the last client that uses it has gone (`close`).
+            policy: Overrides the model's default policy, field by field.
+            ttl: Idle time after which the sequence is deleted, in seconds or as a timedelta.
+                Every call that names the sequence starts this time again. 0 means never, None
+                means an hour.
+
+        Raises:
+            NotFound: No such model.
+            AlreadyExists: The id is taken.
+            ResourceExhausted: The daemon has no free memory.
+        """
+        message = _sequence_message(_name(model), policy, ttl)
+        # boot_id is read first: if the daemon restarts in between, the model is gone, and the call
+        # fails.
+        boot_id = self.get_server_info().boot_id
+        response = self._call(
+            self._stubs.sequences.CreateSequence,
+            sequence_service_pb2.CreateSequenceRequest(sequence_id=sequence_id, sequence=message),
+        )
+        return Sequence(self, response.sequence, boot_id)
+
+    def get_sequence(self, name: str) -> Sequence:
+        """Returns a handle of an existing sequence, `sequences/{id}`.
+
+        Raises:
+            NotFound: No such sequence.
+        """
+        boot_id = self.get_server_info().boot_id
+        request = sequence_service_pb2.GetSequenceRequest(name=name)
+        response = self._read(self._stubs.sequences.GetSequence, request)
+        return Sequence(self, response.sequence, boot_id)
+
+    def load_sequence(
+        self,
+        folder: str | Path,
+        sequence_id: str = "",
+        *,
+        model: Model | str = "",
+        policy: Policy | None = None,
+        ttl: datetime.timedelta | float | None = None,
+        timeout: float | None = None,
+    ) -> tuple[Sequence, bytes]:
+        """Creates a sequence from the files that `Sequence.save` has written.
+
+        Every size and digest is checked, and codes are computed again. This takes as long as
+        appending the rows. Calls for other sequences continue meanwhile. The sequence can be
+        named only when it is complete. A call that fails leaves no sequence.
+
+        Args:
+            folder: The folder that was given to `Sequence.save`.
+            sequence_id: The id to use. If empty, the daemon chooses one.
+            model: The model to use. It must be like the saved one. If empty, the model with the
+                saved name is used, and created if it does not exist and needs no hash weights.
+            policy: Overrides the saved policy, field by field.
+            ttl: As for `create_sequence`. None means the saved one.
+            timeout: Seconds. None means no limit.
+
+        Returns:
+            The sequence, and the `client_data` that was saved with it.
+
+        Raises:
+            NotFound: There is no snapshot, or no such model.
+            DataLoss: A file is missing, or has other bytes than were saved. The message names
+                it.
+            FailedPrecondition: The model is not like the saved one (SNAPSHOT_MODEL_DIFFERS), or
+                the daemon has no folder for snapshots.
+            Aborted: The snapshot is being saved (SNAPSHOT_BUSY).
+            AlreadyExists: The id is taken.
+            ResourceExhausted: The daemon's memory limit is reached.
+        """
+        message = _sequence_message(_name(model), policy, ttl)
+        boot_id = self.get_server_info().boot_id
+        response = self._call(
+            self._stubs.sequences.LoadSequence,
+            sequence_service_pb2.LoadSequenceRequest(
+                folder=self._snapshot_folder(folder), sequence_id=sequence_id, sequence=message
+            ),
+            timeout=math.inf if timeout is None else timeout,
+        )
+        return Sequence(self, response.sequence, boot_id), response.client_data
+
+    def delete_snapshot(self, folder: str | Path) -> None:
+        """Deletes the files that `Sequence.save` has written, also if the save was interrupted.
+
+        Args:
+            folder: The folder that was given to `Sequence.save`.
+
+        Raises:
+            NotFound: There is no snapshot.
+            FailedPrecondition: The folder has a manifest.json of another program, or the daemon
+                has no folder for snapshots.
+            Aborted: The snapshot is being saved or loaded (SNAPSHOT_BUSY).
+        """
+        self._call(
+            self._stubs.sequences.DeleteSnapshot,
+            sequence_service_pb2.DeleteSnapshotRequest(folder=self._snapshot_folder(folder)),
+        )
+
+    def _snapshot_folder(self, folder: str | Path) -> str:
+        """Returns the folder as the engine sees it. An embedded engine accepts any path.
+
+        Raises:
+            ValueError: The name is empty, or begins with "~" and an unknown user.
+        """
+        text = os.fspath(folder)
+        if self.target != _native.EMBEDDED:
+            return text
+        if not text:
+            raise ValueError("the name of the folder is empty")
+        path = os.path.expanduser(text)
+        if path.startswith("~"):
+            raise ValueError(f"{text}: there is no user of this name; for a folder, write ./{text}")
+        return os.path.abspath(path)
+
+    def list_sequences(self, model: Model | str = "") -> Iterator[SequenceInfo]:
+        """Yields all sequences, ordered by name.
+
+        Args:
+            model: Only sequences of this model. Empty means all models.
+        """
+        token = ""
+        while True:
+            request = sequence_service_pb2.ListSequencesRequest(
+                model=_name(model), page_token=token
+            )
+            response = self._read(self._stubs.sequences.ListSequences, request)
+            yield from map(SequenceInfo.from_proto, response.sequences)
+            token = response.next_page_token
+            if not token:
+                return
+
+    # Attention.
+
+    @overload
+    def attend(
+        self,
+        layer: int,
+        queries: Mapping[Sequence, Array],
+        policy: Policy | None = None,
+        visible: Mapping[Sequence, SequenceABC[int]] | None = None,
+        *,
+        out_dtype: OutDType | None = None,
+        timeout: float | None = None,
+        return_errors: Literal[False] = False,
+    ) -> dict[Sequence, AttendResult]: ...
+
+    @overload
+    def attend(
+        self,
+        layer: int,
+        queries: Mapping[Sequence, Array],
+        policy: Policy | None = None,
+        visible: Mapping[Sequence, SequenceABC[int]] | None = None,
+        *,
+        out_dtype: OutDType | None = None,
+        timeout: float | None = None,
+        return_errors: Literal[True],
+    ) -> dict[Sequence, AttendResult | SpillwayError]: ...
+
+    def attend(
+        self,
+        layer: int,
+        queries: Mapping[Sequence, Array],
+        policy: Policy | None = None,
+        visible: Mapping[Sequence, SequenceABC[int]] | None = None,
+        *,
+        out_dtype: OutDType | None = None,
+        timeout: float | None = None,
+        return_errors: bool = False,
+    ) -> Any:
+        """Attends at one layer for several sequences of one model.
+
+        If the request does not fit into one message, it is split by sequences and queries.
+
+        Args:
+            layer: Layer, [0, layer_count).
+            queries: Queries [T, H_q, d] of each sequence. T may differ.
+            policy: Overrides the policy of every sequence for this call.
+            visible: Visible tokens of each query, [T], for the sequences in this mapping. The
+                others are causal over their last T tokens.
+            out_dtype: Element type of the outputs. None means that of the queries.
+            timeout: Seconds for each message. None means the client's timeout.
+            return_errors: Return the error of a sequence in place of its result, instead of
+                raising the first error.
+
+        Returns:
+            One result per sequence.
+
+        Raises:
+            SpillwayError: The request was refused, or, without `return_errors`, the attend of a
+                sequence failed.
+        """
+        queries = {sequence: engine_array(q, "q") for sequence, q in queries.items()}
+        limits = self.server_info.limits
+        sequences = list(queries)
+        sights = dict(visible or {})
+        parts: list[_split.Part] = []
+        part_policies: dict[int, Policy | None] = {}
+        for index, sequence in enumerate(sequences):
+            q = queries[sequence]
+            shape = _split.check_shape(q, ("T", "H_q", "d"), "q")
+            dtype = dtype_of(q, "q")
+            made = _split.query_parts(
+                index,
+                shape,
+                dtype,
+                dtype if out_dtype is None else dtype_number(out_dtype),
+                self._budget_bytes,
+                limits.query_token_count_max,
+            )
+            part_policies[index] = policy
+            if len(made) > 1:
+                if sequence not in sights:
+                    token_count = sequence.refresh().layer_token_counts[layer]
+                    sights[sequence] = range(token_count - shape[0] + 1, token_count + 1)
+                if min(p.end - p.start for p in made) <= limits.sparse_query_token_count_max:
+                    # A part with so few queries would be served by the policy, although the whole
+                    # request is dense.
+                    part_policies[index] = Policy(selector="all")
+            parts.extend(made)
+
+        answers: list[list[attention_service_pb2.AttendResult]] = [[] for _ in sequences]
+        for group in _split.pack(parts, self._budget_bytes, limits.attend_item_count_max):
+            request = attention_service_pb2.AttendRequest(layer=layer)
+            if out_dtype is not None:
+                request.out_dtype = dtype_number(out_dtype)  # type: ignore[assignment]
+            for part in group:
+                sequence = sequences[part.item]
+                sight = sights.get(sequence)
+                sequence._fill_item(
+                    request.items.add(),
+                    queries[sequence][part.start : part.end],
+                    part_policies[part.item],
+                    None if sight is None else sight[part.start : part.end],
+                )
+            try:
+                response = self._restarts.again(
+                    partial(self._call, self._stubs.attention.Attend, request, timeout=timeout)
+                )
+            except NotFound as error:
+                raise explained(error, sequences) from None
+            for part, result in zip(group, response.results, strict=True):
+                answers[part.item].append(result)
+
+        results: dict[Sequence, AttendResult | SpillwayError] = {}
+        for sequence, answer in zip(sequences, answers, strict=True):
+            failed = next((result for result in answer if result.status.code), None)
+            if failed is None:
+                results[sequence] = AttendResult(
+                    _split.merge_results(answer), decoder_like(queries[sequence])
+                )
+                continue
+            failure = sequence._explain(error_from_status(failed.status))
+            if not return_errors:
+                raise failure
+            results[sequence] = failure
+        return results
+
+    def decode(self, *, timeout: float | None = None) -> DecodeStream:
+        """Opens a stream of decode steps. Use it as a context manager.
+
+        Args:
+            timeout: Seconds that the whole stream may last. None means no limit.
+        """
+        return DecodeStream(self, timeout)
+
+    def begin_step(
+        self,
+        sequences: SequenceABC[Sequence],
+        *,
+        token_count: int = 1,
+        policy: Policy | None = None,
+        starts: SequenceABC[int] | None = None,
+    ) -> DecodeStep:
+        """Announces a decode step of several sequences of one model.
+
+        A step that failed in the middle of its layers may be repeated, with the same `starts`.
+        If the newest tokens of a layer are already those of the step, with equal bytes, the
+        layer attends as before.
+
+        Args:
+            sequences: 1 to 256 sequences, each only once.
+            token_count: Number of new tokens of each sequence, [1, 16]. It is also the number of
+                queries.
+            policy: Overrides the policy of every sequence for this step.
+            starts: Position of the first new token of each sequence, at least 0. None means
+                after the tokens that it has in every layer. If a layer does not accept the
+                position, its attend is refused.
+
+        Raises:
+            ValueError: The sequences are of different models, a sequence is named twice, or a
+                count or a start is out of range.
+            NotFound: A sequence was deleted or has expired. This may be raised only by the first
+                attend.
+        """
+        return DecodeStep(self, sequences, token_count, policy, starts)
+
+    def open_decoder(
+        self,
+        sequences: SequenceABC[Sequence],
+        *,
+        token_count: int = 1,
+        token_count_max: int | None = None,
+        policy: Policy | None = None,
+    ) -> StreamDecoder:
+        """Opens a decoder for sequences of one model, for steps with CUDA tensors.
+
+        With an embedded engine on a GPU, attends are enqueued on torch's current stream and can
+        be captured into a CUDA graph. With a daemon on this host, whose GPU this process can
+        also use, they are calls through memory of that GPU.
+
+        Args:
+            sequences: 1 to 256 sequences, each only once, and each with the same number of
+                tokens in all layers.
+            token_count: Number of new tokens of each sequence in a step, [1, 16].
+            token_count_max: Largest number of tokens that a sequence may reach while the decoder
+                is open. GPU memory is allocated for it. None means the smallest power of two that
+                is at least twice the present length, but at least 8,192.
+            policy: Overrides the policy of every sequence. Selectors `all`, `asymmetric` and
+                `oracle` are supported.
+
+        Raises:
+            SpillwayError: UNIMPLEMENTED if the engine's device is not a GPU, if the methods of
+                the policy are not supported on streams, or if a daemon shares no memory with
+                this process.
+            NotFound: A sequence does not exist, or this process does not see its GPU.
+            FailedPrecondition: A sequence is held by another decoder.
+            ResourceExhausted: The GPU's memory limit is reached.
+            ValueError: As for `begin_step`, or the client uses TCP, or has no libspillway.
+        """
+        from spillway_kv.stream import StreamDecoder  # noqa: PLC0415  (imports torch)
+
+        return StreamDecoder(self, sequences, token_count, token_count_max, policy)
+
+    # Memory.
+
+    @overload
+    def attach_region(self, byte_count: int, device: None = None) -> Region: ...
+
+    @overload
+    def attach_region(self, byte_count: int, device: str) -> GpuRegion: ...
+
+    def attach_region(self, byte_count: int, device: str | None = None) -> Any:
+        """Lets the daemon allocate memory that this process also maps.
+
+        Appends from arrays in this memory are not copied into messages. The region counts
+        against the daemon's memory until `Region.detach`, or until this client closes or its
+        process ends. An embedded engine reads every array in place and needs no region.
+
+        Args:
+            byte_count: Size of the region. For GPU memory it is rounded up to 2 MiB.
+            device: Name or UUID of the daemon's GPU whose memory is used, as in
+                `server_info.devices`. None means host memory.
+
+        Raises:
+            ResourceExhausted: The memory limit of the daemon or of the GPU is reached, or there
+                are too many regions.
+            ValueError: The client does not use a unix socket, or there is no libspillway, which
+                GPU memory needs.
+            InvalidArgument: The daemon has no such GPU.
+            SpillwayError: UNIMPLEMENTED if libspillway is without CUDA, NOT_FOUND if this
+                process does not see the GPU.
+            Unavailable: The region cannot be passed to this process.
+            KeyboardInterrupt: Raised while waiting for the region. The daemon may then free the
+                other regions of this client too. Appends from them continue in messages.
+        """
+        if device is None:
+            return self._regions.attach(byte_count)
+        return self._regions.attach_gpu(byte_count, device)
+
+    # The daemon.
+
+    def get_server_info(self, *, timeout: float | None = None) -> ServerInfo:
+        """Asks the daemon for its description: version, devices and limits.
+
+        Args:
+            timeout: Seconds. None means the client's timeout.
+        """
+        request = admin_service_pb2.GetServerInfoRequest()
+        get = self._stubs.admin.GetServerInfo
+        return ServerInfo.from_proto(self._call(get, request, timeout=timeout))
+
+    def statistics(self, model: Model | str = "") -> Statistics:
+        """Returns statistics about the memory and the work of the daemon.
+
+        Args:
+            model: Lists only this model, together with its sequences.
+
+        Raises:
+            NotFound: No such model.
+        """
+        request = admin_service_pb2.GetStatisticsRequest(model=_name(model))
+        response = self._read(self._stubs.admin.GetStatistics, request)
+        token = response.next_page_token
+        while token:
+            request.page_token = token
+            page = self._read(self._stubs.admin.GetStatistics, request)
+            if not request.model:  # Every page repeats the model that was asked for.
+                response.models.extend(page.models)
+            response.sequences.extend(page.sequences)
+            token = page.next_page_token
+        return Statistics.from_proto(response, self._described_transport())
+
+    def health(self) -> bool:
+        """Whether the daemon reports that it is serving (grpc.health.v1)."""
+        response = self._call(self._stubs.health.Check, health_pb2.HealthCheckRequest())
+        return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def _sequence_message(
+    model: str, policy: Policy | None, ttl: datetime.timedelta | float | None
+) -> sequence_service_pb2.Sequence:
+    """Makes the message for a new sequence. ttl: a timedelta or seconds."""
+    message = sequence_service_pb2.Sequence(
+        model=model, policy=None if policy is None else policy.to_proto()
+    )
+    if ttl is not None:
+        if not isinstance(ttl, datetime.timedelta):
+            ttl = datetime.timedelta(seconds=ttl)
+        message.ttl.FromTimedelta(ttl)
+    return message
+
+
+def _noting(requests: Iterator[Any], failed: list[Exception]) -> Iterator[Any]:
+    """Yields the requests. If making one of them fails, appends the error to `failed`."""
+    try:
+        yield from requests
+    except Exception as error:
+        failed.append(error)
+        raise
+
+
+def _name(model: Model | str) -> str:
+    return model if isinstance(model, str) else model.name
+
+
+def _grpcio_channel(target: str, access: Access) -> grpc.Channel:
+    return access.grpcio_channel(
+        target,
+        [
+            # A daemon on this host is not behind the user's web proxy.
+            ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+            ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+            ("grpc.enable_http_proxy", 0),
+            # A daemon that restarts is found again soon.
+            ("grpc.initial_reconnect_backoff_ms", 50),
+            ("grpc.max_reconnect_backoff_ms", 1000),
+        ],
+    )
+
+
+def _cluster_connect(target: str) -> Callable[..., Any]:
+    """Returns the `connect` of the package for clusters."""
+    name = "spillway_kv.cluster"
+    try:
+        package = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        raise ImportError(
+            f"{target} is a cluster, whose client is in the package spillway-cluster: "
+            "install its wheel, spillway_cluster-*.whl"
+        ) from None
+    made: Callable[..., Any] = package.connect
+    return made
+
+
+def connect(
+    target: str | None = None,
+    *,
+    timeout: float = 60.0,
+    native: bool | None = None,
+    settings: Mapping[str, str | int | float] | None = None,
+    ca: str | Path | None = None,
+    cert: str | Path | None = None,
+    key: str | Path | None = None,
+    token: str | None = None,
+    resume_seconds: float = 60.0,
+) -> Client:
+    """Connects to a daemon, or runs the engine in this process.
+
+    `connect("embedded:")` needs no daemon. The engine is in this process, in libspillway, until
+    the client is closed. Each such client has its own engine, which no other client can reach.
+
+    A client belongs to its process. In a forked child process, every use of it raises
+    RuntimeError, and the daemon does not notice the child or its end. The child cannot connect
+    either, also if the parent has closed its clients: start it with multiprocessing's "spawn" or
+    "forkserver", or fork before the first connect.
+
+    A target that begins with `ray:` is a cluster of daemons. It is passed to
+    `spillway_kv.cluster.connect` with the other arguments. The returned object has the calls of a
+    `Client`.
+
+    Args:
+        target: gRPC target of a daemon (`unix:/path`, `localhost:50051`), the path of a unix
+            socket, `tls:host:port`, `embedded:`, or `ray:...`. None means `SPILLWAY_TARGET`, or
+            if this is not set, the default socket of this user's daemon.
+        timeout: Default timeout of a call in seconds.
+        settings: Settings of an embedded engine, with the names of the daemon's settings file,
+            for example `{"memory.limit": "8GiB", "device.name": "cpu"}`.
+        native: Whether decode streams use libspillway, which is faster than grpcio. None means
+            that they use it if it is installed, or if `SPILLWAY_LIBRARY` names it.
+        ca: PEM file with the certificate authorities for `tls:host:port`. None means
+            `SPILLWAY_TLS_CA`, or if this is not set, those of the system. With `host:port`, a
+            value here selects TLS. `tcp:host:port` never uses TLS.
+        cert: PEM file with the client's own certificate, for a daemon that requires one. None
+            means `SPILLWAY_TLS_CERT`.
+        key: PEM file with the key of `cert`. None means `SPILLWAY_TLS_KEY`.
+        token: Bearer token, for a daemon that requires one. None means `SPILLWAY_TOKEN`.
+        resume_seconds: How long a call waits for a daemon to come back, if its rows outlive the
+            process (`server_info.store_id`). Appends, attends, decode steps and calls that only
+            read then continue. With 0 they fail at once with `Unavailable`.
+
+    Raises:
+        Unauthenticated: The daemon does not accept the token.
+        Unavailable: No daemon answers at the target.
+        VersionMismatch: The daemon has another major version.
+        InvalidArgument: A setting of an embedded engine is wrong.
+        NotFound: The device of an embedded engine does not exist.
+        OSError: libspillway was requested, by `native` or by `embedded:`, and cannot be loaded.
+        ValueError: Settings were given for a daemon, which has its own. Or an embedded engine
+            was requested with `native=False`. Or TLS files were given for a target without TLS.
+        ImportError: A `ray:` target without the package `spillway-cluster`.
+        RuntimeError: This process was forked from one that had connected.
+    """
+    asked = default_target() if target is None else target
+    if asked.startswith(_CLUSTER):
+        if settings:
+            raise ValueError(f"settings are for {_native.EMBEDDED}, not for the daemons of {asked}")
+        made = _cluster_connect(asked)(
+            asked,
+            timeout=timeout,
+            native=native,
+            ca=ca,
+            cert=cert,
+            key=key,
+            token=token,
+            resume_seconds=resume_seconds,
+        )
+        return cast("Client", made)
+    named = normalize_target(asked)
+    if named == _native.EMBEDDED:
+        if native is False:
+            raise ValueError("embedded: needs libspillway, but native=False excludes it")
+    elif settings:
+        raise ValueError(f"settings are for {_native.EMBEDDED}, not for a daemon at {named}")
+    texts = {name: str(value) for name, value in (settings or {}).items()}
+    if named == _native.EMBEDDED:
+        return Client(named, timeout, native, texts, Access(), resume_seconds)
+    access = Access.of(asked, ca, cert, key, token)
+    if access.tls and not named.startswith("tls:"):
+        named = f"tls:{named}"
+    return Client(named, timeout, native, texts, access, resume_seconds)

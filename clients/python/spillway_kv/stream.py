@@ -1,0 +1,301 @@
+"""Decoding with CUDA tensors: on streams and in CUDA graphs, or by calls to a daemon."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence as SequenceABC
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from spillway_kv._native import Sums
+from spillway_kv._native_step import F32, Tensors, set_place
+from spillway_kv._proto import attention_service_pb2
+from spillway_kv.errors import SpillwayError
+from spillway_kv.policy import Policy
+from spillway_kv.regions import GPU_ALIGNMENT, Place, byte_strides, has_gpu_rows, has_gpu_strides
+from spillway_kv.results import AttendResult
+from spillway_kv.sequence import Sequence
+from spillway_kv.step import _Together
+from spillway_kv.tensors import OutDType, decoder_like, dtype_of, engine_array
+
+if TYPE_CHECKING:
+    from spillway_kv.client import Client
+
+
+def default_token_count_max(token_count: int) -> int:
+    """Returns the smallest power of two that is at least twice `token_count` and at least 8,192."""
+    return 1 << max((2 * token_count - 1).bit_length(), 13)
+
+
+class StreamDecoder(_Together):
+    """Decodes sequences with CUDA tensors. `Client.open_decoder` creates it.
+
+    Each step begins with `next` and is then attended layer by layer. With an embedded engine,
+    attends are enqueued on torch's current stream. They read and write tensors in GPU memory,
+    and return at once. They can be captured:
+
+        decoder.next()
+        with torch.cuda.graph(graph):
+            logits = model(...)  # calls decoder.attend() for every layer
+        graph.replay()
+        while ...:
+            if decoder.next():
+                ...  # capture anew: the sequences have outgrown the launches
+            graph.replay()
+        decoder.finish()
+
+    With a daemon on this host, each attend is a call. It waits for the current stream, and for
+    the daemon, whose GPU the tensors must be on. A stream that is being captured is refused.
+    Everything else is the same.
+
+    Errors on the GPU, mainly elements that are not finite, make the layer's outputs NaN. They
+    are raised by a later `next`, by `finish` or by `results`. The tokens of that step and of the
+    steps after it are then removed from the sequence.
+
+    While the decoder is open, other requests for its sequences are refused. Not
+    thread-safe.
+
+    Attributes:
+        sequences: The sequences, in the order of the tensors.
+        token_count: Number of new tokens of each sequence in a step.
+        device: The engine's GPU. Steps go on its current stream. None, which means torch's
+            current GPU, if an embedded engine has several.
+        layer_count: Layers of the model.
+        token_count_max: Largest number of tokens that a sequence may reach.
+        version: Version of the step's launches. A graph can be used only for steps of the
+            version with which it was captured.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        sequences: SequenceABC[Sequence],
+        token_count: int,
+        token_count_max: int | None,
+        policy: Policy | None,
+    ) -> None:
+        super().__init__(client, sequences, token_count)
+        if client.step_transport not in ("embedded", "doorbell"):
+            raise ValueError(
+                "decoders need an embedded engine, or a daemon that shares memory with "
+                f"this process, by libspillway: {client.target} is reached by "
+                f"{client.step_transport}"
+            )
+        assert client._native is not None
+        starts = [sequence.token_count for sequence in sequences]
+        if token_count_max is None:
+            token_count_max = default_token_count_max(max(starts))
+        self.layer_count = self._model.layer_count
+        self.version = 0
+        self.token_count_max = token_count_max
+        self._channel = client._native
+        message = self._description(starts, policy)
+        try:
+            self._handle = self._channel.open_decoder(message.SerializeToString(), token_count_max)
+        except SpillwayError as error:
+            if error.code == "UNIMPLEMENTED":
+                # Statistics.transport reports this.
+                client._no_decoder = error.message
+            raise
+        client._no_decoder = ""
+        gpu = self._channel.decoder_gpu(self._handle)
+        self.device = (
+            _device_of([device.name for device in client.server_info.devices])
+            if gpu < 0
+            else torch.device("cuda", gpu)
+        )
+        self._tensors = Tensors()
+        self._at = ctypes.byref(self._tensors)
+        # Dtypes, shapes and strides of the last tensors. Tensors of the same form are not checked
+        # again.
+        self._form: Any = None
+        self._out_dtype = torch.float32
+        self._rows_fit = False
+
+    def __enter__(self) -> StreamDecoder:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def next(self) -> bool:
+        """Begins the next step on the current stream, which must not be captured.
+
+        Returns:
+            Whether the launches differ from those of the step before. If so, graphs must be
+            captured again. True for the first step.
+
+        Raises:
+            SpillwayError: An earlier step has failed on the GPU, or there is no memory. No step
+                is begun.
+        """
+        self._check_open()
+        before = self.version
+        try:
+            self.version = self._channel.next_step(self._handle, self._stream())
+        finally:
+            self._forget()
+        return self.version != before
+
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        out_dtype: OutDType | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Appends the new tokens' K and V to a layer of the step, and attends.
+
+        Args:
+            layer: Layer, [0, layer_count).
+            q: Queries [B, T, H_q, d] after the positional encoding, on the engine's GPU. Query t
+                sees the tokens before the step and the new tokens up to t.
+            k: Keys of the new tokens [B, H_kv, T, d] in the model's dtype.
+            v: Values, with the same shape.
+            out_dtype: Element type of the output. None means that of q.
+
+        Returns:
+            Output [B, T, H_q, d] and log-sum-exp [B, T, H_q], float32.
+
+        Raises:
+            SpillwayError: No step is begun, or a tensor is not on the engine's GPU.
+            ValueError: A shape does not fit.
+        """
+        out, lse = self._enqueue(layer, q, k, v, out_dtype, wants_lse=True)
+        assert lse is not None
+        return out, lse
+
+    def _enqueue(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out_dtype: OutDType | None = None,
+        *,
+        wants_lse: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The same as `attend`. Computes no log-sum-exp if it is not wanted."""
+        self._check_open()
+        # A model's tensors usually have the same form in every layer and step.
+        form = (
+            (out_dtype, q.dtype, k.dtype, v.dtype),
+            (q.shape, k.shape, v.shape),
+            (q.stride(), k.stride(), v.stride()),
+            (q.is_neg(), k.is_neg(), v.is_neg()),
+        )
+        if form != self._form:
+            self._form = None
+            for tensor, what in ((q, "q"), (k, "k"), (v, "v")):
+                engine_array(tensor, what)  # only to refuse what has no memory
+            self._out_dtype = self._take_form(q, k, v, out_dtype)
+            self._form = form
+        addresses = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        if not self._rows_fit or (addresses[0] | addresses[1] | addresses[2]) % GPU_ALIGNMENT:
+            self._form = None
+            q, k, v = (_gpu_rows(x, what) for x, what in ((q, "q"), (k, "k"), (v, "v")))
+            self._take_form(q, k, v, out_dtype)
+            addresses = q.data_ptr(), k.data_ptr(), v.data_ptr()
+        out = torch.empty(q.shape, dtype=self._out_dtype, device=q.device)
+        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if wants_lse else None
+        tensors = self._tensors
+        tensors.q.data, tensors.k.data, tensors.v.data = addresses
+        tensors.out.data = out.data_ptr()
+        tensors.lse = None if lse is None else lse.data_ptr()
+        self._channel.enqueue_attend(self._handle, layer, self._at, self._stream())
+        return out, lse
+
+    def _take_form(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out_dtype: OutDType | None
+    ) -> torch.dtype:
+        """Checks the tensors of a layer and stores their strides. Returns the output's dtype."""
+        asked = self._check(q, k, v, out_dtype)
+        dtype = torch.float32 if asked == F32 else q.dtype
+        tensors = self._tensors
+        tensors.q_dtype, tensors.out_dtype = dtype_of(q, "q"), asked
+        # q and out are [B, T, H, d], k and v are [B, H, T, d].
+        out = torch.empty(q.shape, dtype=dtype, device="meta")
+        set_place(tensors.out, Place(0, byte_strides(out)), 1, 2)
+        set_place(tensors.q, Place(0, byte_strides(q)), 1, 2)
+        set_place(tensors.k, Place(0, byte_strides(k)), 2, 1)
+        set_place(tensors.v, Place(0, byte_strides(v)), 2, 1)
+        self._rows_fit = all(has_gpu_strides(x) and not x.is_neg() for x in (q, k, v))
+        return dtype
+
+    def finish(self) -> None:
+        """Ends the step and waits for the GPU. Its tokens then belong to the sequences.
+
+        Raises:
+            SpillwayError: The first error that the GPU has found.
+        """
+        self._check_open()
+        try:
+            self._channel.finish_step(self._handle, self._stream())
+        finally:
+            self._forget()
+
+    def results(self, layer: int) -> list[AttendResult]:
+        """Ends the step and returns certificates and counts of a layer, one per sequence.
+
+        The outputs are in the tensors that `attend` returned, and not in the results.
+
+        Raises:
+            SpillwayError: The first error that the GPU has found.
+        """
+        self.finish()
+        message = self._channel.decoder_results(self._handle, layer)
+        results = attention_service_pb2.AttendResponse.FromString(message).results
+        shape = (self.token_count, self._model.query_head_count, self._model.head_dim)
+        for result in results:
+            result.out.shape.extend(shape)
+        return [AttendResult(result, decoder_like(None)) for result in results]
+
+    def sums(self, layer: int) -> Sums:
+        """Returns sums over the successful steps of a layer. After `finish` they are complete."""
+        self._check_open()
+        if not 0 <= layer < self._model.layer_count:
+            raise ValueError(f"layer {layer} is not in [0, {self._model.layer_count})")
+        return self._channel.decoder_sums(self._handle, layer)
+
+    def close(self) -> None:
+        """Ends the step like `finish`, but raises no errors, and releases the sequences."""
+        self._handle.close()
+        self._forget()
+
+    def _check_open(self) -> None:
+        if self._handle.closed:
+            raise ValueError("the decoder is closed")
+
+    def _stream(self) -> int:
+        """Returns the handle of torch's current stream on the engine's GPU."""
+        if _raw_stream is not None and self.device is not None:
+            return int(_raw_stream(self.device.index))
+        return int(torch.cuda.current_stream(self.device).cuda_stream)
+
+    def _forget(self) -> None:
+        for sequence in self.sequences:
+            sequence._forget()
+
+
+def _gpu_rows(tensor: torch.Tensor, what: str) -> torch.Tensor:
+    """Returns the tensor, or a copy that an engine on a GPU can read."""
+    held: Any = engine_array(tensor, what)
+    return held if has_gpu_rows(held) else held.contiguous()
+
+
+# The function that torch's compiled code uses. It creates no stream object.
+_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+def _device_of(names: list[str]) -> torch.device | None:
+    """Returns the engine's GPU. None, torch's current GPU, if the engine has several or none."""
+    return torch.device(names[0]) if len(names) == 1 and names[0].startswith("cuda") else None

@@ -1,0 +1,106 @@
+"""generate() with a cache that knows the tokens of its text."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+
+from spillway_kv.transformers.arguments import cache_argument
+from spillway_kv.transformers.cache import SpillwayCache
+
+
+class _Recorder(StoppingCriteria):
+    """Remembers the tokens so far. Never stops the generation."""
+
+    def __init__(self, ids: torch.Tensor) -> None:
+        super().__init__()
+        self.ids = ids
+
+    def __call__(
+        self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **kwargs: Any
+    ) -> torch.Tensor:
+        """Stores the tokens. transformers makes a new tensor at each step."""
+        self.ids = input_ids
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
+class _BeamRecorder(LogitsProcessor):
+    """Notes the tokens of the beams whose K/V the cache holds. Changes no scores.
+
+    Stopping criteria see candidates, of which only some become beams. This is called before the
+    beams are chosen, which then moves the noted tokens with the rows.
+    """
+
+    def __init__(self, cache: SpillwayCache) -> None:
+        self._cache = cache
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        """Notes the tokens."""
+        if input_ids.shape[0] == self._cache.batch_size:
+            self._cache.note_tokens(input_ids)
+        return scores
+
+
+def generate(model: Any, cache: SpillwayCache, ids: torch.Tensor, **kwargs: Any) -> Any:
+    """Calls `model.generate(ids, ...)` with the cache, which may already hold a part of the text.
+
+    The tokens are compared with those of the K/V that the cache already holds, and are noted as
+    they come. So a text can continue after Ctrl-C, or after `cache.save` and
+    `SpillwayCache.load`, and cannot be confused with another one.
+
+    With `num_beams` or `num_return_sequences`, the rows of the cache are multiplied as transformers
+    multiplies those of `ids`. Afterwards row i of the cache has the K/V of row i of the answer, so
+    that the answer can be continued. After beam search these may be only the K/V of the first
+    tokens, because those of beams that were given up are gone.
+
+    Args:
+        model: A transformers model.
+        cache: Its cache, empty or with a text with which `ids` begins. It has one row for each row
+            of `ids`, or as many as the answer will have while it is generated.
+        ids: The whole text so far, [B, n].
+        **kwargs: As for `generate`.
+
+    Raises:
+        TokenMismatchError: The cache holds another text. The error says from which position on.
+    """
+    beam_count = _option(model, kwargs, "num_beams")
+    repeats = max(beam_count, _option(model, kwargs, "num_return_sequences"))
+    rows = ids if cache.batch_size == len(ids) else ids.repeat_interleave(repeats, dim=0)
+    cache.check_tokens(rows)
+    length = cache.get_seq_length()
+    if 0 < length == ids.shape[1]:
+        # generate() needs the output of the last token, so the K/V of this token are computed
+        # again.
+        cache.crop(-1)
+    cache.note_tokens(rows)
+    recorder = _Recorder(rows)
+    if beam_count > 1:
+        processors = kwargs.pop("logits_processor", None) or []
+        kwargs["logits_processor"] = LogitsProcessorList([*processors, _BeamRecorder(cache)])
+    else:
+        criteria = kwargs.pop("stopping_criteria", None) or []
+        kwargs["stopping_criteria"] = StoppingCriteriaList([*criteria, recorder])
+    cache._repeats = repeats
+    try:
+        made = model.generate(ids, **cache_argument(cache), **kwargs)
+    finally:
+        cache._repeats = 1
+        if beam_count == 1 and len(recorder.ids) == cache.batch_size:
+            cache.note_tokens(recorder.ids)
+    if beam_count > 1:
+        cache._follow(made if isinstance(made, torch.Tensor) else made.sequences, len(ids))
+    return made
+
+
+def _option(model: Any, kwargs: dict[str, Any], name: str) -> int:
+    """Returns the number that `generate` will use for an option."""
+    given = (kwargs.get("generation_config"), getattr(model, "generation_config", None))
+    values = [kwargs.get(name), *(getattr(config, name, None) for config in given)]
+    return cast(int, next((value for value in values if value is not None), 1))

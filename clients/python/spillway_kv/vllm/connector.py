@@ -1,0 +1,290 @@
+"""The KV connector: carries the scheduler's plans to the workers, and their reports back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.logger import init_logger
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.core.sched.output import SchedulerOutput
+
+from spillway_kv.quality import policy_of
+from spillway_kv.vllm import layers
+from spillway_kv.vllm.backend import WINDOW_TOKEN_COUNT, SpillwayBackend
+from spillway_kv.vllm.metrics import SpillwayMetrics, SpillwayStats
+from spillway_kv.vllm.requests import Requests, Scheduled
+from spillway_kv.vllm.sequences import Shapes
+from spillway_kv.vllm.settings import Settings, settings_from
+from spillway_kv.vllm.step_plan import StepPlan, StepReport
+from spillway_kv.vllm.worker import Worker
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+logger = init_logger("vllm.spillway")
+
+
+@dataclass
+class PlanMetadata(KVConnectorMetadata):
+    """A plan on its way to the workers."""
+
+    plan: StepPlan
+
+
+@dataclass
+class ReportMetadata(KVConnectorWorkerMetadata):
+    """A report on its way to the scheduler."""
+
+    report: StepReport = field(default_factory=StepReport)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        """Adds the report of another rank."""
+        assert isinstance(other, ReportMetadata)
+        self.report.merge(other.report)
+        return self
+
+
+class SpillwayConnector(KVConnectorBase_V1, SupportsHMA):
+    """The connector. vLLM creates one for its scheduler and one for each worker."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._settings = settings_from(os.environ)
+        self._report = StepReport()
+        self._group, names = _our_group(kv_cache_config)
+        if role == KVConnectorRole.SCHEDULER:
+            self._block_size = kv_cache_config.kv_cache_groups[self._group].kv_cache_spec.block_size
+            alone = len(names) == _layer_count(kv_cache_config)
+            self._requests = Requests(self._settings.kept_sequence_count, reuses=alone)
+            self._running: set[str] = set()
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """False: no K/V are passed to other instances."""
+        return False
+
+    # Workers.
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Starts the engine, or connects to the daemon. Called when the layers are known."""
+        self._open()
+
+    def _open(self) -> layers.Attending:
+        found = layers.attending()
+        if found is None:
+            found = _open_attending(self._vllm_config, self._settings)
+            layers.set_attending(found)
+        return found
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Stores the step's plan. vLLM calls this before anything else of the step."""
+        assert isinstance(kv_connector_metadata, PlanMetadata)
+        self._open().plan(kv_connector_metadata.plan)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        """Does nothing: no K/V are loaded into vLLM's pool."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Does nothing: no K/V are loaded into vLLM's pool."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Does nothing: the layers themselves append K/V."""
+
+    def wait_for_save(self) -> None:
+        """Ends the step."""
+        self._report = self._open().end()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """Returns what the step has lost, or None."""
+        report, self._report = self._report, StepReport()
+        return ReportMetadata(report) if report.losses or report.gone else None
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """Returns the counts since the last call."""
+        if self.role == KVConnectorRole.SCHEDULER:
+            count, self._requests.reused_token_count = self._requests.reused_token_count, 0
+            return SpillwayStats.of_reuse(count) if count else None
+        found = layers.attending()
+        return None if found is None else SpillwayStats.taken_from(found.worker)
+
+    def shutdown(self) -> None:
+        """Ends the engine with its worker."""
+        found = layers.attending()
+        if self.role == KVConnectorRole.WORKER and found is not None:
+            layers.set_attending(None)
+            found.worker.close()
+
+    # The scheduler.
+
+    def on_new_request(self, request: Request) -> None:
+        """Adds a request."""
+        self._requests.add(
+            request.request_id,
+            _tokens(request, request.prompt_token_ids),
+            request.num_prompt_tokens,
+            _salt(request),
+        )
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Returns for how many tokens rows exist already. None: vLLM shall ask again later."""
+        assert num_computed_tokens == 0
+        others = bool(self._running - {request.request_id})
+        return self._requests.matched(request.request_id, request.num_tokens, others), False
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        """Does nothing: the plan contains what was matched."""
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        """Plans a step."""
+        state = scheduler_output.kv_connector_block_state
+        assert state is not None
+        computed = {r.req_id: r.num_computed_tokens for r in scheduler_output.scheduled_new_reqs}
+        cached = scheduler_output.scheduled_cached_reqs
+        computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        scheduled = []
+        for name, count in scheduler_output.num_scheduled_tokens.items():
+            blocks = state.resolve_block_ids(name)[self._group]
+            newest = (computed[name] + count - 1) // self._block_size
+            scheduled.append(Scheduled(name, computed[name], count, blocks[newest]))
+        preempted = set(scheduler_output.preempted_req_ids or ())
+        self._running -= preempted | scheduler_output.finished_req_ids
+        self._running.update(computed)
+        return PlanMetadata(self._requests.plan(scheduled, preempted))
+
+    def take_report(self, report: StepReport, running_count: int) -> tuple[list[str], list[str]]:
+        """Returns the requests to compute again, and those that fail.
+
+        Args:
+            report: Merged report of all ranks for one step.
+            running_count: Number of requests that are being computed.
+        """
+        for loss in report.losses.values():
+            logger.warning("a request's rows are lost: %s", loss.reason)
+        again, failed = self._requests.take_report(report, running_count)
+        for name in failed:
+            logger.error("request %s ends with an error", name)
+        self._running -= {*again, *failed}
+        return again, failed
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Keeps the sequence for later requests with the same prefix."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Keeps the sequence for later requests with the same prefix."""
+        self._running.discard(request.request_id)
+        self._requests.finish(request.request_id, _tokens(request, request.all_token_ids))
+        return False, None
+
+    def reset_cache(self) -> bool | None:
+        """Drops the sequences of finished requests."""
+        self._requests.reset()
+        return True
+
+    # Metrics.
+
+    @classmethod
+    def build_kv_connector_stats(
+        cls, data: dict[str, Any] | None = None
+    ) -> KVConnectorStats | None:
+        """Wraps sums that another process has sent."""
+        return SpillwayStats(data=data) if data is not None else SpillwayStats()
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> SpillwayMetrics:
+        """Returns the counters for vLLM's /metrics."""
+        return SpillwayMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+def _tokens(request: Request, tokens: Sequence[int] | None) -> Sequence[int] | None:
+    """Returns the tokens, if they alone determine the K/V; otherwise None."""
+    if request.mm_features or request.prompt_embeds is not None or tokens is None:
+        return None
+    return list(tokens)
+
+
+def _salt(request: Request) -> str:
+    adapter = request.lora_request
+    return f"{'' if adapter is None else adapter.lora_name}\n{request.cache_salt or ''}"
+
+
+def _layer_count(kv_cache_config: KVCacheConfig) -> int:
+    return sum(len(group.layer_names) for group in kv_cache_config.kv_cache_groups)
+
+
+def _our_group(kv_cache_config: KVCacheConfig) -> tuple[int, list[str]]:
+    """Returns the index of the pool's group with Spillway's first layer, and all its layers."""
+    names = {
+        name: index
+        for index, group in enumerate(kv_cache_config.kv_cache_groups)
+        if getattr(group.kv_cache_spec, "sliding_window", None) == WINDOW_TOKEN_COUNT
+        for name in group.layer_names
+    }
+    if not names:
+        raise ValueError("spillway-vllm cannot serve this: no layer has full attention")
+    return names[min(names, key=extract_layer_index)], list(names)
+
+
+def _open_attending(vllm_config: VllmConfig, settings: Settings) -> layers.Attending:
+    """Starts this rank's engine for the layers that use the backend."""
+    found = get_layers_from_vllm_config(vllm_config, Attention)
+    ours = {n: layer for n, layer in found.items() if layer.attn_backend is SpillwayBackend}
+    names = sorted(ours, key=extract_layer_index)
+    shapes = {
+        Shapes(
+            layer_count=len(names),
+            query_head_count=layer.num_heads,
+            kv_head_count=layer.num_kv_heads,
+            head_dim=layer.head_size,
+            dtype=layer.kv_cache_torch_dtype,
+            scale=layer.impl.scale,
+        )
+        for layer in ours.values()
+    }
+    if len(shapes) != 1:
+        raise ValueError(
+            "spillway-vllm cannot serve this: its layers with full attention have several "
+            f"shapes: {sorted(map(str, shapes))}"
+        )
+    (shape,) = shapes
+    device = torch.device(vllm_config.device_config.device_type)
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    worker = Worker(settings, shape, device, policy_of(settings.quality))
+    logger.info("Spillway serves %d of %d attention layers: %s", len(names), len(found), shape)
+    return layers.Attending(worker, names)

@@ -1,0 +1,112 @@
+"""The changes that the plugin makes to vLLM: the backend's name, and the settings for it."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+from vllm.config import KVTransferConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import AttentionType
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+from spillway_kv.vllm.guard import refusals
+from spillway_kv.vllm.settings import settings_from
+
+_CUSTOM = AttentionBackendEnum.CUSTOM
+_CONNECTOR = "SpillwayConnector"
+_MARK = "_spillway_installed"
+
+
+def install() -> None:
+    """Registers the backend and the code that selects it, once in a process."""
+    register_backend(_CUSTOM, "spillway_kv.vllm.backend.SpillwayBackend")
+    if getattr(EngineArgs, _MARK, False):
+        return
+    setattr(EngineArgs, _MARK, True)
+    _configure_with_it()
+    _choose_it_by_layer()
+
+
+def _configure_with_it() -> None:
+    """Makes `--attention-backend CUSTOM` set connector and scheduler, and check the options."""
+    create = EngineArgs.create_engine_config
+
+    @functools.wraps(create)
+    def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> Any:
+        if not _is_chosen(self):
+            return create(self, *args, **kwargs)
+        settings_from(os.environ)
+        _prepare(self)
+        config = create(self, *args, **kwargs)
+        reasons = refusals(config)
+        if reasons:
+            raise ValueError("spillway-vllm cannot serve this: " + "; ".join(reasons))
+        scheduling = "Async" if config.scheduler_config.async_scheduling else ""
+        config.scheduler_config.scheduler_cls = (
+            f"spillway_kv.vllm.scheduler.Spillway{scheduling}Scheduler"
+        )
+        return config
+
+    EngineArgs.create_engine_config = create_engine_config
+
+
+def _is_chosen(args: EngineArgs) -> bool:
+    for named in (args.attention_backend, args.attention_config.backend):
+        if named is not None:
+            name = named if isinstance(named, str) else named.name
+            return name.upper() == _CUSTOM.name
+    return False
+
+
+def _prepare(args: EngineArgs) -> None:
+    """Sets the options that the backend needs.
+
+    Raises:
+        ValueError: The user has set such an option. The message names it.
+    """
+    if args.kv_transfer_config is not None:
+        raise ValueError(
+            "--kv-transfer-config: the backend CUSTOM of spillway-vllm brings a connector of its "
+            "own; leave the option out"
+        )
+    if args.enable_prefix_caching:
+        raise ValueError(
+            "--enable-prefix-caching: spillway-vllm takes equal prefixes' K/V from its own "
+            "sequences (VLLM_SPILLWAY_KEPT_SEQUENCES); leave the option out"
+        )
+    if args.scheduler_cls is not None:
+        raise ValueError(
+            f"--scheduler-cls {args.scheduler_cls}: spillway-vllm needs a scheduler of its own; "
+            "leave the option out"
+        )
+    args.enable_prefix_caching = False
+    args.kv_transfer_config = KVTransferConfig(
+        kv_connector=_CONNECTOR,
+        kv_connector_module_path="spillway_kv.vllm.connector",
+        kv_role="kv_both",
+    )
+
+
+def _choose_it_by_layer() -> None:
+    """Uses the backend for the layers with full attention, and vLLM's own for other layers.
+
+    vLLM's CPU platform has only one backend and ignores the name of another.
+    """
+    platform = type(current_platform)
+    choose = platform.get_attn_backend_cls.__func__
+
+    @functools.wraps(choose)
+    def get_attn_backend_cls(
+        cls: Any, selected_backend: Any, attn_selector_config: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if selected_backend != _CUSTOM:
+            return choose(cls, selected_backend, attn_selector_config, *args, **kwargs)
+        wanted = attn_selector_config
+        if wanted.has_sliding_window or wanted.use_mla or wanted.attn_type != AttentionType.DECODER:
+            return choose(cls, None, attn_selector_config, *args, **kwargs)
+        return _CUSTOM.get_path()
+
+    platform.get_attn_backend_cls = classmethod(get_attn_backend_cls)

@@ -1,0 +1,98 @@
+"""The worker with which the layers of this process attend, step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+
+from spillway_kv.vllm.step_plan import StepPlan, StepReport
+from spillway_kv.vllm.worker import Worker
+
+
+class Batch(Protocol):
+    """The part of vLLM's description of a batch that is needed."""
+
+    def newest_blocks(self) -> list[tuple[int, int]]:
+        """Returns (block of the newest token, position of the first new one) of each active row."""
+
+
+class Attending:
+    """Combines plan, batch and worker. For one thread.
+
+    Args:
+        worker: The worker of this rank.
+        layer_names: vLLM's names of the worker's layers, in the model's order.
+    """
+
+    def __init__(self, worker: Worker, layer_names: list[str]) -> None:
+        self.worker = worker
+        self._numbers: Mapping[str, int] = {name: i for i, name in enumerate(layer_names)}
+        self._plan: StepPlan | None = None
+        self._begun = False
+
+    def plan(self, plan: StepPlan) -> None:
+        """Stores the plan of the next step."""
+        self._plan = plan
+        self._begun = False
+
+    def attend(
+        self,
+        layer_name: str,
+        batch: Batch,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """Attends at a layer. The first layer of a step prepares the sequences."""
+        if self._plan is None:
+            # vLLM runs a batch that belongs to no request.
+            out.zero_()
+            return
+        if not self._begun:
+            self.worker.begin(self._plan, begins_of(self._plan, batch))
+            self._begun = True
+        self.worker.attend(self._numbers[layer_name], q, k, v, out)
+
+    def end(self) -> StepReport:
+        """Ends the step. For a step without tokens, keeps and drops sequences as planned."""
+        plan, self._plan = self._plan, None
+        if plan is not None and not self._begun:
+            self.worker.begin(StepPlan(kept=plan.kept, dropped=plan.dropped), {})
+        return self.worker.end()
+
+
+def begins_of(plan: StepPlan, batch: Batch) -> dict[int, int]:
+    """Returns the position of each request's first token in the batch, by key.
+
+    vLLM does not say which row belongs to which request. The block of a row's newest token tells:
+    only one request has this block.
+
+    Raises:
+        RuntimeError: The rows of the batch are not those of the plan.
+    """
+    rows = batch.newest_blocks()
+    starts = dict(rows)
+    begins = {r.key: starts[r.block] for r in plan.requests if r.block in starts}
+    if len(starts) != len(rows) or len(begins) != len(rows) or len(rows) != len(plan.requests):
+        raise RuntimeError(
+            f"the batch has rows with the blocks {sorted(block for block, _ in rows)}, the plan "
+            f"{sorted(request.block for request in plan.requests)}"
+        )
+    return begins
+
+
+_attending: Attending | None = None
+
+
+def attending() -> Attending | None:
+    """Returns the object of this process. None before vLLM has set it up."""
+    return _attending
+
+
+def set_attending(value: Attending | None) -> None:
+    """Sets the object of this process."""
+    global _attending  # noqa: PLW0603
+    _attending = value

@@ -1,0 +1,244 @@
+"""The sequences of a worker, in its engine or in a daemon. Does not import vLLM."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from typing import TypeVar, cast
+
+import torch
+
+import spillway_kv
+from spillway_kv.sequence import Sequence
+from spillway_kv.shared_model import shared_model
+from spillway_kv.tensors import DTypeName
+from spillway_kv.vllm.settings import PREFIX, Settings
+from spillway_kv.vllm.step_plan import LossKind, PlannedRequest, StepPlan
+
+_logger = logging.getLogger("vllm.spillway")
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Shapes of the layers that this rank's engine serves.
+
+    Attributes:
+        layer_count: Layers with full attention.
+        query_head_count: Query heads of this rank.
+        kv_head_count: KV heads of this rank.
+        head_dim: Elements of a key.
+        dtype: Element type of K and V.
+        scale: Factor on q.k.
+    """
+
+    layer_count: int
+    query_head_count: int
+    kv_head_count: int
+    head_dim: int
+    dtype: torch.dtype
+    scale: float
+
+
+class Lost(Exception):
+    """The rows of a request are not available in this step."""
+
+    def __init__(self, reason: str, kind: LossKind = "again") -> None:
+        super().__init__(reason)
+        self.kind = kind
+
+
+class Sequences:
+    """The sequences of a rank's requests, by key. Kept ones are those of finished requests.
+
+    For one thread.
+
+    Args:
+        settings: Where K/V are kept.
+        shapes: Shapes of this rank's layers.
+        device: Device of the model's tensors.
+    """
+
+    def __init__(self, settings: Settings, shapes: Shapes, device: torch.device) -> None:
+        self._settings = settings
+        self._shapes = shapes
+        self.client = _connect(settings, device)
+        self._model: spillway_kv.Model | None = None
+        self._sequences: dict[int, Sequence] = {}
+        # Kept sequences, the first to be dropped first.
+        self._kept: OrderedDict[int, None] = OrderedDict()
+        # Sequences with which requests of this step begin.
+        self._sources: set[int] = set()
+        # Kept sequences that were dropped to free memory, and sequences to begin with that have
+        # disappeared, since this was cleared.
+        self.gone: set[int] = set()
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def close(self) -> None:
+        """Deletes all sequences, and ends the engine or the connection."""
+        for key in list(self._sequences):
+            self.drop(key)
+        self.client.close()
+
+    def begin(self, plan: StepPlan) -> None:
+        """Drops and keeps the sequences as planned."""
+        for key in plan.dropped:
+            self.drop(key)
+        for key in plan.kept:
+            if key in self._sequences:
+                self._kept[key] = None
+        self._sources = {r.source.key for r in plan.requests if r.source is not None}
+
+    def ready(self, request: PlannedRequest) -> Sequence:
+        """Returns the request's sequence, with as many tokens as planned.
+
+        Raises:
+            Lost: The sequence is not available.
+        """
+        return self.patiently(lambda: self._ready(request))
+
+    def held(self, key: int) -> Sequence:
+        """Returns a sequence that a decoder holds, without changing it."""
+        return self._sequences[key]
+
+    def _ready(self, request: PlannedRequest) -> Sequence:
+        if request.source is not None:
+            self.drop(request.key)
+            source = self._sequences.get(request.source.key)
+            if source is None:
+                self.gone.add(request.source.key)
+                raise Lost(f"the sequence {request.source.key} to begin with is gone")
+            if request.source.key in self._kept:
+                self._kept.move_to_end(request.source.key)
+            try:
+                self._sequences[request.key] = source.fork()
+            except spillway_kv.NotFound:
+                self.drop(request.source.key)
+                self.gone.add(request.source.key)
+                raise
+        sequence = self._sequences.get(request.key)
+        if request.start == 0 and sequence is None:
+            sequence = self.client.create_sequence(self._open_model())
+            self._sequences[request.key] = sequence
+        if sequence is None:
+            raise Lost("its sequence is gone")
+        if sequence.token_count < request.start:
+            raise Lost(f"{sequence.token_count} of {request.start} tokens' rows are there")
+        if max(sequence.layer_token_counts) > request.start:
+            sequence.truncate(request.start)
+        return sequence
+
+    def _open_model(self) -> spillway_kv.Model:
+        """Returns the engine's model with these shapes. Creates it if necessary."""
+        if self._model is None:
+            shapes = self._shapes
+            dtype = cast(DTypeName, str(shapes.dtype).removeprefix("torch."))
+            named = {**asdict(shapes), "dtype": dtype}
+            self._model = shared_model(
+                self.client,
+                "vllm",
+                json.dumps(named, sort_keys=True),
+                layer_count=shapes.layer_count,
+                query_head_count=shapes.query_head_count,
+                kv_head_count=shapes.kv_head_count,
+                head_dim=shapes.head_dim,
+                dtype=dtype,
+                softmax_scale=shapes.scale,
+            )
+        return self._model
+
+    def patiently(self, call: Callable[[], _T]) -> _T:
+        """Calls. Frees memory if it is lacking, and waits for a daemon that is gone.
+
+        Args:
+            call: A function that may be called again after a failure.
+
+        Raises:
+            Lost: The request cannot be served in this step.
+            spillway_kv.Unavailable: The daemon has not come back in time.
+        """
+        while True:
+            try:
+                return call()
+            except spillway_kv.ResourceExhausted as error:
+                if not self._make_room():
+                    raise Lost(error.message, "memory") from None
+            except spillway_kv.NotFound as error:
+                # If the daemon has restarted, the model is gone too.
+                self._model = None
+                raise Lost(error.message) from None
+            except spillway_kv.Unavailable as error:
+                self._wait_for_daemon(error)
+                self._model = None
+                raise Lost("the daemon was gone") from None
+            except (
+                spillway_kv.DeadlineExceeded,
+                spillway_kv.Aborted,
+                spillway_kv.Cancelled,
+            ) as error:
+                raise Lost(error.message) from None
+            except spillway_kv.SpillwayError as error:
+                # For example K/V that are not finite.
+                raise Lost(error.message, "failed") from None
+
+    def _make_room(self) -> bool:
+        """Drops the sequence of a finished request with which no request of the step begins."""
+        for key in self._kept:
+            if key not in self._sources:
+                self.drop(key)
+                self.gone.add(key)
+                return True
+        return False
+
+    def _wait_for_daemon(self, error: spillway_kv.Unavailable) -> None:
+        """Waits until the daemon answers again.
+
+        Raises:
+            spillway_kv.Unavailable: The daemon did not answer within the time in the settings.
+        """
+        seconds = self._settings.reconnect_seconds
+        _logger.warning("%s; waiting %g s for it", error.message, seconds)
+        until = time.monotonic() + seconds
+        while True:
+            try:
+                self.client.get_server_info()
+                return
+            except spillway_kv.SpillwayError:
+                if time.monotonic() >= until:
+                    raise spillway_kv.Unavailable(
+                        f"no daemon has answered at {self.client.target} for {seconds:g} s "
+                        f"({error.message}); {PREFIX}RECONNECT_SECONDS says how long to wait"
+                    ) from None
+                time.sleep(0.2)
+
+    def drop(self, key: int) -> None:
+        """Deletes a sequence. It is not an error if it does not exist."""
+        self._kept.pop(key, None)
+        sequence = self._sequences.pop(key, None)
+        if sequence is not None:
+            try:
+                sequence.delete()
+            except spillway_kv.SpillwayError as error:
+                _logger.debug("deleting %s: %s", sequence.name, error)
+
+
+def _connect(settings: Settings, device: torch.device) -> spillway_kv.Client:
+    """Starts an engine in this process, or connects to the daemon."""
+    if not settings.embedded:
+        return spillway_kv.connect(settings.target)
+    name = settings.device or ("cpu" if device.type != "cuda" else f"cuda:{device.index or 0}")
+    values: Iterable[tuple[str, str]] = (
+        ("device.name", name),
+        ("memory.limit", settings.memory),
+        ("device.gpu_memory_limit", settings.gpu_memory),
+    )
+    return spillway_kv.connect(
+        "embedded:", settings={name: value for name, value in values if value}
+    )

@@ -1,0 +1,108 @@
+"""The plugin's settings: environment variables VLLM_SPILLWAY_*."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from spillway_kv.quality import policy_of
+
+PREFIX = "VLLM_SPILLWAY_"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Where K/V are kept and how they are attended.
+
+    Attributes:
+        target: `embedded:` for an engine in each worker process, or a daemon's gRPC target.
+        memory: Host memory of an embedded engine, like `memory.limit` in the daemon's settings
+            ("16GiB"). Empty means the engine's default.
+        gpu_memory: GPU memory of an embedded engine, like `device.gpu_memory_limit`. Empty means
+            the engine's default.
+        device: Device of an embedded engine, "cpu" or "cuda:0". Empty means the worker's device.
+        quality: How decode steps attend: one of `spillway.QUALITIES`.
+        kept_sequence_count: Number of finished requests whose K/V are kept for requests with the
+            same prefix.
+        reconnect_seconds: How long a worker waits for a daemon that is gone.
+    """
+
+    target: str = "embedded:"
+    memory: str = ""
+    gpu_memory: str = ""
+    device: str = ""
+    quality: str = "default"
+    kept_sequence_count: int = 32
+    reconnect_seconds: float = 60.0
+
+    @property
+    def embedded(self) -> bool:
+        """Whether each worker has its own engine."""
+        return self.target == "embedded:"
+
+
+_NAMES = {
+    "TARGET": "target",
+    "MEMORY": "memory",
+    "GPU_MEMORY": "gpu_memory",
+    "DEVICE": "device",
+    "QUALITY": "quality",
+    "KEPT_SEQUENCES": "kept_sequence_count",
+    "RECONNECT_SECONDS": "reconnect_seconds",
+}
+
+
+def settings_from(environment: Mapping[str, str]) -> Settings:
+    """Reads the settings.
+
+    Args:
+        environment: The environment, such as `os.environ`.
+
+    Raises:
+        ValueError: There is an unknown variable with the prefix, or a value is out of range. The
+            message names it.
+    """
+    values: dict[str, str | int | float] = {}
+    for variable, text in environment.items():
+        if not variable.startswith(PREFIX):
+            continue
+        name = _NAMES.get(variable.removeprefix(PREFIX))
+        if name is None:
+            known = ", ".join(PREFIX + known for known in _NAMES)
+            raise ValueError(f"{variable} is not a setting of spillway-vllm; settings are {known}")
+        values[name] = _value(variable, name, text)
+    settings = Settings(**values)  # type: ignore[arg-type]
+    if not settings.embedded:
+        for name in ("MEMORY", "GPU_MEMORY", "DEVICE"):
+            if values.get(_NAMES[name]):
+                raise ValueError(
+                    f"{PREFIX}{name} is for an embedded engine; the daemon at {settings.target} "
+                    "has settings of its own"
+                )
+    return settings
+
+
+def _value(variable: str, name: str, text: str) -> str | int | float:
+    if name == "kept_sequence_count":
+        return _whole(variable, text, 0, 100_000)
+    if name == "reconnect_seconds":
+        try:
+            seconds = float(text)
+        except ValueError:
+            seconds = -1.0
+        if not 0 <= seconds <= 86_400:
+            raise ValueError(f"{variable} is {text!r}, not seconds in [0, 86400]")
+        return seconds
+    if name == "quality":
+        policy_of(text)
+    return text.strip()
+
+
+def _whole(variable: str, text: str, least: int, most: int) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = least - 1
+    if not least <= number <= most:
+        raise ValueError(f"{variable} is {text!r}, not a whole number in [{least}, {most}]")
+    return number
