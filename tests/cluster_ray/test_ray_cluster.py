@@ -134,7 +134,7 @@ def test_the_snippets_of_the_page(nodes: RayNodes) -> None:
     (snippet,) = fences("docs/cluster.md", "python")
     with daemons(2):
         for line in snippet.splitlines():
-            names: dict[str, Any] = {"spillway": spillway_kv}
+            names: dict[str, Any] = {"spillway_kv": spillway_kv}
             exec(line.replace("parts=4", "parts=2"), names)  # because this cluster has two daemons
             with names["client"] as client:
                 client.create_model("m", **SHAPES)

@@ -1,4 +1,4 @@
-"""Builds wheels from copies of the sources."""
+"""Builds wheels from copies of the sources, and reads them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from daemon_process import ROOT
 
 
 def build(package: Path, output: Path, library: Path | None) -> Path:
-    """Builds the wheel of a package. If `library` is given, the wheel contains this libspillway."""
+    """Builds the wheel of the package, with this libspillway if `library` is given."""
     environment = {k: v for k, v in os.environ.items() if k != "SPILLWAY_LIBRARY_FILE"}
     if library is not None:
         environment["SPILLWAY_LIBRARY_FILE"] = str(library)
@@ -30,16 +30,23 @@ def build(package: Path, output: Path, library: Path | None) -> Path:
     return wheel
 
 
-def copied(folder: Path, *packages: str) -> Path:
-    """Copies the sources of packages and of the API, without build output."""
+def copied(folder: Path) -> Path:
+    """Copies the sources of the package and of the API, without build output."""
     left_out = shutil.ignore_patterns("build", "_proto", "*.egg-info", "__pycache__")
     shutil.copy(ROOT / "VERSION", folder)
-    for name in ("proto", *(f"clients/{package}" for package in packages)):
+    for name in ("proto", "clients/python"):
         shutil.copytree(ROOT / name, folder / name, ignore=left_out)
-    return folder / "clients"
+    return folder / "clients/python"
 
 
 def files(wheel: Path) -> set[str]:
     """The names of the files in a wheel."""
     with zipfile.ZipFile(wheel) as archive:
         return set(archive.namelist())
+
+
+def metadata(wheel: Path, name: str) -> str:
+    """The text of a file in the wheel's .dist-info folder."""
+    with zipfile.ZipFile(wheel) as archive:
+        (found,) = (n for n in archive.namelist() if n.endswith(f".dist-info/{name}"))
+        return archive.read(found).decode()

@@ -58,11 +58,3 @@ def test_takes_no_settings_of_an_engine(package: FakePackage) -> None:
     with pytest.raises(ValueError, match="settings are for embedded:, not for the daemons of ray:"):
         spillway_kv.connect("ray:kv", settings={"memory.limit": "1GiB"})
     assert package.calls == []
-
-
-def test_says_which_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "spillway_kv.cluster", None)
-    with pytest.raises(
-        ImportError, match=r"ray:kv is .* install its wheel, spillway_cluster-\*\.whl"
-    ):
-        spillway_kv.connect("ray:kv")

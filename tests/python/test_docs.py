@@ -36,7 +36,7 @@ def model_and_prompt(names: dict[str, Any]) -> None:
     model.set_attn_implementation("spillway")
     ids = random_llama.prompt(1, 300)
     names |= {
-        "spillway": spillway_kv,
+        "spillway_kv": spillway_kv,
         "SpillwayCache": SpillwayCache,
         "model": model,
         "prompt_ids": ids,
@@ -56,7 +56,7 @@ def open_sequence(names: dict[str, Any]) -> None:
     k, v = rng.standard_normal((2, 2, 4, 3000, 64), np.float32)
     sequence.append(0, 0, k, v)
     names |= {
-        "spillway": spillway_kv,
+        "spillway_kv": spillway_kv,
         "client": client,
         "sequence": sequence,
         "k": k,

@@ -1,4 +1,4 @@
-"""generate() of spillway_kv.transformers with beams and samples: tokens and K/V keep the same rows."""
+"""generate() with beams and samples: tokens and K/V keep the same rows."""
 
 from __future__ import annotations
 

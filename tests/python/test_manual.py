@@ -49,7 +49,7 @@ def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     if request.param == "spillwayd":
         return Program("spillwayd", [str(BUILT / "daemon/spillwayd")], share)
     folder = tmp_path_factory.mktemp("share")
-    module = request.param.replace("-", "_")
+    module = request.param.replace("spillway-", "spillway_kv.")
     return typer_program(request.param, f"{module}.cli", folder)
 
 
@@ -166,10 +166,10 @@ def test_the_page_says_whose_version(program: Program) -> None:
     assert f'"Spillway {VERSION}"' in page(program).splitlines()[0]
 
 
-def test_a_wheel_brings_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_wheel_brings_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "share/man/man1").mkdir(parents=True)
     (tmp_path / "share/man/man1/spillway-cluster.1.gz").touch()
     monkeypatch.setenv("SPILLWAY_SHARE", str(tmp_path / "share"))
-    wheel = build(copied(tmp_path, "cluster") / "cluster", tmp_path / "made", None)
-    page = f"spillway_cluster-{VERSION}.data/data/share/man/man1/spillway-cluster.1.gz"
+    wheel = build(copied(tmp_path), tmp_path / "made", None)
+    page = f"spillway_kv-{VERSION}.data/data/share/man/man1/spillway-cluster.1.gz"
     assert page in files(wheel)

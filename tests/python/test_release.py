@@ -34,7 +34,7 @@ package wheels:
 \tmkdir -p build/$@ && cd build/$@ && $(foreach n,$(FILES_$@),echo $(n) > $(n);)
 FILES_package = spillway_1.2.3_amd64.deb spillway-dev_1.2.3_amd64.deb
 FILES_package += spillway-1.2.3-linux-x86_64.tar.gz
-FILES_wheels = spillway_kv-1.2.3-py3-none-any.whl spillway_lab-1.2.3-py3-none-any.whl
+FILES_wheels = spillway_kv-1.2.3-py3-none-any.whl
 """
 
 
@@ -80,7 +80,6 @@ def test_all_is_collected(checkout: Path) -> None:
         "spillway-dev_1.2.3_amd64.deb",
         "spillway-1.2.3-linux-x86_64.tar.gz",
         "spillway_kv-1.2.3-py3-none-any.whl",
-        "spillway_lab-1.2.3-py3-none-any.whl",
     }
     lines = (made / "SHA256SUMS").read_text().splitlines()
     sums = {name: digest for digest, name in (line.split() for line in lines)}

@@ -129,7 +129,7 @@ def test_settings() -> None:
         ("KEPT_SEQUENCES", "many", "KEPT_SEQUENCES is 'many', not a whole number"),
         ("RECONNECT_SECONDS", "nan", r"RECONNECT_SECONDS is 'nan', not seconds in \[0, 86400\]"),
         ("RECONNECT_SECONDS", "soon", "RECONNECT_SECONDS is 'soon', not seconds"),
-        ("TARGTE", "x", "VLLM_SPILLWAY_TARGTE is not a setting of spillway-vllm; settings are VL"),
+        ("TARGTE", "x", "VLLM_SPILLWAY_TARGTE is not a setting of Spillway; settings are VL"),
     ],
 )
 def test_wrong_settings(name: str, value: str, expected: str) -> None:

@@ -1,10 +1,9 @@
-"""The client's wheel for a user without a checkout. scripts/wheels-test.sh tests more."""
+"""The wheel for a user without a checkout. scripts/wheels-test.sh tests more."""
 
 from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from daemon_process import ROOT, binary
-from packages import build, copied, files
+from packages import build, copied, metadata
 
 if not (ROOT / "clients/python/pyproject.toml").exists():
     pytest.skip("no checkout here, only what a bundle has of it", allow_module_level=True)
@@ -23,24 +22,22 @@ if not (ROOT / "clients/python/pyproject.toml").exists():
 SYSTEM = re.compile(r"lib(c|m|stdc\+\+|gcc_s|z)\.so\.\d+|ld-linux-x86-64\.so\.2")
 
 
-class Wheels(NamedTuple):
-    """The folder of all wheels, the client's wheel, and the folder with its unpacked files."""
+class Wheel(NamedTuple):
+    """The wheel, and the folder with its unpacked files."""
 
-    folder: Path
-    client: Path
+    file: Path
     unpacked: Path
 
 
 @pytest.fixture(scope="module")
-def wheels(tmp_path_factory: pytest.TempPathFactory) -> Wheels:
-    """The wheels of scripts/wheels.sh, from the library under test without symbols."""
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Wheel:
+    """The wheel of scripts/wheels.sh, from the library under test without symbols."""
     folder = tmp_path_factory.mktemp("wheels")
-    clients = copied(folder, "python", "lab", "vllm", "cluster")
     library = folder / "libspillway.so.1"
     built = binary().resolve().parents[1] / "clients/c/libspillway.so.1"
     subprocess.run(["strip", "-o", library, built], check=True)
     made = folder / "made"
-    raw = build(clients / "python", folder / "raw", library)
+    raw = build(copied(folder), folder / "raw", library)
     programs = Path(sys.executable).parent
     done = subprocess.run(
         [sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", made, raw],
@@ -49,12 +46,10 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Wheels:
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    for name in ("lab", "vllm", "cluster"):
-        shutil.copy(build(clients / name, folder / name, None), made)
-    (client,) = made.glob("spillway_kv-*.whl")
-    with zipfile.ZipFile(client) as archive:
+    (file,) = made.glob("spillway_kv-*.whl")
+    with zipfile.ZipFile(file) as archive:
         archive.extractall(folder / "unpacked")
-    return Wheels(made, client, folder / "unpacked")
+    return Wheel(file, folder / "unpacked")
 
 
 def needed(file: Path) -> set[str]:
@@ -65,33 +60,18 @@ def needed(file: Path) -> set[str]:
     return set(re.findall(r"\(NEEDED\).*\[(.*)\]", told))
 
 
-def test_one_version_everywhere(wheels: Wheels) -> None:
-    version = (ROOT / "VERSION").read_text().strip()
-    names = {path.name.split("-")[0]: path.name.split("-")[1] for path in wheels.folder.iterdir()}
-    assert names == dict.fromkeys(
-        ("spillway", "spillway_kv.lab", "spillway_kv.vllm", "spillway_kv.cluster"), version
-    )
-    for path in wheels.folder.glob("spillway_*.whl"):
-        with zipfile.ZipFile(path) as archive:
-            (name,) = (n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
-            needs = re.findall(
-                r"^Requires-Dist: spillway(?:\[\w+\])?(.*)$", archive.read(name).decode(), re.M
-            )
-        assert needs == [f"=={version}"], path.name
-
-
-def test_any_python_of_systems_with_a_newer_glibc(wheels: Wheels) -> None:
+def test_any_python_of_systems_with_a_newer_glibc(wheel: Wheel) -> None:
     tag = re.fullmatch(
-        r"spillway-[\d.]+-py3-none-manylinux_2_(\d+)_x86_64\.whl", wheels.client.name
+        r"spillway_kv-[\d.]+-py3-none-manylinux_2_(\d+)_x86_64\.whl", wheel.file.name
     )
-    assert tag is not None, wheels.client.name
+    assert tag is not None, wheel.file.name
     # It is built on Debian 12, which has glibc 2.36; Ubuntu 24.04 has 2.39.
     assert int(tag[1]) <= 36
 
 
-def test_what_it_needs_is_beside_it(wheels: Wheels) -> None:
-    own = wheels.unpacked / "spillway/_lib/libspillway.so.1"
-    carried = list((wheels.unpacked / "spillway.libs").iterdir())
+def test_what_it_needs_is_beside_it(wheel: Wheel) -> None:
+    own = wheel.unpacked / "spillway_kv/_lib/libspillway.so.1"
+    carried = list((wheel.unpacked / "spillway_kv.libs").iterdir())
     assert {name.name.split("-")[0] for name in carried} >= {"libgrpc", "libprotobuf", "libtbb"}
     names = {path.name for path in carried}
     for file in (own, *carried):
@@ -101,20 +81,17 @@ def test_what_it_needs_is_beside_it(wheels: Wheels) -> None:
     assert all(re.search(r"-[0-9a-f]{8}\.so", name) for name in names)
 
 
-def test_each_has_the_licence(wheels: Wheels) -> None:
-    for path in wheels.folder.iterdir():
-        (name,) = (n for n in files(path) if n.endswith(".dist-info/licenses/LICENSE"))
-        with zipfile.ZipFile(path) as archive:
-            assert archive.read(name) == (ROOT / "LICENSE").read_bytes()
+def test_it_has_the_licence(wheel: Wheel) -> None:
+    assert metadata(wheel.file, "licenses/LICENSE") == (ROOT / "LICENSE").read_text()
 
 
-def test_in_an_empty_environment(wheels: Wheels, tmp_path: Path) -> None:
+def test_in_an_empty_environment(wheel: Wheel, tmp_path: Path) -> None:
     output = tmp_path / "result.json"
     # Other packages come from this environment, but not its links to the checkout.
     borrowed = sysconfig.get_path("purelib")
     done = subprocess.run(
         [
-            *(sys.executable, ROOT / "scripts/try_wheels.py", wheels.folder),
+            *(sys.executable, ROOT / "scripts/try_wheel.py", wheel.file.parent),
             *("--borrow", borrowed, "--output", output),
         ],
         capture_output=True,
@@ -133,7 +110,7 @@ def test_in_an_empty_environment(wheels: Wheels, tmp_path: Path) -> None:
 
 def test_a_folder_without_them(tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, ROOT / "scripts/try_wheels.py", tmp_path], capture_output=True, text=True
+        [sys.executable, ROOT / "scripts/try_wheel.py", tmp_path], capture_output=True, text=True
     )
     assert done.returncode == 2
-    assert f"{tmp_path} has 0 wheels of Spillway, not 4" in done.stderr
+    assert f"{tmp_path} has 0 wheels of Spillway, not 1" in done.stderr

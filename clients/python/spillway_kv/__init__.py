@@ -1,108 +1,45 @@
-"""Python client of Spillway.
+"""Python client of Spillway, and what runs models with it.
 
-`connect()` returns a `Client`. `spillway_kv.transformers` runs Hugging Face models with it.
+`connect()` returns a `Client`. `spillway_kv.transformers` runs Hugging Face models,
+`spillway_kv.vllm` is a plugin for vLLM, `spillway_kv.cluster` a client of several daemons, and
+`spillway_kv.lab` has research tools. What they need beside this package are its extras
+`transformers`, `vllm`, `ray` and `lab`.
 """
 
-from importlib import metadata
-from typing import TYPE_CHECKING
+from importlib import import_module, metadata
+from typing import TYPE_CHECKING, Any
 
-from spillway_kv.client import Client, connect
-from spillway_kv.decode import DecodeStream
-from spillway_kv.errors import (
-    Aborted,
-    AlreadyExists,
-    Cancelled,
-    DaemonRestarted,
-    DataLoss,
-    DeadlineExceeded,
-    FailedPrecondition,
-    FieldViolation,
-    InvalidArgument,
-    NotFound,
-    OutOfRange,
-    ResourceExhausted,
-    SpillwayError,
-    Unauthenticated,
-    Unavailable,
-    VersionMismatch,
-)
-from spillway_kv.indices import KeyIndices, MlpHash, RotationHash
-from spillway_kv.policy import Adaptive, Candidates, Policy, TopK, TopP
-from spillway_kv.regions import GpuRegion, Region
-from spillway_kv.results import (
-    AppendResult,
-    AttendResult,
-    Certificate,
-    Model,
-    Pages,
-    SavedSequence,
-    Selection,
-    SequenceInfo,
-)
-from spillway_kv.sequence import Sequence
-from spillway_kv.server import AuditStatistics, HeadAudit, ServerInfo, Statistics, Transport
-from spillway_kv.step import DecodeStep
-from spillway_kv.target import default_target
-from spillway_kv.tensors import BFloat16
-from spillway_kv.tracing import traced
-
-__all__ = [
-    "Aborted",
-    "Adaptive",
-    "AlreadyExists",
-    "AppendResult",
-    "AttendResult",
-    "AuditStatistics",
-    "BFloat16",
-    "Cancelled",
-    "Candidates",
-    "Certificate",
-    "Client",
-    "DaemonRestarted",
-    "DataLoss",
-    "DeadlineExceeded",
-    "DecodeStep",
-    "DecodeStream",
-    "FailedPrecondition",
-    "FieldViolation",
-    "GpuRegion",
-    "HeadAudit",
-    "InvalidArgument",
-    "KeyIndices",
-    "MlpHash",
-    "Model",
-    "NotFound",
-    "OutOfRange",
-    "Pages",
-    "Policy",
-    "Region",
-    "ResourceExhausted",
-    "RotationHash",
-    "SavedSequence",
-    "Selection",
-    "Sequence",
-    "SequenceInfo",
-    "ServerInfo",
-    "SpillwayError",
-    "Statistics",
-    "Transport",
-    "TopK",
-    "TopP",
-    "Unauthenticated",
-    "Unavailable",
-    "VersionMismatch",
-    "connect",
-    "default_target",
-    "traced",
-]
-
+if TYPE_CHECKING:
+    from spillway_kv._exports import *  # noqa: F403
+    from spillway_kv._exports import __all__ as __all__
 
 __version__: str
 
 if not TYPE_CHECKING:
 
-    def __getattr__(name: str) -> str:
-        """Reads the version on access, because sources that are not installed have none."""
+    def __getattr__(name: str) -> Any:
+        """Loads a module, or the names of the client, when they are used.
+
+        vLLM imports this package at each start, also if another backend is chosen.
+        """
         if name == "__version__":
+            # Sources that are not installed have none.
             return metadata.version("spillway-kv")
+        if name != "__all__":
+            if name.startswith("__"):
+                raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            module = f"{__name__}.{name}"
+            try:
+                return import_module(module)
+            except ModuleNotFoundError as error:
+                if error.name != module:
+                    raise
+        exports = import_module("spillway_kv._exports")
+        globals().update({each: getattr(exports, each) for each in exports.__all__})
+        globals()["__all__"] = exports.__all__
+        if name in globals():
+            return globals()[name]
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__getattr__("__all__")})

@@ -6,7 +6,7 @@ import datetime
 import importlib
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceABC
 from functools import partial
 from pathlib import Path
@@ -917,22 +917,6 @@ def _grpcio_channel(target: str, access: Access) -> grpc.Channel:
     )
 
 
-def _cluster_connect(target: str) -> Callable[..., Any]:
-    """Returns the `connect` of the package for clusters."""
-    name = "spillway_kv.cluster"
-    try:
-        package = importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name != name:
-            raise
-        raise ImportError(
-            f"{target} is a cluster, whose client is in the package spillway-cluster: "
-            "install its wheel, spillway_cluster-*.whl"
-        ) from None
-    made: Callable[..., Any] = package.connect
-    return made
-
-
 def connect(
     target: str | None = None,
     *,
@@ -988,14 +972,14 @@ def connect(
         OSError: libspillway was requested, by `native` or by `embedded:`, and cannot be loaded.
         ValueError: Settings were given for a daemon, which has its own. Or an embedded engine
             was requested with `native=False`. Or TLS files were given for a target without TLS.
-        ImportError: A `ray:` target without the package `spillway-cluster`.
+        ModuleNotFoundError: A `ray:` target, and the extra `ray` is not installed.
         RuntimeError: This process was forked from one that had connected.
     """
     asked = default_target() if target is None else target
     if asked.startswith(_CLUSTER):
         if settings:
             raise ValueError(f"settings are for {_native.EMBEDDED}, not for the daemons of {asked}")
-        made = _cluster_connect(asked)(
+        made = importlib.import_module("spillway_kv.cluster").connect(
             asked,
             timeout=timeout,
             native=native,

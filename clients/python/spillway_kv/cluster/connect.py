@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 import spillway_kv
+from spillway_kv._extras import needs
 from spillway_kv.cluster.client import ClusterClient
 from spillway_kv.errors import InvalidArgument
 
@@ -69,11 +70,14 @@ def connect(target: str, **options: Any) -> ClusterClient:
             answer.
         InvalidArgument: The target is wrong.
         ValueError: More parts are requested than there are daemons.
+        ModuleNotFoundError: The extra `ray` is not installed.
     """
     namespace, counts = parse_target(target)
-    from spillway_kv.cluster.deploy import join  # noqa: PLC0415  (imports Ray, which takes a second)
-    from spillway_kv.cluster.directory_placement import DirectoryPlacement  # noqa: PLC0415
-    from spillway_kv.cluster.handle import DirectoryHandle  # noqa: PLC0415
+    with needs("ray", target):
+        # Imports Ray, which takes a second.
+        from spillway_kv.cluster.deploy import join  # noqa: PLC0415
+        from spillway_kv.cluster.directory_placement import DirectoryPlacement  # noqa: PLC0415
+        from spillway_kv.cluster.handle import DirectoryHandle  # noqa: PLC0415
 
     join()
     placement = DirectoryPlacement(

@@ -13,7 +13,11 @@ tokens are appended and attended in the daemon. Each batch row is a sequence wit
 length: left padding is never appended. docs/transformers.md says what is supported.
 """
 
-from transformers import AttentionInterface, AttentionMaskInterface
+from spillway_kv._extras import needs
+
+with needs("transformers", "spillway_kv.transformers"):
+    import torch  # noqa: F401
+    from transformers import AttentionInterface, AttentionMaskInterface
 
 from spillway_kv.transformers.arguments import cache_argument
 from spillway_kv.transformers.attention import left_padding_mask, spillway_attention

@@ -7,25 +7,29 @@ see `spillway_kv.vllm.settings`.
 
 from __future__ import annotations
 
-import logging
-
 # The vLLM interfaces that this package uses change between minor versions.
 VLLM_MINOR = "0.32"
 
-_logger = logging.getLogger("vllm.spillway")
-
 
 def register() -> None:
-    """Registers the backend. vLLM calls this in each of its processes."""
+    """Names the backend CUSTOM. vLLM calls this in each of its processes.
+
+    Loads two small modules. The others are loaded if the backend is chosen. With another minor
+    version of vLLM, choosing it is an error that names both versions.
+    """
     from vllm.version import __version__  # noqa: PLC0415
 
-    if not f"{__version__}.".startswith(f"{VLLM_MINOR}."):
-        _logger.warning(
-            "spillway-vllm is for vLLM %s and this is %s: the backend CUSTOM is not registered",
-            VLLM_MINOR,
-            __version__,
-        )
-        return
-    from spillway_kv.vllm.hooks import install  # noqa: PLC0415
+    if f"{__version__}.".startswith(f"{VLLM_MINOR}."):
+        from spillway_kv.vllm.hooks import install  # noqa: PLC0415
 
-    install()
+        install()
+        return
+    try:
+        from vllm.v1.attention.backends.registry import (  # noqa: PLC0415
+            AttentionBackendEnum,
+            register_backend,
+        )
+    except ImportError:
+        # So old that it has no backend of this name.
+        return
+    register_backend(AttentionBackendEnum.CUSTOM, "spillway_kv.vllm.other_version.SpillwayBackend")

@@ -155,7 +155,7 @@ class SpillwayImpl(AttentionImpl[SpillwayMetadata]):
         }
         for what, is_so in refused.items():
             if is_so:
-                raise ValueError(f"spillway-vllm cannot serve this: a layer has {what}")
+                raise ValueError(f"Spillway cannot serve this: a layer has {what}")
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = float(scale)

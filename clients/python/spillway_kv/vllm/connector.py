@@ -256,7 +256,7 @@ def _our_group(kv_cache_config: KVCacheConfig) -> tuple[int, list[str]]:
         for name in group.layer_names
     }
     if not names:
-        raise ValueError("spillway-vllm cannot serve this: no layer has full attention")
+        raise ValueError("Spillway cannot serve this: no layer has full attention")
     return names[min(names, key=extract_layer_index)], list(names)
 
 
@@ -278,7 +278,7 @@ def _open_attending(vllm_config: VllmConfig, settings: Settings) -> layers.Atten
     }
     if len(shapes) != 1:
         raise ValueError(
-            "spillway-vllm cannot serve this: its layers with full attention have several "
+            "Spillway cannot serve this: its layers with full attention have several "
             f"shapes: {sorted(map(str, shapes))}"
         )
     (shape,) = shapes

@@ -1,4 +1,7 @@
-"""The changes that the plugin makes to vLLM: the backend's name, and the settings for it."""
+"""The changes that the plugin makes to vLLM: the backend's name, and the settings for it.
+
+vLLM loads this module at each start. It imports nothing that vLLM has not loaded already.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,6 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-
-from spillway_kv.vllm.guard import refusals
-from spillway_kv.vllm.settings import settings_from
 
 _CUSTOM = AttentionBackendEnum.CUSTOM
 _CONNECTOR = "SpillwayConnector"
@@ -38,12 +38,15 @@ def _configure_with_it() -> None:
     def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> Any:
         if not _is_chosen(self):
             return create(self, *args, **kwargs)
+        from spillway_kv.vllm.guard import refusals  # noqa: PLC0415
+        from spillway_kv.vllm.settings import settings_from  # noqa: PLC0415
+
         settings_from(os.environ)
         _prepare(self)
         config = create(self, *args, **kwargs)
         reasons = refusals(config)
         if reasons:
-            raise ValueError("spillway-vllm cannot serve this: " + "; ".join(reasons))
+            raise ValueError("Spillway cannot serve this: " + "; ".join(reasons))
         scheduling = "Async" if config.scheduler_config.async_scheduling else ""
         config.scheduler_config.scheduler_cls = (
             f"spillway_kv.vllm.scheduler.Spillway{scheduling}Scheduler"
@@ -69,17 +72,17 @@ def _prepare(args: EngineArgs) -> None:
     """
     if args.kv_transfer_config is not None:
         raise ValueError(
-            "--kv-transfer-config: the backend CUSTOM of spillway-vllm brings a connector of its "
-            "own; leave the option out"
+            "--kv-transfer-config: Spillway's backend brings a connector of its own; leave the "
+            "option out"
         )
     if args.enable_prefix_caching:
         raise ValueError(
-            "--enable-prefix-caching: spillway-vllm takes equal prefixes' K/V from its own "
+            "--enable-prefix-caching: Spillway takes equal prefixes' K/V from its own "
             "sequences (VLLM_SPILLWAY_KEPT_SEQUENCES); leave the option out"
         )
     if args.scheduler_cls is not None:
         raise ValueError(
-            f"--scheduler-cls {args.scheduler_cls}: spillway-vllm needs a scheduler of its own; "
+            f"--scheduler-cls {args.scheduler_cls}: Spillway needs a scheduler of its own; "
             "leave the option out"
         )
     args.enable_prefix_caching = False

@@ -21,7 +21,7 @@ class Settings:
         gpu_memory: GPU memory of an embedded engine, like `device.gpu_memory_limit`. Empty means
             the engine's default.
         device: Device of an embedded engine, "cpu" or "cuda:0". Empty means the worker's device.
-        quality: How decode steps attend: one of `spillway.QUALITIES`.
+        quality: How decode steps attend: one of `spillway_kv.quality.QUALITIES`.
         kept_sequence_count: Number of finished requests whose K/V are kept for requests with the
             same prefix.
         reconnect_seconds: How long a worker waits for a daemon that is gone.
@@ -69,7 +69,7 @@ def settings_from(environment: Mapping[str, str]) -> Settings:
         name = _NAMES.get(variable.removeprefix(PREFIX))
         if name is None:
             known = ", ".join(PREFIX + known for known in _NAMES)
-            raise ValueError(f"{variable} is not a setting of spillway-vllm; settings are {known}")
+            raise ValueError(f"{variable} is not a setting of Spillway; settings are {known}")
         values[name] = _value(variable, name, text)
     settings = Settings(**values)  # type: ignore[arg-type]
     if not settings.embedded:
