@@ -154,6 +154,8 @@ class Trial:
         ours = [page for page in pages if "spillway" in page]
         if ours:
             raise RuntimeError(f"pip asked an index for {ours}")
+        if self.asks_an_index and not pages:
+            raise RuntimeError("pip's log names no page of an index")
 
     def python(self, program: str) -> str:
         """Runs a Python program in isolated mode: it ignores the folder and PYTHON variables."""

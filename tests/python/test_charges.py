@@ -163,7 +163,8 @@ def test_the_most_models(client: Client) -> None:
     assert client.statistics().memory.used_bytes - before >= 20 * 4096
     for model in made:
         client.delete_model(model)
-    assert client.statistics().memory.used_bytes == before
+    # Messages of calls that have just ended may still be charged, in either figure.
+    assert abs(client.statistics().memory.used_bytes - before) < 1024
 
 
 def waiting_model(client: Client) -> Model:

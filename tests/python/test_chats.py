@@ -294,7 +294,7 @@ def test_attached_in_another_process(client: Client, spilled: Any, tmp_path: Pat
     cache = SpillwayCache(spilled.config, client)
     forward(spilled, ids, cache)
     script = (
-        "import sys, spillway, torch\n"
+        "import sys, spillway_kv, torch\n"
         "from spillway_kv.transformers import SpillwayCache\n"
         "from transformers import AutoModelForCausalLM\n"
         "folder, target, name, ids = sys.argv[1:]\n"

@@ -148,7 +148,7 @@ def test_folders_are_those_of_the_user(
 def test_the_memory_limit_is_within_the_limits_of_the_process(limit: int) -> None:
     ended = run(
         f"""
-        import resource, spillway
+        import resource, spillway_kv
         resource.setrlimit({limit}, (6 << 30, 6 << 30))
         with spillway_kv.connect("embedded:", settings={{"device.name": "cpu"}}) as client:
             print(client.server_info.limits.memory_bytes_max < 0.75 * (6 << 30))
@@ -289,7 +289,7 @@ def test_it_is_loaded_twice() -> None:
     # A program may load its own copy of libspillway. The second copy must not end the process.
     ended = run(
         f"""
-        import os, pathlib, shutil, tempfile, ctypes, spillway
+        import os, pathlib, shutil, tempfile, ctypes, spillway_kv
         with tempfile.TemporaryDirectory() as folder:
             copy = pathlib.Path(folder, "libspillway.so.1")
             shutil.copy(os.environ["SPILLWAY_LIBRARY"], copy)

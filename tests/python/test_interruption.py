@@ -375,7 +375,8 @@ def test_cycles_do_not_leak(client: Client, model: Model) -> None:
         sequence.delete()
         copy.delete()
         used.append(client.statistics().memory.used_bytes)
-    assert used[-1] <= used[1]
+    # Messages of calls that have just ended may still be charged, in either figure.
+    assert used[-1] < used[1] + 1024
 
 
 def receive_for_ever(stream: spillway_kv.DecodeStream) -> None:

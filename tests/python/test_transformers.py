@@ -36,10 +36,11 @@ def spilled() -> Any:
 
 @pytest.fixture(autouse=True)
 def no_sequence_stays(client: Client) -> Iterator[None]:
+    # Sequences of other tests may be collected at any time.
     before = {info.name for info in client.list_sequences()}
     yield
     gc.collect()
-    assert {info.name for info in client.list_sequences()} == before
+    assert {info.name for info in client.list_sequences()} <= before
 
 
 @pytest.mark.parametrize("policy", [None, ALL], ids=["default", "all"])
