@@ -12,7 +12,7 @@ python=$PWD/.venv/bin/python
 
 rm -rf "$made" "$work" clients/python/build
 mkdir -p "$made"
-trap 'rm -rf "$work"' EXIT
+trap 'rm -rf "$work" clients/python/build' EXIT
 # Installs the library without symbols, and the licences of the libraries in the wheel.
 cmake --install build/release --component portable --strip --prefix "$PWD/$work/archive" >/dev/null
 for program in lab cluster; do

@@ -263,7 +263,7 @@ def test_a_full_file_system(tmp_path: Path) -> None:
 
 EMBEDDED = """
 import os, signal, sys
-import numpy as np, spillway
+import numpy as np, spillway_kv
 sys.path.insert(0, sys.argv[2])
 from arena_folder import SHAPES, Writer, rows
 settings = {"memory.limit": "256MiB", "memory.arena_directory": sys.argv[1]}

@@ -204,7 +204,7 @@ def run(script: str) -> subprocess.CompletedProcess[str]:
 def test_a_program_may_end_with_it_open() -> None:
     ended = run(
         f"""
-        import numpy as np, spillway, threading
+        import numpy as np, spillway_kv, threading
         client = spillway_kv.connect("embedded:", settings={SETTINGS!r})
         model = client.create_model(
             layer_count=1, query_head_count=1, kv_head_count=1, head_dim=16, dtype="float32"
@@ -242,7 +242,7 @@ def test_rows_of_an_append_that_is_given_up_may_be_released(append: str, error: 
     settings = SETTINGS | {"memory.limit": "1GiB"}
     ended = run(
         f"""
-        import numpy as np, signal, spillway, time
+        import numpy as np, signal, spillway_kv, time
         signal.signal(signal.SIGALRM, signal.default_int_handler)
         client = spillway_kv.connect("embedded:", settings={settings!r})
         model = client.create_model(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -73,6 +74,8 @@ def scene(client: Client, model: Model, rng: np.random.Generator) -> Iterator[Sc
     k, v = rng.standard_normal((2, 2, 2, 10, 16), np.float32)
     sequence.append(0, 0, k, v)
     scene = Scene(client, model, sequence, k, v)
+    # What other tests have left may be collected at any time.
+    gc.collect()
     before = scene.state()
     yield scene
     assert scene.state() == before

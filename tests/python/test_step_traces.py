@@ -115,7 +115,7 @@ def test_a_trace_id_that_is_none_is_refused(target: str, trace_id: str) -> None:
 
 
 EMBEDDED = """
-import numpy as np, spillway
+import numpy as np, spillway_kv
 rows, q = np.ones((2, 1, 16), np.float32), np.ones((1, 2, 16), np.float32)
 settings = {
     "device.name": "cpu", "memory.limit": "256MiB", "log.format": "json", "log.level": "info",

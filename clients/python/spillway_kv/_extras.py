@@ -24,7 +24,6 @@ def needs(extra: str, what: str) -> Iterator[None]:
         if package in ("", "spillway_kv"):
             raise
         raise ModuleNotFoundError(
-            f"{what} needs {package}, which is not installed: "
-            f"pip install 'spillway-kv[{extra}]'",
+            f"{what} needs {package}, which is not installed: pip install 'spillway-kv[{extra}]'",
             name=error.name,
         ) from error
