@@ -370,7 +370,11 @@ def main() -> None:
         policy = spillway_kv.Policy(heavy=spillway_kv.TopK(fraction=arguments.top), tail="none")
     report(gpu=torch.cuda.get_device_name(), torch=torch.__version__)
     for tokens in arguments.tokens:
-        settings = {"memory.limit": "100GiB", "device.name": arguments.device}
+        settings = {
+            "memory.limit": "100GiB",
+            "device.name": arguments.device,
+            "models.sampling_seed": 0,
+        }
         with (
             spillway_kv.connect("embedded:", settings=settings) as client,
             spillway_kv.connect(

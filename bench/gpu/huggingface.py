@@ -494,7 +494,11 @@ def main() -> None:
         memory_bytes = bench.row_bytes * 5 // 4 + (2 << 30)
         target = stack.enter_context(running_daemon(options.device, memory_bytes))
         client = stack.enter_context(spillway_kv.connect(target))
-        settings = {"memory.limit": memory_bytes, "device.name": options.device}
+        settings = {
+            "memory.limit": memory_bytes,
+            "device.name": options.device,
+            "models.sampling_seed": 0,
+        }
         ways = {
             "daemon": client,
             "embedded": stack.enter_context(spillway_kv.connect("embedded:", settings=settings)),

@@ -402,6 +402,7 @@ def main() -> None:
         block_token_count=options.block,
     )
     settings: dict[str, Any] = {
+        "models.sampling_seed": 0,
         "memory.limit": longest * bench.token_bytes * 5 // 4 + 2 * GIB,
         "device.name": options.device,
     }

@@ -253,12 +253,12 @@ void Report(const char* name, const Measured& measured, double device_us) {
 }
 
 absl::Status Run(const Options& options) {
-  const std::vector<std::string> settings = {"memory.limit=" + options.memory,
-                                             "device.name=" + options.device};
-  const char* texts[] = {settings[0].c_str(), settings[1].c_str()};
+  const std::vector<std::string> settings = {
+      "memory.limit=" + options.memory, "device.name=" + options.device, "models.sampling_seed=0"};
+  const char* texts[] = {settings[0].c_str(), settings[1].c_str(), settings[2].c_str()};
   Measured embedded;
   {
-    const Channel channel(spillway_channel_embed(texts, 2), &spillway_channel_close);
+    const Channel channel(spillway_channel_embed(texts, 3), &spillway_channel_close);
     if (channel == nullptr) return LastError();
     absl::StatusOr<Measured> measured = Measure(channel.get(), options);
     if (!measured.ok()) return measured.status();

@@ -328,6 +328,11 @@ const std::vector<Setting>& Settings() {
               &Config::thread_count, 0, 4096),
       Live(Integer("models.count_max", "--model-count-max", "most models at the same time",
                    &Config::model_count_max, 1, std::numeric_limits<int32_t>::max())),
+      Integer("models.sampling_seed", "--sampling-seed",
+              "seed of the sampling of models whose policy names none; with the same seed, the "
+              "same requests give the same results; -1: random, and the same as long as rows "
+              "outlive the process",
+              &Config::sampling_seed, -1, std::numeric_limits<int64_t>::max()),
       Live(Seconds("sequences.ttl_seconds", "--ttl",
                    "seconds without a call after which a sequence is deleted, unless it has its "
                    "own ttl; 0: never",

@@ -84,6 +84,8 @@ struct Config {
   double unnamed_grace_seconds = 60;
   int64_t sequence_count_max = 65536;
   int64_t model_count_max = 4096;
+  // Seed of the sampling of models whose policy names none; -1: random.
+  int64_t sampling_seed = -1;
   // Most connections at the same time; further ones are closed.
   int connection_count_max = 1024;
   // Most calls of one connection at the same time.

@@ -13,13 +13,25 @@
 #include "daemon/engine/rebuild_operation.h"
 #include "daemon/engine/sha256.h"
 #include "daemon/store/description.h"
+#include "host/base/random_id.h"
 #include "host/base/status_macros.h"
+#include "host/memory/checksum.h"
 
 namespace spillway {
 namespace {
 
 // Bytes that a model takes without weights and sequences, rounded up.
 constexpr int64_t kModelTableBytes = 8192;
+
+// Distinguishes this sum from others of the same text.
+constexpr uint64_t kSeedSalt = 64;
+
+// If it is drawn, at most 2^63 - 1, the largest value of the setting.
+uint64_t SamplingSeed(const EngineOptions& options) {
+  if (options.sampling_seed.has_value()) return *options.sampling_seed;
+  const std::string drawn = options.store != nullptr ? options.store->identity() : RandomId();
+  return Checksum(drawn, kSeedSalt) >> 1;
+}
 
 }  // namespace
 
@@ -28,6 +40,7 @@ Engine::Engine(Device* device, Arena* arena, MemoryBudget* budget, EngineOptions
       arena_(arena),
       budget_(budget),
       options_(std::move(options)),
+      sampling_seed_(SamplingSeed(options_)),
       slow_attends_(options_.slow_attend_seconds),
       device_watch_(*device, options_.device_lost),
       registry_(options_.model_count_max, options_.sequence_count_max, options_.clock,

@@ -42,6 +42,9 @@ struct EngineOptions {
   // How long a sequence without a name of its own is kept after all clients that used it have gone
   // (presence.h). Infinite: until its ttl ends.
   absl::Duration unnamed_grace = absl::InfiniteDuration();
+  // The seed of models whose policy names none. Empty: random, and the same as long as the store's
+  // files exist. Nobody can then choose K/V for which samples say too little.
+  std::optional<uint64_t> sampling_seed;
   // The store in which models and sequences outlive the process, beside the arena's file of rows.
   // Must outlive the engine, whose first call must then be Restore(). Null: nothing outlives the
   // process.
@@ -155,6 +158,8 @@ class Engine {
   void CheckDevices() { device_watch_.Check(); }
   const Auditor* auditor() const { return options_.auditor; }
   // Identity of the store, the same in every process that opens it; empty without a store.
+  // EngineOptions::sampling_seed, or the one that was drawn.
+  uint64_t sampling_seed() const { return sampling_seed_; }
   std::string store_id() const {
     return options_.store == nullptr ? "" : options_.store->identity();
   }
@@ -271,6 +276,7 @@ class Engine {
   const EngineOptions options_;
   const std::shared_ptr<UnnamedGrace> unnamed_grace_ =
       std::make_shared<UnnamedGrace>(options_.unnamed_grace);
+  const uint64_t sampling_seed_;
   OrderedQueues queues_;
   WorkCounters work_;
   EngineCounters counters_;

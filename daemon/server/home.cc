@@ -15,6 +15,11 @@ namespace {
 // Rows and codes leave 1/32 of the memory limit free, in addition to the share for messages.
 constexpr int64_t kAttendShare = 32;
 
+std::optional<uint64_t> SamplingSeedOf(const Config& config) {
+  if (config.sampling_seed < 0) return std::nullopt;
+  return static_cast<uint64_t>(config.sampling_seed);
+}
+
 }  // namespace
 
 absl::Duration UnnamedGraceOf(const Config& config) {
@@ -73,6 +78,7 @@ absl::StatusOr<std::unique_ptr<Home>> Home::Open(const Config& config,
                                              .slow_attend_seconds = config.slow_attend_ms / 1e3,
                                              .auditor = home->auditor_.get(),
                                              .unnamed_grace = UnnamedGraceOf(config),
+                                             .sampling_seed = SamplingSeedOf(config),
                                              .store = home->store_.get(),
                                              .device_lost = std::move(device_lost)});
   if (home->store_ != nullptr) {

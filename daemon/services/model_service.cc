@@ -27,7 +27,11 @@ grpc::ServerUnaryReactor* ModelService::CreateModel(grpc::CallbackServerContext*
                                                     const Caller& caller,
                                                     const v1::CreateModelRequest* request,
                                                     v1::CreateModelResponse* response) {
-  absl::StatusOr<ModelDescription> description = FromProto(request->model());
+  v1::Model asked = request->model();
+  if (!asked.default_policy().has_seed()) {
+    asked.mutable_default_policy()->set_seed(services_.engine.sampling_seed());
+  }
+  absl::StatusOr<ModelDescription> description = FromProto(asked);
   if (!description.ok()) return Answer(services_, context, description.status());
   absl::StatusOr<std::string> id = ChooseId(request->model_id(), "model_id");
   if (!id.ok()) return Answer(services_, context, id.status());

@@ -80,7 +80,9 @@ def embedded(root: Path, device: str) -> Iterator[spillway_kv.Client]:
     """Yields a client with an engine in this process."""
     if "SPILLWAY_LIBRARY" not in os.environ:
         serving.prefer_library(serving.find_binary(root))
-    with spillway_kv.connect("embedded:", settings={"device.name": device}) as client:
+    with spillway_kv.connect(
+        "embedded:", settings={"device.name": device, "models.sampling_seed": 0}
+    ) as client:
         yield client
 
 

@@ -790,3 +790,29 @@ def test_what_a_drain_that_broke_off_has_copied_goes_with_the_sequence(
             copy.refresh()
         with pytest.raises(spillway_kv.NotFound):
             client.get_sequence("sequences/s")
+
+
+def test_parts_have_one_seed_that_the_first_daemon_has_drawn(tmp_path: Path) -> None:
+    drawn = (*FLAGS, "--sampling-seed", "-1")
+    with local_cluster(tmp_path, 3, *drawn) as cluster, cluster.connect(2) as client:
+        alone = []
+        for name in cluster.nodes:
+            with spillway_kv.connect(cluster.directory.daemon(name).target) as daemon:
+                alone.append(daemon.create_model(**SHAPES).policy.seed)
+        assert len(set(alone)) == 3
+        model = client.create_model("m", **SHAPES)
+        assert model.policy.seed in alone
+        sequences = [client.create_sequence(model) for _ in range(3)]
+        seeds: set[int | None] = set()
+        held = 0
+        for name in cluster.nodes:
+            with spillway_kv.connect(cluster.directory.daemon(name).target) as daemon:
+                parts = [m for m in daemon.list_models() if m.name.startswith("models/m.")]
+                seeds |= {part.policy.seed for part in parts}
+                for info in daemon.list_sequences():
+                    seeds.add(info.policy.seed)
+                    held += 1
+        assert held == 2 * len(sequences) == 6
+        assert seeds == {model.policy.seed}
+        given = client.create_model("given", **SHAPES, policy=spillway_kv.Policy(seed=5))
+        assert given.policy.seed == 5

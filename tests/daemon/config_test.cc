@@ -86,6 +86,19 @@ TEST(Config, AMemoryLimitAboveTheControlGroupsIsRefused) {
   EXPECT_TRUE(Parse(Machine(24 * kGiB, 8 * kGiB), {"--memory-limit", "8GiB"}).ok());
 }
 
+TEST(Config, TheSeedOfTheSamplingIsRandomUnlessItIsGiven) {
+  const Topology machine = Machine(24 * kGiB);
+  EXPECT_EQ(Parse(machine, {})->config.sampling_seed, -1);
+  EXPECT_EQ(Parse(machine, {"--sampling-seed", "0"})->config.sampling_seed, 0);
+  EXPECT_EQ(Parse(machine, {"--sampling-seed", "9223372036854775807"})->config.sampling_seed,
+            9223372036854775807);
+  for (const char* bad : {"-2", "9223372036854775808", "1.5", "random"}) {
+    const auto line = Parse(machine, {"--sampling-seed", bad});
+    EXPECT_TRUE(absl::IsInvalidArgument(line.status())) << bad;
+    EXPECT_THAT(std::string(line.status().message()), HasSubstr("--sampling-seed")) << bad;
+  }
+}
+
 TEST(Config, TheGraceOfUnnamedSequencesIsASpanOfTime) {
   const Topology machine = Machine(24 * kGiB);
   EXPECT_EQ(Parse(machine, {})->config.unnamed_grace_seconds, 60);

@@ -549,6 +549,22 @@ TEST_F(RestoreTest, AnIdThatNobodyCanNameIsNotRestored) {
                                                     "sequences/a: there are two with this id"));
 }
 
+TEST_F(RestoreTest, TheSeedOfTheSamplingStaysWithTheStore) {
+  const uint64_t first = Start()->engine->sampling_seed();
+  EXPECT_EQ(Start()->engine->sampling_seed(), first);
+  EXPECT_LT(first, uint64_t{1} << 63);
+  const ScratchFolder elsewhere;
+  MemoryBudget budget(kLimit);
+  const auto other = *Store::Open(elsewhere.path(), &budget);
+  ToyDevice device(false);
+  EXPECT_NE(Engine(&device, nullptr, &budget, {.store = other.get()}).sampling_seed(), first);
+  EXPECT_EQ(
+      Engine(&device, nullptr, &budget, {.sampling_seed = 7, .store = other.get()}).sampling_seed(),
+      7);
+  EXPECT_NE(Engine(&device, nullptr, &budget, {}).sampling_seed(),
+            Engine(&device, nullptr, &budget, {}).sampling_seed());
+}
+
 // The names of the sequences that have expired.
 std::vector<std::string> Swept(Engine& engine) {
   std::vector<std::string> names;

@@ -77,7 +77,9 @@ def connected(transport: str, request: pytest.FixtureRequest) -> spillway_kv.Cli
     if transport == "embedded":
         serving.prefer_library(binary())
         named = {"device.name": device()} if device() else {}
-        return spillway_kv.connect("embedded:", settings={"memory.limit": "4GiB", **named})
+        # As the daemon's (serving.Daemon), because tests compare their outputs.
+        fixed: dict[str, str | int] = {"memory.limit": "4GiB", "models.sampling_seed": 0}
+        return spillway_kv.connect("embedded:", settings={**fixed, **named})
     target = request.getfixturevalue("target")
     client = spillway_kv.connect(target, native=transport != "grpcio")
     client._regions.staged_bytes_min = staged_bytes_min

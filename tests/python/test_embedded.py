@@ -20,7 +20,11 @@ from spillway_kv import Client, Model, Sequence
 from spillway_kv import sequence as sequence_module
 from spillway_kv.lab.serving import prefer_library
 
-SETTINGS: dict[str, str | int] = {"memory.limit": "256MiB", "device.name": device() or "cpu"}
+SETTINGS: dict[str, str | int] = {
+    "memory.limit": "256MiB",
+    "device.name": device() or "cpu",
+    "models.sampling_seed": 0,  # the daemon's
+}
 
 
 @pytest.fixture(autouse=True)

@@ -70,7 +70,8 @@ def test_cpp(target: str) -> None:
 
 
 # Settings of the example's embedded engine, if no daemon is given.
-SETTINGS = ["--setting", f"device.name={device() or 'cpu'}"]
+# The daemon has the same seed.
+SETTINGS = ["--setting", f"device.name={device() or 'cpu'}", "--setting", "models.sampling_seed=0"]
 
 
 def run_decode(

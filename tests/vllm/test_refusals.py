@@ -72,5 +72,5 @@ def test_models(model_folder, tmp_path: Path, kind: str, expected: str) -> None:
 def test_no_other_variable_is_taken(model_folder, monkeypatch: pytest.MonkeyPatch) -> None:
     """A misspelt setting is refused."""
     monkeypatch.setitem(os.environ, "VLLM_SPILLWAY_TARGTE", "unix:/nowhere")
-    with pytest.raises(ValueError, match="VLLM_SPILLWAY_TARGTE is no setting .*_TARGET"):
+    with pytest.raises(ValueError, match="VLLM_SPILLWAY_TARGTE is not a setting .*_TARGET"):
         _config(model_folder("llama"), attention_backend="CUSTOM")

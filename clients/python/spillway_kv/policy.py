@@ -124,7 +124,10 @@ class Policy:
         delta: Probability that the error is above the bound. (0, 0.2], default 0.1.
         pilot_token_count: Pilot rows per stratum. [16, 65536], default 24.
         inflation: Factor on the standard deviation of each stratum. [1, 16], default 1.25.
-        seed: Seed of the sampling hash. Default 0.
+        seed: Seed of the sampling hash. For a model's default policy, the default is the engine's
+            seed: the setting `models.sampling_seed`, or a random one. A random one is the same as
+            long as rows outlive the process. With the same seed, the same requests give the same
+            results.
         row_count_max: Largest number of rows that a KV head may read in one attend. 0 means no
             limit. Default 0.
     """

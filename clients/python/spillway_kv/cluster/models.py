@@ -128,6 +128,9 @@ class ClusterModels:
                     client, part_name(model_id, number, part_count), share, kv_head_count, options
                 )
                 created.append((client, part))
+                # Chosen by the first daemon if the caller names none. All parts have it.
+                policy = options.get("policy") or spillway_kv.Policy()
+                options["policy"] = dataclasses.replace(policy, seed=part.policy.seed)
             whole = whole_model(name, [part for _, part in created], shares)
             dealt = Dealt(whole, part_count, layer_groups, options, made)
             self.placement.add_model(dealt)

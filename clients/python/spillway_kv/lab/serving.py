@@ -52,12 +52,14 @@ class Daemon:
             binary: The daemon's program.
             target: Target on which it listens.
             log: File to which its output is appended.
-            flags: Options other than its address.
+            flags: Options other than its address. Without `--sampling-seed`, it is 0.
             timeout: Seconds until it must serve.
         """
         prefer_library(binary)
         self.target = target
-        self._command = [str(binary), "--listen", target, *flags]
+        # Results can be repeated.
+        seed = [] if "--sampling-seed" in flags else ["--sampling-seed", "0"]
+        self._command = [str(binary), "--listen", target, *seed, *flags]
         self._log, self._timeout = log, timeout
         self._process: subprocess.Popen[bytes] | None = None
 

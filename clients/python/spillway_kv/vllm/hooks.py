@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
+import secrets
 from typing import Any
 
 from vllm.config import KVTransferConfig
@@ -39,9 +40,11 @@ def _configure_with_it() -> None:
         if not _is_chosen(self):
             return create(self, *args, **kwargs)
         from spillway_kv.vllm.guard import refusals  # noqa: PLC0415
-        from spillway_kv.vllm.settings import settings_from  # noqa: PLC0415
+        from spillway_kv.vllm.settings import PREFIX, settings_from  # noqa: PLC0415
 
-        settings_from(os.environ)
+        # vLLM gives these variables to all its processes, on other nodes too.
+        if settings_from(os.environ).embedded:
+            os.environ.setdefault(f"{PREFIX}SEED", str(secrets.randbits(63)))
         _prepare(self)
         config = create(self, *args, **kwargs)
         reasons = refusals(config)

@@ -234,11 +234,12 @@ def _connect(settings: Settings, device: torch.device) -> spillway_kv.Client:
     if not settings.embedded:
         return spillway_kv.connect(settings.target)
     name = settings.device or ("cpu" if device.type != "cuda" else f"cuda:{device.index or 0}")
-    values: Iterable[tuple[str, str]] = (
+    values: Iterable[tuple[str, str | int]] = (
         ("device.name", name),
         ("memory.limit", settings.memory),
         ("device.gpu_memory_limit", settings.gpu_memory),
+        ("models.sampling_seed", settings.seed),
     )
     return spillway_kv.connect(
-        "embedded:", settings={name: value for name, value in values if value}
+        "embedded:", settings={name: value for name, value in values if value != ""}
     )

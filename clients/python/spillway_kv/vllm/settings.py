@@ -25,6 +25,8 @@ class Settings:
         kept_sequence_count: Number of finished requests whose K/V are kept for requests with the
             same prefix.
         reconnect_seconds: How long a worker waits for a daemon that is gone.
+        seed: Seed of the sampling of an embedded engine, like `models.sampling_seed`. All ranks
+            have the same. -1 means random.
     """
 
     target: str = "embedded:"
@@ -34,6 +36,7 @@ class Settings:
     quality: str = "default"
     kept_sequence_count: int = 32
     reconnect_seconds: float = 60.0
+    seed: int = -1
 
     @property
     def embedded(self) -> bool:
@@ -46,6 +49,7 @@ _NAMES = {
     "MEMORY": "memory",
     "GPU_MEMORY": "gpu_memory",
     "DEVICE": "device",
+    "SEED": "seed",
     "QUALITY": "quality",
     "KEPT_SEQUENCES": "kept_sequence_count",
     "RECONNECT_SECONDS": "reconnect_seconds",
@@ -73,8 +77,8 @@ def settings_from(environment: Mapping[str, str]) -> Settings:
         values[name] = _value(variable, name, text)
     settings = Settings(**values)  # type: ignore[arg-type]
     if not settings.embedded:
-        for name in ("MEMORY", "GPU_MEMORY", "DEVICE"):
-            if values.get(_NAMES[name]):
+        for name in ("MEMORY", "GPU_MEMORY", "DEVICE", "SEED"):
+            if values.get(_NAMES[name], "") != "":
                 raise ValueError(
                     f"{PREFIX}{name} is for an embedded engine; the daemon at {settings.target} "
                     "has settings of its own"
@@ -85,6 +89,8 @@ def settings_from(environment: Mapping[str, str]) -> Settings:
 def _value(variable: str, name: str, text: str) -> str | int | float:
     if name == "kept_sequence_count":
         return _whole(variable, text, 0, 100_000)
+    if name == "seed":
+        return _whole(variable, text, -1, (1 << 63) - 1)
     if name == "reconnect_seconds":
         try:
             seconds = float(text)
