@@ -36,6 +36,10 @@ def test_families_are_what_they_say() -> None:
     norms = np.linalg.norm(made("tiny").values, axis=1)
     assert 0.001 < (norms > 250).mean() < 0.006
     assert (made("zero-values").values == 0).all(axis=1).mean() > 0.99
+    for name, early in (("moved-values", 100), ("still-values", 0)):
+        norms = np.linalg.norm(made(name).values, axis=1)
+        assert np.abs(norms[:1024] - early).max() < 5
+        assert 0.002 < (norms[1024:] > 95).mean() < 0.007
     shifted = made("shift-40")
     mean = shifted.keys[1024:].mean(axis=0)
     assert np.linalg.norm(mean) > 20 * np.linalg.norm(shifted.keys[:1024].mean(axis=0))

@@ -17,6 +17,7 @@ from spillway_kv.client import Client
 from spillway_kv.errors import OutOfRange
 from spillway_kv.lab.evaluation import intervals, results
 from spillway_kv.lab.evaluation.families import Context, Family, Floats, Shape
+from spillway_kv.lab.evaluation.setting import SAMPLING_SEED
 from spillway_kv.policy import Policy
 from spillway_kv.results import AttendResult
 from spillway_kv.tensors import BFloat16, DTypeName
@@ -141,6 +142,7 @@ def _measure(client: Client, family: Family, heads: list[Context], plan: Plan) -
         kv_head_count=KV_HEAD_COUNT,
         head_dim=shape.head_dim,
         dtype=cast(DTypeName, family.dtype),
+        policy=Policy(seed=SAMPLING_SEED),
     )
     try:
         sequence = client.create_sequence(model)

@@ -126,13 +126,29 @@ def _zero_values(context: Context, random: Generator) -> None:
 
 
 def _late_zeros(context: Context, random: Generator) -> None:
+    _without_early(context, random)
+    silent = ~_hot(0.004, context, random)
+    silent[:EARLY_TOKEN_COUNT] = False
+    context.values[silent] = 0
+
+
+def _without_early(context: Context, random: Generator) -> None:
+    """Gives the early tokens no weight."""
     axis = _unit(random, context.keys.shape[1])
     context.queries += np.float32(16) * axis
     context.keys -= (context.keys @ axis)[:, None] * axis
     context.keys[:EARLY_TOKEN_COUNT] -= np.float32(20) * axis
-    silent = ~_hot(0.004, context, random)
-    silent[:EARLY_TOKEN_COUNT] = False
-    context.values[silent] = 0
+
+
+def _moved_values(size: float, context: Context, random: Generator) -> None:
+    d = context.keys.shape[1]
+    context.queries *= np.float32(0.1)
+    context.values *= np.float32(0.1)
+    context.values[:EARLY_TOKEN_COUNT] += np.float32(size) * _unit(random, d)
+    far = _hot(0.004, context, random)
+    far[:EARLY_TOKEN_COUNT] = False
+    context.values[far] += np.float32(100) * _unit(random, d)
+    _without_early(context, random)
 
 
 def _orthogonal(context: Context, axis: Floats) -> None:
@@ -244,6 +260,17 @@ def _registry() -> tuple[Family, ...]:
         Family("zero-values", "only 0.4 % of the values are not 0", _zero_values),
         Family(
             "late-zeros", "the same after token 1,024; earlier tokens get no weight", _late_zeros
+        ),
+        Family(
+            "moved-values",
+            "the first 1,024 values are shifted by 100 and get no weight, 0.4 % of the later ones "
+            "by 100 along another axis",
+            partial(_moved_values, 100),
+        ),
+        Family(
+            "still-values",
+            "the same, but the first 1,024 values are not shifted",
+            partial(_moved_values, 0),
         ),
         Family("shift-40", "keys shifted by 40 after token 1,024", partial(_shifted, 40)),
         Family("shift-15", "keys shifted by 15 after token 1,024", partial(_shifted, 15)),

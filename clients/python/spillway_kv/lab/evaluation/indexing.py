@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from spillway_kv.client import Client
 from spillway_kv.indices import HashWeights, KeyIndices, MlpHash, RotationHash
+from spillway_kv.lab.evaluation.setting import SAMPLING_SEED
 from spillway_kv.lab.training.hash_mlp import HashMlp, Hyperplanes, describe_hash, save_hash
 from spillway_kv.policy import Candidates, Policy, TopK, TopP
 from spillway_kv.results import Model
@@ -115,6 +116,7 @@ def create_model(
         hash_weights=index.hash_weights,
         key_indices=index.key_indices,
         resident_sample_fraction=index.resident_sample_fraction,
+        policy=Policy(seed=SAMPLING_SEED),
     )
     # An older daemon ignores fields that it does not know.
     asked = index.key_indices or KeyIndices()

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+# Seed of the sampling of all models in the daemon, so that results can be repeated.
+SAMPLING_SEED = 0
+
 
 @dataclass(frozen=True)
 class Setting:
