@@ -232,6 +232,31 @@ TEST_F(EngineTest, RefusedAppendLeavesNoTrace) {
   EXPECT_TRUE(Fill(sequence, rows, 0, 5).ok());
 }
 
+TEST_F(EngineTest, RefusedStepGivesBackWhatItMadeForItsOtherSequences) {
+  const auto first = NewSequence("first"), second = NewSequence("second");
+  const std::vector<float> rows = Rows(1, 3);
+  const auto step = [&](AttendResult& result) {
+    AttendRequest request;
+    for (const auto& sequence : {first, second}) {
+      request.items.push_back(Item(sequence));
+      request.items.back().append = ChunkOf(rows, 0, 3);
+    }
+    engine->Attend(std::move(request), Into(&result));
+  };
+  AttendResult refused;
+  device.FailPrepare(MemoryExhausted("codes", 7, 3), 1);
+  step(refused);
+  EXPECT_THAT(std::string(refused->status().message()), HasSubstr("items[1]: "));
+  EXPECT_EQ(model->row_pool.used_page_count(), 0);
+  EXPECT_EQ(ToyDevice::RoomOf(*first->device), 0);
+  AttendResult taken;
+  step(taken);
+  EXPECT_EQ(model->row_pool.used_page_count(), 2) << "one for each sequence";
+  EXPECT_EQ(ToyDevice::RoomOf(*first->device), 3);
+  device.ReleaseAll();
+  EXPECT_TRUE(taken->ok());
+}
+
 // A chunk commits in all of its layers or in none.
 TEST_F(EngineTest, AppendThatFailsAtALaterLayerLeavesNoTrace) {
   const auto sequence = NewSequence("s");
