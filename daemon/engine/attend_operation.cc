@@ -71,7 +71,10 @@ absl::Status Engine::AttendOperation::Prepare() {
         engine_->PrepareAppend(*item.sequence, {&request_.layer, 1}, item.append->count);
     if (status.ok()) continue;
     for (size_t j = 0; j < i; ++j) {
-      if (request_.items[j].append) RowsOf(request_.items[j]).Rollback();
+      if (!request_.items[j].append) continue;
+      Sequence& other = *request_.items[j].sequence;
+      engine_->UndoPrepare(other, {&request_.layer, 1});
+      other.Publish();  // its account was charged
     }
     return request_.items.size() == 1 ? status : AtItem(status, i);
   }

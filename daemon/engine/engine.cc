@@ -382,13 +382,16 @@ absl::Status Engine::PrepareAppend(Sequence& sequence, std::span<const int> laye
   }
   if (status.ok()) status = sequence.ReserveTables(*budget_);
   if (status.ok()) status = sequence.Charge();
-  if (status.ok()) return status;
+  if (!status.ok()) UndoPrepare(sequence, layers.first(prepared));
+  return status;
+}
+
+void Engine::UndoPrepare(Sequence& sequence, std::span<const int> layers) {
+  for (const int layer : layers) sequence.rows[layer].Rollback();
   int64_t longest = 0;
-  for (size_t i = 0; i < prepared; ++i) sequence.rows[layers[i]].Rollback();
   for (const LayerRows& rows : sequence.rows) longest = std::max(longest, rows.token_count());
   // No layer is longer than this: only the room that was made is given back.
   device_->TruncateSequence(*sequence.model->device(), *sequence.device, longest);
-  return status;
 }
 
 void Engine::CountAppend(Sequence& sequence, int64_t row_count) {

@@ -247,6 +247,9 @@ class Engine {
   // Makes room for `count` tokens at the end of each of these layers. An error leaves everything as
   // it was.
   absl::Status PrepareAppend(Sequence& sequence, std::span<const int> layers, int64_t count);
+  // Gives back the room that was made in these layers and is not in use, in the host and on the
+  // device. The sequence's account is settled by the next Publish().
+  void UndoPrepare(Sequence& sequence, std::span<const int> layers);
   // Creates a model without weights and record, which is not in the registry.
   absl::StatusOr<std::shared_ptr<Model>> MakeModel(const std::string& id, const ModelSpec& spec,
                                                    const Policy& policy, absl::Time create_time);

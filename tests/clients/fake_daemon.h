@@ -101,8 +101,13 @@ class FakeDaemon final : public v1::AdminService::Service,
   std::atomic<bool> was_cancelled = false;
   // FetchPages sends this many messages, or stops when its call is cancelled.
   int fetch_messages = 3;
-  // Size of the output in each answer of Decode.
+  // Sizes of the output and of the log-sum-exp in each answer of Decode.
   size_t answer_bytes = 0;
+  size_t lse_bytes = 0;
+  // Decode answers nothing while this is true, unless its call is cancelled.
+  std::atomic<bool> silent = false;
+  // Streams of Decode that were opened.
+  std::atomic<int> decode_count = 0;
   std::atomic<int> fetch_messages_sent = 0;
   // The requests of the last SaveSequence and LoadSequence.
   v1::SaveSequenceRequest saved;
@@ -235,15 +240,20 @@ class FakeDaemon final : public v1::AdminService::Service,
 
   // Answers each request; requests with odd ids with an error. Ids 1000 and 1001 end the stream.
   grpc::Status Decode(
-      grpc::ServerContext*,
+      grpc::ServerContext* context,
       grpc::ServerReaderWriter<v1::DecodeResponse, v1::DecodeRequest>* stream) override {
+    ++decode_count;
     v1::DecodeRequest request;
     while (stream->Read(&request)) {
+      while (silent && !context->IsCancelled()) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      }
       if (request.correlation_id() == 1000) return {grpc::StatusCode::INTERNAL, "broken"};
       if (request.correlation_id() == 1001) return Refusal();
       v1::DecodeResponse response;
       response.set_correlation_id(request.correlation_id());
       response.mutable_result()->mutable_out()->set_data(std::string(answer_bytes, 'o'));
+      response.mutable_result()->mutable_lse()->set_data(std::string(lse_bytes, 'l'));
       if (request.correlation_id() % 2 == 1) {
         *response.mutable_result()->mutable_status() = RefusalDetails();
       }

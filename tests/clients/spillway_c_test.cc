@@ -346,6 +346,50 @@ TEST_F(StreamedStepInCTest, OneThatFailsLeavesTheOthersAlone) {
   spillway_channel_close(gone);
 }
 
+// The daemon refuses what follows a failure on the same stream.
+TEST_F(StreamedStepInCTest, AfterAFailureTheNextAttendHasANewStream) {
+  FakeDaemon daemon;
+  // Valid answers: two query heads of one float.
+  daemon.answer_bytes = daemon.lse_bytes = 2 * sizeof(float);
+  daemon.Start();
+  spillway_channel* const channel = spillway_channel_open(daemon.target().c_str());
+  spillway_step* const step = Begin(channel);
+  ASSERT_NE(step, nullptr);
+  // The ids of a step's attends are 1, 2, ..., and the daemon refuses odd ones.
+  for (const int streams : {1, 2}) {
+    EXPECT_EQ(spillway_step_attend(step, 0, &tensors_), grpc::StatusCode::INVALID_ARGUMENT);
+    EXPECT_EQ(daemon.decode_count, streams);
+    EXPECT_EQ(spillway_step_attend(step, 0, &tensors_), 0);
+    EXPECT_EQ(daemon.decode_count, streams + 1);
+  }
+  spillway_step_end(step);
+  spillway_channel_close(channel);
+}
+
+TEST_F(StreamedStepInCTest, AsLongAsOneIsUnansweredSoAreAll) {
+  FakeDaemon daemon;
+  daemon.silent = true;
+  daemon.Start();
+  spillway_channel* const there = spillway_channel_open(daemon.target().c_str());
+  spillway_channel* const gone = spillway_channel_open("unix:/none");
+  spillway_step_share shares[] = {{Begin(gone), 0, 0, 0, 1, 0, 0, nullptr},
+                                  {Begin(there), 0, 0, 0, 1, 0, 0, nullptr}};
+  int code = spillway_steps_attend(shares, 2, 0, &tensors_, 0.05);
+  while (shares[0].code == SPILLWAY_UNANSWERED) {
+    ASSERT_EQ(code, SPILLWAY_UNANSWERED);
+    code = spillway_steps_await(shares, 2, &tensors_, 0.05);
+  }
+  EXPECT_EQ(shares[0].code, grpc::StatusCode::UNAVAILABLE);
+  EXPECT_EQ(shares[1].code, SPILLWAY_UNANSWERED);
+  EXPECT_EQ(code, SPILLWAY_UNANSWERED);
+  daemon.silent = false;
+  EXPECT_EQ(spillway_steps_await(shares, 2, &tensors_, kForEver), grpc::StatusCode::UNAVAILABLE);
+  EXPECT_EQ(shares[1].code, grpc::StatusCode::INVALID_ARGUMENT);
+  for (const spillway_step_share& share : shares) spillway_step_end(share.step);
+  spillway_channel_close(there);
+  spillway_channel_close(gone);
+}
+
 TEST(GpuRegionInCTest, WhatIsNoHandleOrNoGpuOfThisProcessIsRefused) {
   const std::string handle(64, '\0');
   for (const auto& [size, code] : {std::pair(size_t{5}, grpc::StatusCode::INVALID_ARGUMENT),

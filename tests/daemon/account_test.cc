@@ -67,6 +67,27 @@ class NamespaceTest : public EngineTest {
   const std::shared_ptr<Account> account = engine->accounts().Of("a");
 };
 
+TEST_F(NamespaceTest, ARefusedStepIsChargedToNoSequence) {
+  const auto first = Make("a/first"), second = Make("a/second"), third = Make("a/third");
+  const int64_t before = account->used_bytes();  // of the model
+  // One more page of rows: the step needs two.
+  account->SetQuota({.bytes_max = before + 128 * 2 * 16 * 4});
+  const std::vector<float> rows = Rows(1, 3);
+  std::optional<absl::StatusOr<AttendOutcome>> refused, taken;
+  AttendRequest both, alone;
+  for (const auto& sequence : {first, second, third}) {
+    AttendRequest& request = sequence == third ? alone : both;
+    request.items.push_back(Item(sequence));
+    request.items.back().append = ChunkOf(rows, 0, 3);
+  }
+  engine->Attend(std::move(both), Into(&refused));
+  EXPECT_EQ(DetailsOf(refused->status()).reason, "QUOTA_EXHAUSTED");
+  EXPECT_EQ(account->used_bytes(), before);
+  engine->Attend(std::move(alone), Into(&taken));
+  device.ReleaseAll();
+  EXPECT_TRUE(taken->ok()) << taken->status();
+}
+
 TEST_F(NamespaceTest, NamesAreTheClients) {
   EXPECT_EQ(theirs->name, "models/m");
   EXPECT_EQ(Make("a/s")->name, "sequences/s");

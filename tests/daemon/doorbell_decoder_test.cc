@@ -3,6 +3,7 @@
 #include <chrono>
 #include <cstring>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <string>
@@ -12,6 +13,7 @@
 #include "daemon/doorbell/doorbell_memory.h"
 #include "daemon/doorbell/doorbell_server.h"
 #include "daemon/engine/attend_sums.h"
+#include "daemon/engine/errors.h"
 #include "gmock/gmock.h"
 #include "google/rpc/status.pb.h"
 #include "spillway/v1/attention_service.pb.h"
@@ -114,11 +116,19 @@ class DoorbellDecoderTest : public EngineTest {
     memory = reinterpret_cast<DoorbellMemory*>(region->bytes.data());
   }
   ~DoorbellDecoderTest() override { regions.CloseSession(session); }
+  void TearDown() override {
+    EngineTest::TearDown();
+    gpu.RefuseAll();
+  }
 
   std::byte* data() const { return region->bytes.data() + DoorbellMemory::kDataOffset; }
   DoorbellAnswer Ring(const DoorbellCall& call) {
     memory->call = call;
     memory->rung.Ring(++rung);
+    return Answered();
+  }
+  // Waits for the answer to the last call.
+  DoorbellAnswer Answered() {
     BellWaiter waiter;
     const auto deadline = BellWaiter::Clock::now() + std::chrono::seconds(10);
     while (memory->answered.number.load() != rung && BellWaiter::Clock::now() < deadline) {
@@ -127,12 +137,27 @@ class DoorbellDecoderTest : public EngineTest {
     EXPECT_EQ(memory->answered.number.load(), rung);
     return memory->answer;
   }
-  DoorbellAnswer Ring(DoorbellCallKind kind, int layer = 0) {
+  DoorbellAnswer Ring(DoorbellCallKind kind, int layer = 0) { return Ring(CallOf(kind, layer)); }
+  static DoorbellCall CallOf(DoorbellCallKind kind, int layer = 0) {
     DoorbellCall call = {};
     call.kind = kind;
     call.layer = layer;
     call.q_dtype = call.out_dtype = kF32;
     call.wants_lse = 1;
+    return call;
+  }
+  // Begins a step of one token at the end of the sequence.
+  DoorbellAnswer Begin() {
+    v1::DecodeStep step;
+    step.set_token_count(1);
+    v1::DecodeStep::Part& part = *step.add_parts();
+    part.set_sequence("sequences/s");
+    part.set_token_start(sequence->snapshot().token_count);
+    const std::string description = step.SerializeAsString();
+    std::memcpy(data(), description.data(), description.size());
+    DoorbellCall call = {};
+    call.kind = DoorbellCallKind::kBegin;
+    call.byte_count = static_cast<int64_t>(description.size());
     return Ring(call);
   }
   std::string Told(const DoorbellAnswer& answer) const {
@@ -156,10 +181,10 @@ class DoorbellDecoderTest : public EngineTest {
     return Ring(call);
   }
   // Writes the tensors of one token and one head of 16 to their places.
-  void Put(float q, float k, float v) {
+  void Put(float q, float k, float v) { Put(const_cast<std::byte*>(shared), q, k, v); }
+  static void Put(std::byte* to, float q, float k, float v) {
     const StepShape shape = {1, 1, 1, 1, kDim, kF32};
     const StepLayout layout(shape, DType::kF32, DType::kF32, DType::kF32);
-    auto* const to = const_cast<std::byte*>(shared);
     for (int i = 0; i < kDim; ++i) {
       const float values[] = {q, k, v};
       const int64_t offsets[] = {0, layout.k_offset, layout.v_offset};
@@ -321,20 +346,55 @@ TEST_F(DoorbellDecoderTest, AClientThatGoesLetsTheSequenceGo) {
 
 TEST_F(DoorbellDecoderTest, AStepEndsItAndItEndsAStep) {
   ASSERT_EQ(Open().code, 0);
-  v1::DecodeStep step;
-  step.set_token_count(1);
-  step.add_parts()->set_sequence("sequences/s");
-  const std::string description = step.SerializeAsString();
-  std::memcpy(data(), description.data(), description.size());
-  DoorbellCall call = {};
-  call.kind = DoorbellCallKind::kBegin;
-  call.byte_count = static_cast<int64_t>(description.size());
-  ASSERT_EQ(Ring(call).code, 0);
+  ASSERT_EQ(Begin().code, 0);
   EXPECT_FALSE(sequence->held);
   EXPECT_EQ(Ring(DoorbellCallKind::kDecoderNext).code, 9);
   ASSERT_EQ(Open().code, 0);
   EXPECT_EQ(Ring(DoorbellCallKind::kAttend).code, 9);
   EXPECT_EQ(Ring(DoorbellCallKind::kCloseDecoder).code, 0);
+}
+
+TEST_F(DoorbellDecoderTest, AStepUsesItsTensorsAsTheyWereWhenTheyWereChecked) {
+  ASSERT_EQ(Begin().code, 0);
+  Put(data(), 1, 2, 3);
+  memory->call = CallOf(DoorbellCallKind::kAttend);
+  memory->rung.Ring(++rung);
+  ASSERT_TRUE(Settles([this] { return gpu.waiting_count() == 1; }));
+  // They are checked, and the device has not begun.
+  const float nan = std::numeric_limits<float>::quiet_NaN();
+  Put(data(), nan, nan, nan);
+  gpu.Release();
+  ASSERT_EQ(Answered().code, 0);
+  float row[2 * kDim];
+  std::memcpy(row, sequence->rows[0].Row(0, 0), sizeof(row));
+  EXPECT_EQ(row[0], 2);
+  EXPECT_EQ(row[kDim], 3);
+  const StepShape shape = {1, 1, 1, 1, kDim, kF32};
+  const StepLayout layout(shape, DType::kF32, DType::kF32, DType::kF32);
+  float out[2];
+  std::memcpy(out, data() + layout.out_offset, sizeof(out));
+  EXPECT_EQ(out[0], 1) << "one token is visible";
+  EXPECT_EQ(out[1], 1) << "of q";
+}
+
+TEST_F(DoorbellDecoderTest, OfAllClientsTogetherItServes512) {
+  MemoryBudget large(int64_t{256} << 20);
+  RegionTable sessions(RegionTable::Kind::kSessions, &large, &engine->accounts(), &gpu);
+  DoorbellServer full(&*gpu_engine, &sessions, &status);
+  // A session has at most 256 regions.
+  std::vector<std::string> clients = {sessions.OpenSession(), sessions.OpenSession(),
+                                      sessions.OpenSession()};
+  for (int i = 0; i < 512; ++i) {
+    ASSERT_TRUE(full.Attach(Caller(), clients[i % 2], 0).ok()) << i;
+  }
+  const absl::Status refused = full.Attach(Caller(), clients[2], 0).status();
+  EXPECT_EQ(refused.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(DetailsOf(refused).reason, "DOORBELL_COUNT_EXHAUSTED");
+  EXPECT_THAT(std::string(refused.message()), HasSubstr("has 512 doorbells already"));
+  // Those of a client that has gone make room.
+  sessions.CloseSession(clients[0]);
+  EXPECT_TRUE(Settles([&] { return full.Attach(Caller(), clients[2], 0).ok(); }));
+  for (const std::string& client : clients) sessions.CloseSession(client);
 }
 
 }  // namespace

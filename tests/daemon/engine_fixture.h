@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <optional>
 #include <string>
@@ -37,6 +38,12 @@ class EngineTest : public ::testing::Test {
     model = *engine->CreateModel("m", spec, DefaultPolicy(spec));
   }
 
+  // A test that fails may return while the device has work, and the engine waits for all of it.
+  void TearDown() override {
+    *over_ = true;
+    device.RefuseAll();
+  }
+
   std::shared_ptr<Sequence> NewSequence(const std::string& id,
                                         absl::Duration ttl = absl::InfiniteDuration()) {
     return *engine->CreateSequence(id, model, model->policy, ttl);
@@ -63,10 +70,12 @@ class EngineTest : public ::testing::Test {
     item.attend.query_count = 1;
     return item;
   }
-  // A completion that stores the result in *result.
+  // A completion that stores the result in *result, unless the test is over.
   template <typename T>
-  static Engine::Done<T> Into(std::optional<absl::StatusOr<T>>* result) {
-    return [result](absl::StatusOr<T> value) { result->emplace(std::move(value)); };
+  Engine::Done<T> Into(std::optional<absl::StatusOr<T>>* result) const {
+    return [result, over = over_](absl::StatusOr<T> value) {
+      if (!*over) result->emplace(std::move(value));
+    };
   }
   // Appends to both layers and waits.
   absl::Status Fill(const std::shared_ptr<Sequence>& sequence, const std::vector<float>& rows,
@@ -85,6 +94,9 @@ class EngineTest : public ::testing::Test {
   std::optional<Engine> engine;
   std::shared_ptr<Model> model;
   std::vector<float> query = std::vector<float>(16, 1.0f);
+
+ private:
+  const std::shared_ptr<std::atomic<bool>> over_ = std::make_shared<std::atomic<bool>>(false);
 };
 
 }  // namespace spillway

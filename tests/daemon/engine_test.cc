@@ -232,6 +232,31 @@ TEST_F(EngineTest, RefusedAppendLeavesNoTrace) {
   EXPECT_TRUE(Fill(sequence, rows, 0, 5).ok());
 }
 
+TEST_F(EngineTest, RefusedStepGivesBackWhatItMadeForItsOtherSequences) {
+  const auto first = NewSequence("first"), second = NewSequence("second");
+  const std::vector<float> rows = Rows(1, 3);
+  const auto step = [&](AttendResult& result) {
+    AttendRequest request;
+    for (const auto& sequence : {first, second}) {
+      request.items.push_back(Item(sequence));
+      request.items.back().append = ChunkOf(rows, 0, 3);
+    }
+    engine->Attend(std::move(request), Into(&result));
+  };
+  AttendResult refused;
+  device.FailPrepare(MemoryExhausted("codes", 7, 3), 1);
+  step(refused);
+  EXPECT_THAT(std::string(refused->status().message()), HasSubstr("items[1]: "));
+  EXPECT_EQ(model->row_pool.used_page_count(), 0);
+  EXPECT_EQ(ToyDevice::RoomOf(*first->device), 0);
+  AttendResult taken;
+  step(taken);
+  EXPECT_EQ(model->row_pool.used_page_count(), 2) << "one for each sequence";
+  EXPECT_EQ(ToyDevice::RoomOf(*first->device), 3);
+  device.ReleaseAll();
+  EXPECT_TRUE(taken->ok());
+}
+
 // A chunk commits in all of its layers or in none.
 TEST_F(EngineTest, AppendThatFailsAtALaterLayerLeavesNoTrace) {
   const auto sequence = NewSequence("s");
@@ -357,6 +382,33 @@ TEST_F(EngineTest, IdleSequencesExpireAndUseRenews) {
   EXPECT_EQ(model->row_pool.used_page_count(), 0);
 }
 
+// As a snapshot that takes longer to load than its sequence may be idle.
+TEST_F(EngineTest, TheTtlBeginsWhenASequenceIsListed) {
+  const auto sequence =
+      *engine->MakeSequence("slow", model, model->policy, absl::Seconds(10), Origin{true, nullptr});
+  ASSERT_TRUE(Fill(sequence, Rows(1, 4, 2), 0, 4).ok());
+  now += std::chrono::seconds(30);
+  ASSERT_TRUE(engine->ListSequence(sequence).ok());
+  now += std::chrono::seconds(9);
+  EXPECT_TRUE(engine->SweepExpired().empty());
+  EXPECT_TRUE(engine->registry().FindSequence("slow").ok());
+  now += std::chrono::seconds(1);
+  EXPECT_EQ(engine->SweepExpired().size(), 1u);
+}
+
+// A test that fails may return so. It must end, and not wait for ever.
+TEST_F(EngineTest, EndsWhileTheDeviceHasWork) {
+  const auto sequence = NewSequence("s");
+  const std::vector<float> rows = Rows(1, 5, 2);
+  AppendResult running;
+  AttendResult behind;
+  engine->Append({sequence, ChunkOf(rows, 0, 5, 0, 2), nullptr}, Into(&running));
+  AttendRequest request;
+  request.items.push_back(Item(sequence));
+  engine->Attend(std::move(request), Into(&behind));
+  EXPECT_EQ(device.waiting_count(), 2u) << "both layers of the chunk";
+}
+
 TEST(RunStepTest, AnExceptionStopsNoOtherStep) {
   std::vector<int> ran;
   EXPECT_THROW(RunStep([&] {
@@ -395,6 +447,69 @@ TEST_F(EngineTest, NonFiniteRowsAreNamed) {
   const absl::Status status = CheckFinite(ChunkOf(rows, 100, 5, 0, 2), model->spec, "chunk.");
   EXPECT_EQ(DetailsOf(status).reason, "NON_FINITE");
   EXPECT_THAT(std::string(status.message()), HasSubstr("layer 1, KV head 0, token 103, element 7"));
+  // The same rows as a chunk that begins at a later layer.
+  const auto later = ChunkSource::Dense(rows.data() + 5 * 16, 1, 5, 16 * sizeof(float));
+  EXPECT_THAT(
+      std::string(CheckFinite({1, 1, 100, 5, 0, later, later}, model->spec, "chunk.").message()),
+      HasSubstr("layer 1, KV head 0, token 103, element 7"));
+}
+
+TEST_F(EngineTest, ChunkThatBeginsAtALaterLayerIsOfThatLayer) {
+  const auto sequence = NewSequence("s");
+  const std::vector<float> rows = Rows(7, 5);
+  AppendResult result;
+  engine->Append({sequence, ChunkOf(rows, 0, 5, 1), nullptr}, Into(&result));
+  ASSERT_EQ(device.waiting_count(), 1u);
+  EXPECT_EQ(device.waiting_layer(), 1) << "which the device names in its errors";
+  device.ReleaseAll();
+  ASSERT_TRUE(result->ok());
+  EXPECT_THAT((**result).layer_token_counts, ElementsAre(0, 5));
+  float k;
+  std::memcpy(&k, sequence->rows[1].Row(0, 4), sizeof(k));
+  EXPECT_EQ(k, 11);
+}
+
+TEST_F(EngineTest, RefusedAppendNamesItsLayer) {
+  const auto sequence = NewSequence("s");
+  const std::vector<float> rows = Rows(1, 5), others = Rows(2, 5);
+  const auto append = [&](const std::vector<float>& of, int64_t start) {
+    AppendResult result;
+    engine->Append({sequence, ChunkOf(of, start, 5, 1), nullptr}, Into(&result));
+    device.ReleaseAll();
+    return result->status();
+  };
+  ASSERT_TRUE(append(rows, 0).ok());
+  EXPECT_THAT(sequence->snapshot().layer_token_counts, ElementsAre(0, 5));
+  for (const absl::Status& refused : {append(others, 0), append(rows, 7)}) {
+    EXPECT_THAT(std::string(refused.message()), ::testing::StartsWith("layer 1 has "));
+    EXPECT_EQ(Metadata(refused, "layer"), "1");
+    EXPECT_EQ(Metadata(refused, "layer_token_count"), "5");
+  }
+}
+
+// Their time on the device is counted once, in equal shares.
+TEST_F(EngineTest, ItemsThatRanTogetherShareTheirTime) {
+  const auto first = NewSequence("first"), second = NewSequence("second");
+  for (const auto& sequence : {first, second}) {
+    ASSERT_TRUE(Fill(sequence, Rows(1, 4, 2), 0, 4).ok());
+  }
+  const auto attend = [&](const std::vector<std::shared_ptr<Sequence>>& sequences) {
+    AttendRequest request;
+    for (const auto& sequence : sequences) request.items.push_back(Item(sequence));
+    AttendResult result;
+    engine->Attend(std::move(request), Into(&result));
+    device.ReleaseAll();
+    EXPECT_TRUE(result->ok());
+  };
+  device.device_time_us = 600;
+  attend({first, second});
+  EXPECT_EQ(first->work.attend_time_us, 300);
+  EXPECT_EQ(second->work.attend_time_us, 300);
+  // The device joined the job of two items with another one.
+  device.batch_item_count = 6;
+  attend({first, second});
+  EXPECT_EQ(first->work.attend_time_us, 400);
+  EXPECT_EQ(model->work.attend_time_us, 800);
 }
 
 class FullEngineTest : public EngineTest {
@@ -449,6 +564,10 @@ class TwoDeviceEngineTest : public EngineTest {
   ~TwoDeviceEngineTest() override {
     model.reset();
     engine.reset();
+  }
+  void TearDown() override {
+    EngineTest::TearDown();
+    for (ToyDevice* const toy : toys) toy->RefuseAll();
   }
   // Sets the used bytes of the devices. Codes take 10 bytes per token and layer.
   void SetUsed(int64_t first_bytes, int64_t second_bytes) {

@@ -120,6 +120,17 @@ TEST_F(MetricsTest, WhatIsCountedIsTold) {
   EXPECT_TRUE(std::isinf(histogram.bucket.back().upper_bound));
 }
 
+TEST_F(MetricsTest, MovedRowsAreTold) {
+  const auto sequence = NewSequence("a");
+  ASSERT_TRUE(Fill(sequence, Rows(0, 40, 2), 0, 40).ok());
+  device.moved_row_count = 3;
+  Attend(sequence);
+  device.moved_row_count = 4;
+  Attend(sequence);
+  EXPECT_EQ(Value("spillway_rows_moved_total"), 7);
+  EXPECT_EQ(Value("spillway_link_bytes_total"), 7 * 2 * 16 * 4) << "K and V of 16 floats each";
+}
+
 TEST_F(MetricsTest, StagesAndWaitsForTheDeviceAreTold) {
   const auto sequence = NewSequence("a");
   ASSERT_TRUE(Fill(sequence, Rows(0, 40, 2), 0, 40).ok());

@@ -92,9 +92,10 @@ class RestoreTest : public ::testing::Test {
     EXPECT_TRUE(Normalize(spec).empty());
     return *process.engine->CreateModel("m", spec, DefaultPolicy(spec));
   }
-  static std::shared_ptr<Sequence> NewSequence(Process& process, const std::string& id) {
+  static std::shared_ptr<Sequence> NewSequence(Process& process, const std::string& id,
+                                               absl::Duration ttl = absl::InfiniteDuration()) {
     const std::shared_ptr<Model> model = *process.engine->registry().FindModel("m");
-    return *process.engine->CreateSequence(id, model, model->policy, absl::InfiniteDuration());
+    return *process.engine->CreateSequence(id, model, model->policy, ttl);
   }
   static std::shared_ptr<Sequence> Fork(Process& process, const std::shared_ptr<Sequence>& source,
                                         const std::string& id) {
@@ -563,6 +564,29 @@ TEST_F(RestoreTest, TheSeedOfTheSamplingStaysWithTheStore) {
       7);
   EXPECT_NE(Engine(&device, nullptr, &budget, {}).sampling_seed(),
             Engine(&device, nullptr, &budget, {}).sampling_seed());
+}
+
+TEST_F(RestoreTest, OfAnIdThatIsMadeAgainAfterItsTtlOnlyTheSecondIsKept) {
+  {
+    auto first = Start();
+    NewModel(*first);
+    ASSERT_TRUE(Append(*first, NewSequence(*first, "a", absl::Seconds(10)), 1000, 0, 300).ok());
+    now += std::chrono::seconds(10);
+    // No sweep has removed the first one.
+    ASSERT_EQ(first->engine->registry().sequence_count(), 1);
+    ASSERT_TRUE(Append(*first, NewSequence(*first, "a"), 5000, 0, 200).ok());
+  }
+  auto second = Open();
+  const RestoreReport report = *Restore(*second);
+  ASSERT_TRUE(report.lost.empty()) << report.lost.front();
+  EXPECT_EQ(report.sequence_count, 1);
+  ASSERT_EQ(report.token_count, 200);
+  const Asked asked = Ask(*second, *second->engine->registry().FindSequence("a"));
+  second->device.ReleaseAll();
+  const JobItem& item = (**asked)->job->items.front();
+  ASSERT_TRUE(item.status.ok()) << item.status;
+  EXPECT_EQ(item.result.out[0], 200);
+  EXPECT_EQ(item.result.lse[0], 5199);
 }
 
 // The names of the sequences that have expired.

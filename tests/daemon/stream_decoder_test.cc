@@ -306,6 +306,23 @@ TEST_F(StreamDecoderTest, WhatCannotBeBegunLeavesNothing) {
   EXPECT_THAT(Counts(*other), ElementsAre(6, 6));
 }
 
+TEST_F(StreamDecoderTest, WhatCannotBeBegunGivesBackThePagesOfAllSequences) {
+  // The next token begins a page in both layers of both sequences, which have 4 pages now.
+  const auto first = Filled("first", 128), second = Filled("second", 128);
+  const auto decoder = Open({PartOf(first), PartOf(second)});
+  device.FailPrepare(absl::ResourceExhaustedError("full"), 2);
+  EXPECT_EQ(decoder->Next(nullptr).code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(model->row_pool.used_page_count(), 4);
+  EXPECT_EQ(ToyDevice::RoomOf(*first->device), 128);
+  script_.announces.push_back(absl::OutOfRangeError("beyond"));
+  EXPECT_EQ(decoder->Next(nullptr).code(), absl::StatusCode::kOutOfRange);
+  EXPECT_EQ(model->row_pool.used_page_count(), 4);
+  EXPECT_EQ(ToyDevice::RoomOf(*second->device), 128);
+  ASSERT_TRUE(decoder->Next(nullptr).ok());
+  EXPECT_EQ(model->row_pool.used_page_count(), 8);
+  ASSERT_TRUE(decoder->Finish(nullptr).ok());
+}
+
 TEST_F(StreamDecoderTest, LayersAreOfOneLength) {
   const auto sequence = Filled("s", 5);
   std::optional<absl::StatusOr<AppendOutcome>> result;

@@ -22,8 +22,8 @@ namespace spillway {
 
 // A device that keeps no codes and answers late: every job waits until the test releases it or,
 // with `delayed`, for a random time in its own thread. The answer of an attend says what it saw:
-// out[0] = the visible count, lse[0] = the first element of the last visible row's key, head 0 (f32
-// models).
+// out[0] = the visible count, out[1] = the first element of the queries, lse[0] = the first element
+// of the last visible row's key, head 0 (f32 models and queries).
 class ToyDevice : public Device {
  public:
   explicit ToyDevice(bool delayed) : delayed_(delayed) {}
@@ -34,6 +34,11 @@ class ToyDevice : public Device {
   size_t waiting_count() {
     const std::lock_guard<std::mutex> lock(mutex_);
     return waiting_.size();
+  }
+  // The layer of the i-th waiting job.
+  int waiting_layer(size_t i = 0) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return waiting_.at(i).job->layer;
   }
   // Serves the i-th waiting job in another thread, and returns after its completion was called.
   void Release(size_t i = 0) {
@@ -47,6 +52,12 @@ class ToyDevice : public Device {
   }
   void ReleaseAll() {
     while (waiting_count() > 0) Release();
+  }
+  // Ends all jobs that wait and all later ones with an error. They touch no memory, because a test
+  // that has failed may have freed what they name.
+  void RefuseAll() {
+    refuses_ = true;
+    ReleaseAll();
   }
   // Waits for the threads of delayed jobs, and for those that they start.
   void Join() {
@@ -72,10 +83,23 @@ class ToyDevice : public Device {
   absl::Status CheckUsable() const override { return usable_; }
   // The next append of any job fails with this, before it writes.
   void FailAppend(absl::Status status) { append_error_ = std::move(status); }
-  void FailPrepare(absl::Status status) { prepare_error_ = std::move(status); }
+  // PrepareAppend fails with this once, after `earlier_count` calls that succeed.
+  void FailPrepare(absl::Status status, int earlier_count = 0) {
+    prepare_error_ = std::move(status);
+    prepared_until_error_ = earlier_count;
+  }
+  // The tokens of the longest layer, with those for which PrepareAppend has made room.
+  static int64_t RoomOf(const DeviceSequence& sequence) {
+    return static_cast<const ToySequence&>(sequence).room;
+  }
   // Stage times and queue time that jobs report.
   std::vector<StageTime> stages;
   double queue_time_us = 0;
+  // Job::device_time_us and Job::batch_item_count that jobs report.
+  double device_time_us = 0;
+  int64_t batch_item_count = 0;
+  // Rows that each attend of an item reports as moved.
+  int64_t moved_row_count = 0;
   // Makes the steps on streams; null: the device has no streams.
   std::function<std::unique_ptr<StreamStep>(StreamStepOptions)> make_stream_step;
   // The device reports memory of its own for codes.
@@ -102,10 +126,19 @@ class ToyDevice : public Device {
                                                                int64_t) override {
     return std::make_unique<ToySequence>();
   }
-  void TruncateSequence(DeviceModel&, DeviceSequence&, int64_t) override {}
-  absl::Status PrepareAppend(DeviceModel&, DeviceSequence&, int, int64_t, int64_t) override {
+  void TruncateSequence(DeviceModel&, DeviceSequence& sequence, int64_t token_count) override {
+    auto& room = static_cast<ToySequence&>(sequence).room;
+    room = std::min<int64_t>(room, token_count);
+  }
+  absl::Status PrepareAppend(DeviceModel&, DeviceSequence& sequence, int, int64_t start,
+                             int64_t count) override {
     const std::lock_guard<std::mutex> lock(mutex_);
-    return std::exchange(prepare_error_, absl::OkStatus());
+    if (!prepare_error_.ok() && prepared_until_error_-- == 0) {
+      return std::exchange(prepare_error_, absl::OkStatus());
+    }
+    auto& room = static_cast<ToySequence&>(sequence).room;
+    room = std::max<int64_t>(room, start + count);
+    return absl::OkStatus();
   }
   std::optional<DeviceMemory> memory() const override { return memory_; }
   int64_t WeightBytes(const ModelSpec&) const override { return 0; }
@@ -117,9 +150,13 @@ class ToyDevice : public Device {
   }
   void Fetch(const FetchWork& work, FetchDone done) override { done(FetchRows(work)); }
   void Submit(std::unique_ptr<Job> job, Completion done) override {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    std::unique_lock<std::mutex> lock(mutex_);
     running_max_ = std::max(running_max_, ++running_);
     Pending pending{std::move(job), std::move(done)};
+    if (refuses_) {
+      lock.unlock();
+      return Serve(std::move(pending));
+    }
     if (!delayed_) {
       waiting_.push_back(std::move(pending));
       return;
@@ -146,6 +183,7 @@ class ToyDevice : public Device {
     int64_t index_bytes() const override { return 0; }
     // Number of jobs that are running for this sequence. The engine must never run two at once.
     std::atomic<int> user_count{0};
+    std::atomic<int64_t> room{0};
   };
   struct Pending {
     std::unique_ptr<Job> job;
@@ -156,6 +194,8 @@ class ToyDevice : public Device {
     for (JobItem& item : pending.job->items) ServeItem(*pending.job, item);
     pending.job->stages = stages;
     pending.job->queue_time_us = queue_time_us;
+    pending.job->device_time_us = device_time_us;
+    pending.job->batch_item_count = batch_item_count;
     queue_waits_.Note(*pending.job);
     {
       const std::lock_guard<std::mutex> lock(mutex_);
@@ -167,6 +207,7 @@ class ToyDevice : public Device {
   void ServeItem(const Job& job, JobItem& item) {
     auto& sequence = static_cast<ToySequence&>(*item.sequence);
     if (++sequence.user_count != 1) item.status = absl::InternalError("two jobs at once");
+    if (refuses_) item.status = absl::CancelledError("the test is over");
     if (item.append && item.status.ok()) {
       const std::lock_guard<std::mutex> lock(mutex_);
       item.status = std::exchange(append_error_, absl::OkStatus());
@@ -183,7 +224,10 @@ class ToyDevice : public Device {
       const std::lock_guard<std::mutex> lock(mutex_);
       item.status = std::exchange(attend_error_, absl::OkStatus());
     }
-    if (item.attend && item.status.ok()) Attend(job.model->spec(), *item.attend, item.result);
+    if (item.attend && item.status.ok()) {
+      Attend(job.model->spec(), *item.attend, item.result);
+      item.result.moved_row_count = moved_row_count;
+    }
     --sequence.user_count;
   }
 
@@ -195,6 +239,7 @@ class ToyDevice : public Device {
     result.touched_row_counts.assign(attend.query_count * spec.kv_head_count,
                                      attend.visible.back());
     result.out[0] = static_cast<float>(attend.visible.back());
+    if (attend.q_dtype == DType::kF32) std::memcpy(&result.out[1], attend.q, sizeof(float));
     std::memcpy(result.lse.data(), attend.rows->Row(0, attend.visible.back() - 1), sizeof(float));
   }
 
@@ -213,6 +258,8 @@ class ToyDevice : public Device {
   absl::Status attend_error_;
   absl::Status append_error_;
   absl::Status prepare_error_;
+  int prepared_until_error_ = 0;
+  std::atomic<bool> refuses_ = false;
 };
 
 }  // namespace spillway

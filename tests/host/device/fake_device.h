@@ -60,6 +60,7 @@ class FakeDevice final : public Device {
   // How jobs are served: within Submit, each in its own thread, or when Release() is called.
   enum class Mode { kInline, kThread, kHold } mode = Mode::kInline;
   double job_time_us = 1;
+  int64_t batch_item_count = 0;
 
   void Release() {
     Pending pending;
@@ -183,6 +184,7 @@ class FakeDevice final : public Device {
       }
     }
     job.queue_time_us = job_time_us / 5;
+    job.batch_item_count = batch_item_count;
     job.device_time_us = job_time_us;
     if (job.trace) job.stages = {{"score", job_time_us / 2}, {"gather", job_time_us / 2}};
     pending.done(std::move(pending.job));

@@ -177,6 +177,7 @@ TEST_F(JobQueueTest, PartsGetTheirItemsAndTheirOwnErrorsBack) {
   EXPECT_TRUE(parts[1].job->items[1].status.ok());
   for (QueuedJob& part : parts) {
     EXPECT_EQ(part.job->device_time_us, 12.5);
+    EXPECT_EQ(part.job->batch_item_count, 3);
     ASSERT_EQ(part.job->stages.size(), 1);
     EXPECT_EQ(part.job->stages[0].us, 7);
     part.done(std::move(part.job));

@@ -157,9 +157,24 @@ TEST_F(PlacedDeviceTest, AmongNearlyEqualDevicesTheOneWithFewestSequences) {
   // One sequence each: the device with more free memory is next.
   EXPECT_EQ(Place(), 1);
   Fill(*sequences[2]);
-  // The first device has fewer sequences, but is more than a share behind.
+  // The first device has fewer sequences, and is a share behind.
+  EXPECT_EQ(Place(), 0);
+  Fill(*sequences[3]);
+  EXPECT_EQ(Place(), 1);
+  Fill(*sequences[4]);
+  // Now it is more than a share behind.
   fakes[0]->own_memory->used_bytes = kShare + 1;
   EXPECT_EQ(Place(), 1);
+}
+
+TEST_F(PlacedDeviceTest, AShareIsOfTheLargestDevice) {
+  Open(2);
+  // A share is 1,000 bytes, and the second device is 600 behind.
+  fakes[1]->own_memory = DeviceMemory{16000, 15000};
+  for (const int device : {0, 1, 0, 1}) {
+    EXPECT_EQ(Place(), device);
+    Fill(*sequences.back());
+  }
 }
 
 TEST_F(PlacedDeviceTest, ASequenceHasAHome) {
@@ -375,6 +390,7 @@ TEST_F(PlacedDeviceTest, ASplitJobIsAnsweredOnceWhicheverPartEndsLast) {
     for (size_t i = 0; i < fakes.size(); ++i) {
       fakes[i]->mode = FakeDevice::Mode::kHold;
       fakes[i]->job_time_us = 10.0 * static_cast<double>(i == 1 ? 9 : i + 1);
+      fakes[i]->batch_item_count = i == 1 ? 8 : 3;
       fakes[i]->job_items.clear();
       fakes[i]->job_layers.clear();
       fakes[i]->job_cancels.clear();
@@ -412,6 +428,7 @@ TEST_F(PlacedDeviceTest, ASplitJobIsAnsweredOnceWhicheverPartEndsLast) {
     }
     EXPECT_EQ(answer.device_time_us, 90);
     EXPECT_EQ(answer.queue_time_us, 18);
+    EXPECT_EQ(answer.batch_item_count, 8);
     std::vector<std::string> stages;
     for (const StageTime& stage : answer.stages) {
       stages.push_back(absl::StrCat(stage.device, " ", stage.name));

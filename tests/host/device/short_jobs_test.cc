@@ -5,6 +5,7 @@
 #include <tbb/task_arena.h>
 
 #include <atomic>
+#include <chrono>
 #include <string>
 #include <thread>
 #include <vector>
@@ -24,7 +25,11 @@ class ShortJobsTest : public ::testing::Test {
 
   // Pauses until this many jobs were served: a thread gives at most half of its time.
   void PauseUntilServed(int64_t work, size_t count) {
-    while (served_.size() < count) jobs_.Pause(work);
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(10);
+    while (served_.size() < count && std::chrono::steady_clock::now() < deadline) {
+      jobs_.Pause(work);
+    }
+    ASSERT_GE(served_.size(), count);
   }
 
   ShortJobs jobs_;
@@ -56,6 +61,17 @@ TEST_F(ShortJobsTest, APauseServesWhatIsAtMostAQuarterInTurns) {
   EXPECT_THAT(served_, ElementsAre("a0", "b0", "a1"));
   jobs_.RunNext();
   EXPECT_THAT(served_, ElementsAre("a0", "b0", "a1", "long"));
+}
+
+TEST_F(ShortJobsTest, OneOfSeveralOfASizeLeavesTheOthersToThePauses) {
+  for (const char* name : {"a0", "a1", "a2"}) Push(1, 5, name);
+  jobs_.RunNext();
+  ASSERT_NO_FATAL_FAILURE(PauseUntilServed(100, 3));
+  // A loop of the same size that has ended takes no job along either.
+  Push(1, 5, "a3");
+  jobs_.Loop(5, 4, [](int64_t) {});
+  ASSERT_NO_FATAL_FAILURE(PauseUntilServed(100, 4));
+  EXPECT_THAT(served_, ElementsAre("a0", "a1", "a2", "a3"));
 }
 
 TEST_F(ShortJobsTest, WhatRunsInAPauseIsNotInterrupted) {

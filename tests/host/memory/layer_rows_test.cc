@@ -6,6 +6,9 @@
 #include <random>
 #include <vector>
 
+#include "host/memory/layer_record.h"
+#include "tests/host/memory/scratch_folder.h"
+
 namespace spillway {
 namespace {
 
@@ -141,6 +144,38 @@ TEST_F(LayerRowsTest, AbsurdCountsAreRefused) {
   LayerRows rows(&pool_, spec_);
   EXPECT_EQ(rows.PrepareAppend(int64_t{1} << 62).code(), absl::StatusCode::kResourceExhausted);
   EXPECT_EQ(pool_.used_page_count(), 0);
+}
+
+TEST_F(LayerRowsTest, ARecordFollowsTheCopyOfASharedPage) {
+  const ScratchFolder scratch;
+  MemoryBudget budget(int64_t{16} << 20);
+  const auto file = *RecordFile::Open(
+      *ArenaFile::Open(*ArenaFolder::Open(scratch.path()), "records"), 1, &budget);
+  file->FreeUnclaimed();
+  LayerRecord record = *LayerRecord::Create(file.get(), kHeads);
+  LayerRecord fork_record = *LayerRecord::Create(file.get(), kHeads);
+  LayerRows rows(&pool_, spec_);
+  ASSERT_TRUE(rows.Record(&record).ok());
+  Append(rows, 140, 1);
+  rows.Keep(140);
+  LayerRows fork = rows.Share(140);
+  ASSERT_TRUE(fork.Record(&fork_record, &record).ok());
+  for (int h = 0; h < kHeads; ++h) {
+    EXPECT_EQ(fork_record.PageIndex(h, 1), rows.PageIndex(h, 1));
+  }
+  Append(fork, 3, 2);
+  fork.Keep(143);
+  for (int h = 0; h < kHeads; ++h) {
+    EXPECT_EQ(fork_record.PageIndex(h, 0), rows.PageIndex(h, 0));
+    EXPECT_NE(fork.PageIndex(h, 1), rows.PageIndex(h, 1));
+    EXPECT_EQ(fork_record.PageIndex(h, 1), fork.PageIndex(h, 1));
+    EXPECT_EQ(record.PageIndex(h, 1), rows.PageIndex(h, 1));
+  }
+  EXPECT_EQ(fork_record.token_count(), 143);
+  EXPECT_EQ(record.token_count(), 140);
+  // The sum is of the rows in the copy.
+  EXPECT_EQ(fork_record.summed()->token_count, 143);
+  EXPECT_EQ(fork_record.summed()->open_sum, fork.SumOfOpenRows(143));
 }
 
 TEST_F(LayerRowsTest, ForksDivergeAndTruncateAlone) {

@@ -60,6 +60,30 @@ TEST_F(PageTableTest, GrowsByWholePagesAndTruncates) {
   EXPECT_EQ(pool_.used_page_count(), 0);
 }
 
+// Whoever learns of the new page in `installed` may still name the old one until then.
+TEST_F(PageTableTest, AReplacedPageIsKeptUntilTheNewOneIsKnown) {
+  PageTable table(&pool_, kPageItems);
+  Append(table, 0, 6, 100);
+  PageTable fork = table.Share(6);
+  auto staged = fork.StageWrite(6, 9);
+  ASSERT_TRUE(staged.ok());
+  // The other owner goes, so that Install() releases the last reference.
+  const PageRef old = table.ref(1);
+  table.Clear();
+  std::vector<int64_t> positions;
+  fork.Install(*std::move(staged), [&](int64_t position, PageRef page) {
+    positions.push_back(position);
+    EXPECT_NE(page.index, old.index);
+    if (position != 1) return;
+    EXPECT_NE(pool_.Data(old), nullptr);
+    int copied;
+    std::memcpy(&copied, pool_.Data(page) + kItemBytes, sizeof(copied));
+    EXPECT_EQ(copied, 105);
+  });
+  EXPECT_THAT(positions, ::testing::ElementsAre(1, 2));
+  EXPECT_EQ(pool_.Data(old), nullptr);
+}
+
 TEST_F(PageTableTest, PagesOfOneTableAreAdjacent) {
   PageTable table(&pool_, kPageItems);
   ASSERT_TRUE(table.PrepareWrite(0, 40).ok());

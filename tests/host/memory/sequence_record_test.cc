@@ -9,6 +9,7 @@
 #include <fstream>
 #include <optional>
 #include <random>
+#include <set>
 #include <span>
 #include <vector>
 
@@ -276,6 +277,43 @@ TEST_F(RecordTest, MemoryOfWhatGoesIsUsedAgain) {
     record.reset();
     if (!used) used = budget.used_bytes();
     EXPECT_EQ(budget.used_bytes(), *used);
+  }
+}
+
+TEST_F(RecordTest, NoIndexInUseIsHandedOutAgain) {
+  std::set<RecordIndex> used;
+  RecordIndex kept = 0;
+  {
+    auto file = OpenNew();
+    const auto take = [&](int count) {
+      for (int i = 0; i < count; ++i) {
+        const RecordIndex index = *file->Allocate();
+        EXPECT_NE(index, 0u);
+        EXPECT_TRUE(used.insert(index).second) << index;
+      }
+    };
+    // More than the file has before it grows.
+    take(10'000);
+    for (const RecordIndex freed : {7u, 5'000u, 9'999u}) {
+      file->Free(freed);
+      used.erase(freed);
+    }
+    take(4);
+    auto record = *SequenceRecord::Create(file.get(), "s", 1, 1);
+    kept = record->layer(0).first();
+    EXPECT_FALSE(used.contains(kept));
+    record->List();
+    Kill(std::move(record));
+  }
+  // The next process may use all but those of the sequence.
+  auto file = *Open();
+  auto found = TheSequence(*file);
+  ASSERT_TRUE(found.ok()) << found.status();
+  file->FreeUnclaimed();
+  used = {kept};
+  for (int i = 0; i < 10'000; ++i) {
+    const RecordIndex index = *file->Allocate();
+    EXPECT_TRUE(used.insert(index).second) << index;
   }
 }
 
