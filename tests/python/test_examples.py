@@ -31,6 +31,8 @@ EXAMPLES = {
 
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_page_shows_it(example: str) -> None:
+    if not (ROOT / "docs").exists():
+        pytest.skip("no checkout here, only what a bundle has of it")
     assert (ROOT / example).read_text() in (ROOT / EXAMPLES[example]).read_text()
 
 
