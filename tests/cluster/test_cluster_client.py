@@ -569,7 +569,7 @@ def test_a_directory_that_restarts_is_not_missed(cluster: LocalCluster) -> None:
 def test_a_daemon_that_is_killed_is_started_again(
     tmp_path: Path, expected: list[list[tuple[np.ndarray, np.ndarray]]]
 ) -> None:
-    command = [str(binary()), *device_flags()]
+    command = [str(binary()), "--sampling-seed", "0", *device_flags()]
     with fresh(tmp_path, 2, command=command) as cluster, client_of(cluster, 2) as client:
         sequence = filled(client)
         made = []
@@ -588,7 +588,7 @@ def test_a_daemon_that_is_killed_is_started_again(
 def test_a_drain_during_which_the_daemon_is_killed_leaves_no_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command = [str(binary()), *device_flags()]
+    command = [str(binary()), "--sampling-seed", "0", *device_flags()]
     with fresh(tmp_path, 2, command=command) as cluster, client_of(cluster) as client:
         sequence = filled(client, "chat")
         (source,) = sequence.daemons

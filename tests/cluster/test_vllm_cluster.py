@@ -93,7 +93,7 @@ def test_ranks_that_begin_at_once_share_the_model(
 def test_what_a_lost_daemon_had_is_computed_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command = [str(binary()), *device_flags()]
+    command = [str(binary()), "--sampling-seed", "0", *device_flags()]
     with local_cluster(tmp_path, 2, *FLAGS, command=command) as cluster:
         model = Model(settings=connected_to(cluster, monkeypatch))
         texts = {1: 0, 2: 100}

@@ -191,7 +191,7 @@ def test_a_daemon_that_is_killed_has_them_again(
 ) -> None:
     folder = tmp_path / "nodes"
     folder.mkdir()
-    command = [str(binary()), *device_flags()]
+    command = [str(binary()), "--sampling-seed", "0", *device_flags()]
     with local_cluster(folder, 2, *FLAGS, command=command) as cluster, cluster.connect(2) as client:
         model = client.create_model("m", **SHAPES, policy=POLICY, hash_weights=MLP)
         client.upload_hash_weights(model, path)

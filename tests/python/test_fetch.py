@@ -242,6 +242,31 @@ def test_rows_are_of_one_moment(client: Client, allocate: Allocate) -> None:
     client.delete_model(model)
 
 
+def test_detached_after_it_was_asked_for(
+    client: Client, model: Model, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sequence, k, v = filled(client, model, rng)
+    region = client.attach_region(MIB)
+    into = region.array((HEADS, TOKENS, DIM)), region.array((HEADS, TOKENS, DIM))
+    into[0][:] = into[1][:] = 0
+    stream, detach = sequence._stream, client._regions._detach
+    names: list[str] = []
+
+    def stream_of_a_region_that_another_thread_detaches(*arguments: Any) -> Any:
+        if not names:
+            # The daemon does not know it yet, and writes to the region.
+            region.detach()
+        return stream(*arguments)
+
+    monkeypatch.setattr(client._regions, "_detach", names.append)
+    monkeypatch.setattr(sequence, "_stream", stream_of_a_region_that_another_thread_detaches)
+    sequence.fetch(0, into=into)
+    assert names == [region.name]
+    same(into[0], k[0])
+    same(into[1], v[0])
+    detach(region.name)
+
+
 def test_detached_while_in_use(client: Client, model: Model, rng: np.random.Generator) -> None:
     sequence, k, _ = filled(client, model, rng)
     region = client.attach_region(MIB)

@@ -198,8 +198,8 @@ class Region(_Shared):
         Arrays in it stay readable, but are no longer shared with the daemon: their content is
         copied to memory of this process.
         """
-        self._leave()
         self._regions.detach(self)
+        self._leave()
 
     def _leave(self) -> None:
         """Unmaps the region: the daemon counts it as long as it is mapped."""
@@ -369,6 +369,13 @@ class Regions:
         return tensor_pb2.RegionSlice(
             region=name, offset=place.address - start, strides=place.strides
         )
+
+    def holds(self, place: tensor_pb2.RegionSlice) -> bool:
+        """Whether the region of `slice_of` is still attached: arrays in it have what was written.
+
+        Arrays of a region that another thread has detached meanwhile have a copy of it from before.
+        """
+        return self._process or place.region in self._attached
 
     @property
     def refused(self) -> bool:
@@ -555,6 +562,9 @@ class Regions:
         """Gives a region back."""
         with self._lock:
             if self._attached.pop(region.name, None) is not None:
+                # Only now: what is still attached after a call has what the call wrote (`holds`).
+                if isinstance(region, Region):
+                    region._leave()
                 self._detach(region.name)
 
     def close(self) -> None:
@@ -569,10 +579,11 @@ class Regions:
             self._end_session()
 
     def _end_session(self) -> None:
-        for region in self._attached.values():
+        left = list(self._attached.values())
+        self._attached.clear()
+        for region in left:
             if isinstance(region, Region):
                 region._leave()
-        self._attached.clear()
         for staging in self._staging.values():
             if staging is not None:
                 staging.region = None

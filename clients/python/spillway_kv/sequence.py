@@ -613,7 +613,10 @@ class Sequence:
                 # The call was given up, but an embedded engine may still write its last rows.
                 keep_for_a_while(k, v)
                 raise
-            return
+            if self._client._regions.holds(k_place) and self._client._regions.holds(v_place):
+                return
+            request.ClearField("k")
+            request.ClearField("v")
         decode_k, decode_v = decoder_like(k), decoder_like(v)
         head, at = 0, 0
         for response in self._stream(fetch, request, timeout):
