@@ -74,3 +74,15 @@ def test_no_other_variable_is_taken(model_folder, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(os.environ, "VLLM_SPILLWAY_TARGTE", "unix:/nowhere")
     with pytest.raises(ValueError, match="VLLM_SPILLWAY_TARGTE is not a setting .*_TARGET"):
         _config(model_folder("llama"), attention_backend="CUSTOM")
+
+
+def test_a_seed_is_drawn_for_all_ranks(model_folder) -> None:
+    before = dict(os.environ)
+    drawn = set()
+    for _ in range(2):
+        config = _config(model_folder("llama"), attention_backend="CUSTOM")
+        drawn.add(config.kv_transfer_config.kv_connector_extra_config["seed"])
+    assert len(drawn) == 2
+    assert all(0 <= seed < 1 << 63 for seed in drawn)
+    # An engine that is made later with a daemon would refuse a seed that is left here.
+    assert not any("SEED" in name for name in os.environ.keys() - before.keys())

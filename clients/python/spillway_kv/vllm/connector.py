@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,6 +69,9 @@ class SpillwayConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._settings = settings_from(os.environ)
+        if self._settings.seed < 0:
+            drawn = vllm_config.kv_transfer_config.kv_connector_extra_config["seed"]
+            self._settings = replace(self._settings, seed=drawn)
         self._report = StepReport()
         self._group, names = _our_group(kv_cache_config)
         if role == KVConnectorRole.SCHEDULER:

@@ -40,11 +40,9 @@ def _configure_with_it() -> None:
         if not _is_chosen(self):
             return create(self, *args, **kwargs)
         from spillway_kv.vllm.guard import refusals  # noqa: PLC0415
-        from spillway_kv.vllm.settings import PREFIX, settings_from  # noqa: PLC0415
+        from spillway_kv.vllm.settings import settings_from  # noqa: PLC0415
 
-        # vLLM gives these variables to all its processes, on other nodes too.
-        if settings_from(os.environ).embedded:
-            os.environ.setdefault(f"{PREFIX}SEED", str(secrets.randbits(63)))
+        settings_from(os.environ)
         _prepare(self)
         config = create(self, *args, **kwargs)
         reasons = refusals(config)
@@ -93,6 +91,8 @@ def _prepare(args: EngineArgs) -> None:
         kv_connector=_CONNECTOR,
         kv_connector_module_path="spillway_kv.vllm.connector",
         kv_role="kv_both",
+        # For all ranks, unless the settings have one.
+        kv_connector_extra_config={"seed": secrets.randbits(63)},
     )
 
 
