@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -54,11 +54,3 @@ class Interrupted:
         finally:
             sys.settrace(before)
         return self.fired
-
-
-def lines(first: int, step: int) -> Iterator[int]:
-    """Where to interrupt: the line `first`, and then every `step`-th."""
-    at = first
-    while True:
-        yield at
-        at += step

@@ -15,7 +15,7 @@ import pytest
 import spillway_kv
 import torch
 from daemon_process import on_gpu
-from interrupts import Interrupted, lines
+from interrupts import Interrupted
 from random_llama import llama, prompt
 from spillway_kv import Client, Policy
 from spillway_kv._proto import sequence_service_pb2
@@ -66,7 +66,7 @@ def test_interrupted_anywhere(client: Client, spilled: Any, kind: str) -> None:
         expected = continued(spilled, ids, cache, 6)
     base = {"prompt": 0, "chunk": 40, "step": 60, "crop": 60}[kind]
     fired = 0
-    for line in lines(0, 7 if kind != "prompt" else 11):
+    for line in itertools.count(0, 7 if kind != "prompt" else 11):
         with SpillwayCache(spilled.config, client) as cache:
             if base:
                 forward(spilled, ids[:, :base], cache)

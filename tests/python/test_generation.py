@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import spillway_kv
 import torch
-from interrupts import Interrupted, lines
+from interrupts import Interrupted
 from random_llama import llama, prompt
 from spillway_kv import Client
 from spillway_kv.transformers import SpillwayCache, TokenMismatchError, generate
@@ -263,7 +264,7 @@ def test_interrupted_selection(client: Client) -> None:
             cache.reorder_cache(torch.tensor([state, 1]))
             expected[state] = logits(cache)
     seen = set()
-    for line in lines(0, 9):
+    for line in itertools.count(0, 9):
         with filled() as cache:
             hit = Interrupted(line).run(lambda c=cache: c.reorder_cache(torch.tensor([1, 1])))  # type: ignore[misc]
             cache.crop(0)
