@@ -21,8 +21,16 @@ def library() -> Path:
 
 def test_generate(loaded: tuple[Any, Any]) -> None:
     del loaded  # The fixture puts the model where the example reads it.
+    example = (ROOT / "clients/python/examples/generate.py").read_text()
+    # With one sampling seed, so that the small model answers in the same words.
+    connect = 'connect("embedded:"'
+    assert example.count(connect) == 1
     done = subprocess.run(
-        [sys.executable, ROOT / "clients/python/examples/generate.py"],
+        [
+            sys.executable,
+            "-c",
+            example.replace(connect, connect + ', settings={"models.sampling_seed": 0}'),
+        ],
         cwd=ROOT,
         env={"SPILLWAY_LIBRARY": str(library()), **os.environ},
         capture_output=True,
@@ -31,7 +39,7 @@ def test_generate(loaded: tuple[Any, Any]) -> None:
     )
     assert done.returncode == 0, done.stderr
     answer, rows, error = done.stdout.strip().rsplit("\n", 2)
-    assert answer
+    assert "GNU General Public License" in answer
     # The answer is a whole sentence.
     assert answer.endswith(".")
     assert 0 < float(rows.split("%")[0]) < 40

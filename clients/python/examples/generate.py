@@ -10,7 +10,7 @@ model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
 model.set_attn_implementation("spillway")
 
 document = open("/usr/share/common-licenses/GPL-3").read()[:12000]
-question = [{"role": "user", "content": document + "\n\nIn one sentence: what is this document?"}]
+question = [{"role": "user", "content": document + "\n\nWhat is the name of this license?"}]
 ids = tokenizer.apply_chat_template(
     question, add_generation_prompt=True, return_tensors="pt", return_dict=True
 )["input_ids"]
