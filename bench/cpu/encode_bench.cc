@@ -23,7 +23,6 @@ namespace {
 constexpr int kHeadDim = 128;
 constexpr int64_t kRowBytes = 2 * kHeadDim * 2;
 constexpr int64_t kPageBytes = kPageTokenCount * kRowBytes;
-constexpr int64_t kFirstPages = kCentreTokenCount / kPageTokenCount;
 
 int Run(int64_t page_count, int repetitions) {
   ModelSpec spec;
@@ -54,14 +53,13 @@ int Run(int64_t page_count, int repetitions) {
   const auto page_of = [&](int64_t page) { return bytes + page * kPageBytes; };
 
   std::vector<float> radii(kCentreTokenCount);
-  std::vector<const std::byte*> first_pages;
+  std::vector<PageValues> first_pages;
   std::vector<std::byte> first_codes(params.layout.page_bytes());
-  for (int64_t p = 0; p < kFirstPages; ++p) {
-    first_pages.push_back(page_of(p));
-    EncodePage(spec, params, first_pages.back(), first_codes.data(),
-               radii.data() + p * kPageTokenCount);
+  for (int64_t p = 0; p < kFirstPageCount; ++p) {
+    EncodePage(spec, params, page_of(p), first_codes.data(), radii.data() + p * kPageTokenCount);
+    first_pages.push_back(MeasureValues(spec, page_of(p)));
   }
-  const FirstRows first = MeasureFirstRows(spec, first_pages, radii.data());
+  const FirstRows first = MeasureFirstRows(first_pages, radii.data());
 
   const auto code_bytes = static_cast<int64_t>(params.layout.page_bytes());
   std::vector<std::byte> codes(static_cast<size_t>(page_count * code_bytes)), expected;
@@ -73,7 +71,7 @@ int Run(int64_t page_count, int repetitions) {
       float page_radii[kPageTokenCount];
       std::byte* const code = codes.data() + page * code_bytes;
       EncodePage(spec, params, page_of(page), code, page_radii);
-      WriteNorms(spec, params.layout, first, page_of(page), page_radii, code);
+      WriteNorms(params.layout, first, MeasureValues(spec, page_of(page)), page_radii, code);
     });
     const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
     if (run == 0) {

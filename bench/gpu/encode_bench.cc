@@ -33,7 +33,6 @@ constexpr int kHeads = 8;
 constexpr int64_t kLongTokens = 65536;  // per head, after the first pages
 constexpr int64_t kTokens = kCentreTokenCount + kLongTokens;
 constexpr int64_t kPages = kTokens / kPageTokenCount;
-constexpr int64_t kFirstPages = kCentreTokenCount / kPageTokenCount;
 constexpr int64_t kRowBytes = 2 * kHeadDim * 2;
 constexpr int64_t kPageBytes = kPageTokenCount * kRowBytes;
 constexpr int kCheckedPages = 40;
@@ -98,17 +97,18 @@ absl::Status CheckPages(const std::vector<uint16_t>& rows, const std::vector<std
   std::mt19937_64 random(7);
   for (int64_t head = 0; head < kHeads; ++head) {
     std::vector<float> radii(kCentreTokenCount);
-    std::vector<const std::byte*> first_pages;
+    std::vector<PageValues> first_pages;
     std::vector<std::byte> page(params.layout.page_bytes());
-    for (int64_t p = 0; p < kFirstPages; ++p) {
-      first_pages.push_back(row_page(head, p));
-      EncodePage(spec, params, first_pages.back(), page.data(), radii.data() + p * kPageTokenCount);
+    for (int64_t p = 0; p < kFirstPageCount; ++p) {
+      EncodePage(spec, params, row_page(head, p), page.data(), radii.data() + p * kPageTokenCount);
+      first_pages.push_back(MeasureValues(spec, row_page(head, p)));
     }
-    const FirstRows first = MeasureFirstRows(spec, first_pages, radii.data());
+    const FirstRows first = MeasureFirstRows(first_pages, radii.data());
     for (int n = 0; n < kCheckedPages / kHeads; ++n) {
       const auto p = static_cast<int64_t>(random() % kPages);
       EncodePage(spec, params, row_page(head, p), page.data(), radii.data());
-      WriteNorms(spec, params.layout, first, row_page(head, p), radii.data(), page.data());
+      WriteNorms(params.layout, first, MeasureValues(spec, row_page(head, p)), radii.data(),
+                 page.data());
       if (AsOnCpu(tiling, params.layout,
                   codes.data() + (head * kPages + p) * tiling.page_bytes()) != page) {
         return absl::InternalError("page " + std::to_string(p) + " of head " +

@@ -25,40 +25,38 @@ cudaError_t PreferShared(Kernel kernel) {
                               cudaSharedmemCarveoutMaxShared);
 }
 
-// radii: null, or [H][pages][kPageTokenCount], filled in place of the norms.
+// radii: null, or [H][pages][kPageTokenCount], with value_centres [H][pages][d]; both are filled in
+// place of the norms.
 cudaError_t RunPages(const EncodeWork& work, const RotationWeights& weights, const HeadIndex& heads,
-                     float* radii, cudaStream_t stream) {
+                     float* radii, float* value_centres, cudaStream_t stream) {
   if (work.end <= work.begin) return cudaSuccess;
   const auto pages = static_cast<unsigned>((work.end - work.begin) / kPageTokenCount);
   const auto kv_heads = static_cast<unsigned>(work.kv_head_count);
   const auto shared = static_cast<size_t>(EncodePageSharedBytes(work.head_dim));
   if (const cudaError_t error = PreferShared(EncodePageKernel); error != cudaSuccess) return error;
   return Launch<EncodePageKernel>({{pages, kv_heads}, kPageThreads, shared}, stream, work, weights,
-                                  Quantiser::Of(work.head_dim, weights.bits_per_dim), heads, radii);
+                                  Quantiser::Of(work.head_dim, weights.bits_per_dim), heads, radii,
+                                  value_centres);
 }
 
 cudaError_t RunFirstPages(const EncodeWork& work, const RotationWeights& weights,
                           const HeadIndex& heads, float* scratch, cudaStream_t stream) {
-  constexpr int kMeanThreads = kHeadDimMax / 4;
   // Two tokens per warp: rows may be in host memory, and a warp waits for each of them.
   constexpr unsigned kDistanceBlocks = 64;
   constexpr int kDistanceThreads = 256;
+  static_assert(kDistanceBlocks % kFirstPageCount == 0);
   const auto kv_heads = static_cast<unsigned>(work.kv_head_count);
   float* const radii = scratch;
   float* const distances = radii + kv_heads * kCentreTokenCount;
-  float* const means = distances + kv_heads * kCentreTokenCount;
-  cudaError_t error = RunPages(work, weights, heads, radii, stream);
-  if (error == cudaSuccess) {
-    error =
-        Launch<ValueMeansKernel>({{kValueBlockCount, kv_heads}, kMeanThreads}, stream, work, means);
-  }
+  float* const value_centres = distances + kv_heads * kCentreTokenCount;
+  cudaError_t error = RunPages(work, weights, heads, radii, value_centres, stream);
   if (error == cudaSuccess) {
     error = Launch<ValueDistancesKernel>({{kDistanceBlocks, kv_heads}, kDistanceThreads}, stream,
-                                         work, means, heads.value_centres, distances);
+                                         work, value_centres, distances);
   }
   if (error == cudaSuccess) {
     error = Launch<StatisticsKernel>({{kv_heads}, kStatisticsThreads}, stream, work, radii,
-                                     distances, heads.statistics);
+                                     value_centres, distances, heads);
   }
   return error;
 }
@@ -82,7 +80,7 @@ cudaError_t LaunchCentre(const EncodeWork& work, int64_t token_count, cudaStream
 
 cudaError_t LaunchEncodePages(const EncodeWork& work, const RotationWeights& weights,
                               const HeadIndex& heads, cudaStream_t stream) {
-  return RunPages(work, weights, heads, /*radii=*/nullptr, stream);
+  return RunPages(work, weights, heads, /*radii=*/nullptr, /*value_centres=*/nullptr, stream);
 }
 
 cudaError_t LaunchTensorAppend(const TensorAppend& append, cudaStream_t stream) {

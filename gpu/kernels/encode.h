@@ -39,7 +39,7 @@ struct RotationWeights {
 // Device addresses.
 struct HeadIndex {
   HeadStatistics* statistics = nullptr;  // [H]
-  float* value_centres = nullptr;        // [H][d]
+  float* value_centres = nullptr;        // [H][d], the first value centres
 };
 
 // Launchers; they do not wait. LaunchCentre sets work.centre to the mean of each head's first
@@ -58,7 +58,7 @@ cudaError_t LaunchEncodeFirstPages(const EncodeWork& work, const RotationWeights
                                    int64_t scratch_bytes, cudaStream_t stream);
 constexpr int64_t FirstPagesScratchBytes(int head_dim) {
   return static_cast<int64_t>(sizeof(float)) *
-         (2 * kCentreTokenCount + int64_t{kValueBlockCount} * head_dim);
+         (2 * kCentreTokenCount + int64_t{kFirstPageCount} * head_dim);
 }
 
 }  // namespace spillway::cuda

@@ -8,16 +8,23 @@
 // all others.
 namespace spillway::cuda {
 
+// What the first pages' statistics are computed from, of one page.
+struct FirstPage {
+  float* radii;         // [128]
+  float* value_centre;  // [d]
+};
+
 // Bytes of two slices of P^T and of the keys [d][128].
 inline constexpr int EncodePageSharedBytes(int head_dim) {
   return (2 * kSliceFloats + head_dim * kPageTokenCount) * static_cast<int>(sizeof(float));
 }
 
-// Encodes a page of a KV head. Writes the keys' radii to radii [128], or if that is null, norms to
-// the page. A block of kPageThreads. Shared memory: EncodePageSharedBytes().
+// Encodes a page of a KV head. Without `first`, writes the page's norms, too. With it, writes
+// the keys' radii and the value centre there. A block of kPageThreads. Shared memory:
+// EncodePageSharedBytes().
 __device__ inline void EncodePage(const EncodeWork& work, const RotationWeights& weights,
-                                  const Quantiser& quantiser, const HeadIndex& heads, float* radii,
-                                  int64_t page_index, int head) {
+                                  const Quantiser& quantiser, const HeadIndex& heads,
+                                  const FirstPage* first, int64_t page_index, int head) {
   extern __shared__ float4 shared[];
   __shared__ __align__(16) float radius[kPageTokenCount];
   float* slices = reinterpret_cast<float*>(shared);
@@ -28,18 +35,17 @@ __device__ inline void EncodePage(const EncodeWork& work, const RotationWeights&
   const int dim = work.head_dim;
   const std::byte* rows = work.row_pages[head * work.row_page_capacity + page_index];
   std::byte* page = work.code_pages[head * work.code_page_capacity + page_index];
-  const float* value_centre = heads.value_centres + head * dim;
 
-  CopySlice(weights.transposed, dim, 0, 0, slices);
-  if (radii == nullptr) {
+  {
     // Reads of keys and values are in flight at the same time.
-    RoughDistances distances(work, rows);
+    PageValues values(work, rows);
     LoadKeys(work, rows, x);
-    distances.Sum(work, value_centre, heads.statistics[head].value_unit, scratch.square);
-  } else {
-    LoadKeys(work, rows, x);
+    const float unit = first == nullptr ? heads.statistics[head].value_unit : 1.0f;
+    static_assert(kValueMeansFloats <= kSliceFloats);
+    values.Measure(work, unit, slices, scratch.value_centre, scratch.square);
   }
   __syncthreads();
+  CopySlice(weights.transposed, dim, 0, 0, slices);
   Centre(work, weights.raw_keys, x, page, scratch.centre);
   __syncthreads();
   DivideByLargest(dim, x, radius, scratch);
@@ -50,26 +56,27 @@ __device__ inline void EncodePage(const EncodeWork& work, const RotationWeights&
     uneven = IsUneven(radius);
   }
   DivideByNorm(dim, x, scratch);
-  if (threadIdx.x < kPageTokenCount) {
-    if (radii == nullptr) {
-      StoreNorms(work, heads.statistics[head], value_centre, rows, scratch.square, radius, uneven,
-                 page);
-    } else {
-      radii[threadIdx.x] = radius[threadIdx.x];
+  if (first == nullptr) {
+    StoreNorms(work, heads.statistics[head], heads.value_centres + head * dim, rows, scratch,
+               radius, uneven, page);
+  } else {
+    if (threadIdx.x < kPageTokenCount) first->radii[threadIdx.x] = radius[threadIdx.x];
+    for (int i = threadIdx.x; i < dim; i += kPageThreads) {
+      first->value_centre[i] = scratch.value_centre[i];
     }
   }
   StoreCodes(work, weights.transposed, quantiser, slices, x, radius, page);
 }
 
 // One block per page: blockIdx.x counts pages from that of work.begin, blockIdx.y is the KV head.
-// radii: null or [H][pages][128], see EncodePage().
+// radii: null, or [H][pages][128] with value_centres [H][pages][d], see EncodePage().
 __global__ void __launch_bounds__(kPageThreads, 2)
     EncodePageKernel(EncodeWork work, RotationWeights weights, Quantiser quantiser, HeadIndex heads,
-                     float* radii) {
+                     float* radii, float* value_centres) {
   const int head = blockIdx.y;
   const int64_t at = int64_t{head} * gridDim.x + blockIdx.x;
-  EncodePage(work, weights, quantiser, heads,
-             radii == nullptr ? nullptr : radii + at * kPageTokenCount,
+  const FirstPage first = {radii + at * kPageTokenCount, value_centres + at * work.head_dim};
+  EncodePage(work, weights, quantiser, heads, radii == nullptr ? nullptr : &first,
              work.begin / kPageTokenCount + blockIdx.x, head);
 }
 

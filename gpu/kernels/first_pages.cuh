@@ -1,12 +1,10 @@
 #pragma once
 
-#include "gpu/kernels/page_rows.cuh"
+#include "gpu/kernels/page_norms.cuh"
 
-// Computes HeadStatistics of the first pages, and the norms of these pages.
+// Computes HeadStatistics and the first value centre of the first pages, and the norms of these
+// pages.
 namespace spillway::cuda {
-
-inline constexpr int kValueBlockTokens = kCentreTokenCount / kValueBlockCount;
-inline constexpr int kFirstPages = kCentreTokenCount / kPageTokenCount;
 
 // The address of a token's value.
 __device__ inline const std::byte* ValueAddress(const EncodeWork& work, int head, int64_t token) {
@@ -14,91 +12,48 @@ __device__ inline const std::byte* ValueAddress(const EncodeWork& work, int head
          work.row_bytes / 2;
 }
 
-// Sets means [H][kValueBlockCount][d] of runs of values. Grid (kValueBlockCount, H), one thread per
-// four dimensions.
-__global__ void ValueMeansKernel(EncodeWork work, float* means) {
-  constexpr int kLoads = 16;  // in flight: rows may lie in host memory
-  static_assert(kValueBlockTokens % kLoads == 0 && kPageTokenCount % kValueBlockTokens == 0);
-  const int i = threadIdx.x;
-  if (4 * i >= work.head_dim) return;
-  const int block = blockIdx.x;
+// Sets distances [H][kCentreTokenCount] of the first values from the centres [H][pages][d] of their
+// pages. Grid (blocks, H): kCentreTokenCount / gridDim.x tokens of one page per block, one warp per
+// token.
+__global__ void ValueDistancesKernel(EncodeWork work, const float* page_centres, float* distances) {
   const int head = blockIdx.y;
-  const std::byte* values = ValueAddress(work, head, block * kValueBlockTokens);
-  double sum[4] = {};
-  for (int first = 0; first < kValueBlockTokens; first += kLoads) {
-    float4 v[kLoads];
-#pragma unroll
-    for (int t = 0; t < kLoads; ++t) {
-      v[t] = LoadFour(work.dtype, values + (first + t) * work.row_bytes, i);
-    }
-#pragma unroll
-    for (int t = 0; t < kLoads; ++t) {
-      sum[0] += v[t].x;
-      sum[1] += v[t].y;
-      sum[2] += v[t].z;
-      sum[3] += v[t].w;
-    }
-  }
-  float* mean = means + (head * kValueBlockCount + block) * work.head_dim + 4 * i;
-  for (int n = 0; n < 4; ++n) mean[n] = static_cast<float>(sum[n] / kValueBlockTokens);
-}
-
-// The median of kValueBlockCount numbers `stride` apart.
-__device__ inline float MedianOfBlocks(const float* means, int stride) {
-  float of_block[kValueBlockCount];
-#pragma unroll
-  for (int b = 0; b < kValueBlockCount; ++b) of_block[b] = means[b * stride];
-  float median = 0;
-#pragma unroll
-  for (int b = 0; b < kValueBlockCount; ++b) {
-    int below = 0;
-#pragma unroll
-    for (int other = 0; other < kValueBlockCount; ++other) {
-      below += other < b ? of_block[other] <= of_block[b] : of_block[other] < of_block[b];
-    }
-    if (below == kValueBlockCount / 2) median = of_block[b];
-  }
-  return median;
-}
-
-// Sets value_centres, and distances [H][kCentreTokenCount] of the first values from them. Grid
-// (blocks, H): kCentreTokenCount / gridDim.x tokens per block, one warp per token.
-__global__ void ValueDistancesKernel(EncodeWork work, const float* means, float* value_centres,
-                                     float* distances) {
-  __shared__ __align__(16) float centre[kHeadDimMax];
-  const int dim = work.head_dim;
-  const int head = blockIdx.y;
-  for (int i = threadIdx.x; i < dim; i += blockDim.x) {
-    centre[i] = MedianOfBlocks(means + head * kValueBlockCount * dim + i, dim);
-    if (blockIdx.x == 0) value_centres[head * dim + i] = centre[i];
-  }
-  __syncthreads();
   const int tokens = kCentreTokenCount / gridDim.x;
+  const int first = blockIdx.x * tokens;
+  const float* centre =
+      page_centres + (head * kFirstPageCount + first / kPageTokenCount) * work.head_dim;
   for (int n = threadIdx.x / 32; n < tokens; n += blockDim.x / 32) {
-    const int token = blockIdx.x * tokens + n;
-    const float distance = WarpRadius(work.dtype, ValueAddress(work, head, token), centre, dim);
-    if (threadIdx.x % 32 == 0) distances[head * kCentreTokenCount + token] = distance;
+    const float distance =
+        WarpRadius(work.dtype, ValueAddress(work, head, first + n), centre, work.head_dim);
+    if (threadIdx.x % 32 == 0) distances[head * kCentreTokenCount + first + n] = distance;
   }
 }
 
-inline constexpr int kStatisticsThreads = 32 * kFirstPages;
+inline constexpr int kStatisticsThreads = 32 * kFirstPageCount;
 
-// Sets statistics and the norms of the first pages. radii [H][kCentreTokenCount]: of the keys. Grid
-// (H).
+// Sets statistics, first value centres, and the norms of the first pages. radii
+// [H][kCentreTokenCount]: of the keys; page_centres [H][pages][d]: of the values. Grid (H).
 __global__ void __launch_bounds__(kStatisticsThreads)
-    StatisticsKernel(EncodeWork work, const float* radii, const float* distances,
-                     HeadStatistics* statistics) {
+    StatisticsKernel(EncodeWork work, const float* radii, const float* page_centres,
+                     const float* distances, HeadIndex heads) {
   constexpr int kLaneTokens = kCentreTokenCount / 32;
   constexpr int kThreadTokens = kCentreTokenCount / kStatisticsThreads;
-  __shared__ float page_median[kFirstPages];
+  __shared__ float page_median[kFirstPageCount];
   __shared__ float median_radius;
   __shared__ float reference;
   __shared__ double square[kCentreTokenCount];
+  __shared__ HeadStatistics statistics;
+  __shared__ __align__(16) float first_centre[kHeadDimMax];
+  const int dim = work.head_dim;
   const int head = blockIdx.x;
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
   radii += head * kCentreTokenCount;
   distances += head * kCentreTokenCount;
+  page_centres += head * kFirstPageCount * dim;
+  for (int i = threadIdx.x; i < dim; i += kStatisticsThreads) {
+    first_centre[i] = MedianOf<kFirstPageCount>(page_centres + i, dim);
+    heads.value_centres[head * dim + i] = first_centre[i];
+  }
   {
     float of_page[kPageTokenCount / 32];
 #pragma unroll
@@ -128,22 +83,38 @@ __global__ void __launch_bounds__(kStatisticsThreads)
 #pragma unroll
   for (int n = 0; n < kThreadTokens; ++n) {
     const int token = n * kStatisticsThreads + threadIdx.x;
-    const int page_index = token / kPageTokenCount;
-    const float distance = distances[token];
-    const double ratio = static_cast<double>(distance) / static_cast<double>(reference);
+    const double ratio = static_cast<double>(distances[token]) / static_cast<double>(reference);
     square[token] = ratio * ratio;
-    std::byte* page = work.code_pages[head * work.code_page_capacity + page_index];
-    NormAt(work.tiling, page, token % kPageTokenCount) =
-        NormByte(IsStray(radii[token], page_median[page_index], median_radius),
-                 ValueExponent(distance, reference));
   }
   __syncthreads();
-  if (threadIdx.x != 0) return;
-  double sum = 0;
+  if (threadIdx.x == 0) {
+    double sum = 0;
 #pragma unroll 16
-  for (int token = 0; token < kCentreTokenCount; ++token) sum += square[token];
-  statistics[head] = {median_radius, reference, PowerOfTwoBelow(reference),
-                      ValueFloor(sum / static_cast<double>(kCentreTokenCount))};
+    for (int token = 0; token < kCentreTokenCount; ++token) sum += square[token];
+    statistics = {median_radius, reference, PowerOfTwoBelow(reference),
+                  ValueFloor(sum / static_cast<double>(kCentreTokenCount))};
+    heads.statistics[head] = statistics;
+  }
+  __syncthreads();
+  // One warp per page, four tokens per lane.
+  int exponent[4];
+#pragma unroll
+  for (int n = 0; n < 4; ++n) {
+    exponent[n] = ValueExponent(distances[warp * kPageTokenCount + 4 * lane + n], reference);
+  }
+  const int lift =
+      PageLift(statistics, dim,
+               make_float4(static_cast<float>(exponent[0]), static_cast<float>(exponent[1]),
+                           static_cast<float>(exponent[2]), static_cast<float>(exponent[3])),
+               page_centres + warp * dim, first_centre);
+  std::byte* page = work.code_pages[head * work.code_page_capacity + warp];
+#pragma unroll
+  for (int n = 0; n < 4; ++n) {
+    const int slot = 4 * lane + n;
+    const bool stray =
+        IsStray(radii[warp * kPageTokenCount + slot], page_median[warp], median_radius);
+    NormAt(work.tiling, page, slot) = NormByte(stray, exponent[n], statistics.value_floor, lift);
+  }
 }
 
 }  // namespace spillway::cuda

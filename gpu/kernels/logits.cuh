@@ -111,6 +111,7 @@ __global__ void __launch_bounds__(kLogitThreads)
   const UnitState& state = *u.state;
   Source source(shape, context, u, memory + kScoreBinCount);
   __syncthreads();
+  const int usual_level = shape.weighed ? WarpUsualLevel(shape.tiling, u) : 0;
   for (int64_t page_index = blockIdx.x; page_index < page_count; page_index += gridDim.x) {
     const int64_t first = page_index * kPageTokenCount;
     const int64_t wanted = min(static_cast<int64_t>(kPageTokenCount), u.end - first);
@@ -121,6 +122,10 @@ __global__ void __launch_bounds__(kLogitThreads)
     const bool weighed = scored && shape.weighed;
     const uint8_t norm = weighed ? NormOf(shape.tiling, u.code_pages[page_index], slot) : 0;
     const bool stray = weighed && norm == kStrayNorm;
+    // The page is closed if one of its tokens is weighed.
+    const int raise = shape.weighed && wanted > 0
+                          ? RaiseOf(WarpLevel(shape.tiling, u.code_pages[page_index]), usual_level)
+                          : 0;
     float score = 0;
     for (int h = 0; scored && h < shape.group; ++h) {
       const float x = source.Get(h) * kExpLog2E;
@@ -132,7 +137,7 @@ __global__ void __launch_bounds__(kLogitThreads)
       }
     }
     int bin = static_cast<int>(__float_as_uint(score) >> kScoreBinShift);
-    if (weighed) bin = WeighBin(bin, norm, u.statistics->value_floor);
+    if (weighed) bin = WeighBin(bin, norm, raise);
     slots.Store(slot, static_cast<uint32_t>(bin), histogram);
   }
   __syncthreads();

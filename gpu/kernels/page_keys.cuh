@@ -24,9 +24,11 @@ __device__ inline float4& QuadAt(float* x, int row, int quad) {
 // What a block keeps besides the keys until it rotates them, aligned to 16 bytes.
 struct PageScratch {
   float4 largest[kPageWarps][kPageQuads];
-  float4 inverse[kPageQuads];     // 1 / norm of each key after DivideByLargest()
-  float centre[kHeadDimMax];      // c, as fp32
-  float square[kPageTokenCount];  // see RoughDistances
+  float4 inverse[kPageQuads];  // 1 / norm of each key after DivideByLargest()
+  float centre[kHeadDimMax];   // c, as fp32
+  float value_centre[kHeadDimMax];
+  float square[kPageTokenCount];    // see PageValues
+  float exponent[kPageTokenCount];  // ValueExponent() of each value
 };
 
 // Stores a 16-byte piece of a key, its elements from i on, to x as fp32.

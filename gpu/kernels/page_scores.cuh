@@ -69,6 +69,34 @@ __device__ inline uint8_t NormOf(const CodeTiling& tiling, const std::byte* page
   return norms[CodeTiling::factor_index(slot)];
 }
 
+// The level of a code page. All lanes of the warp call it.
+__device__ inline int WarpLevel(const CodeTiling& tiling, const std::byte* page) {
+  const auto* norms = reinterpret_cast<const uint32_t*>(page + tiling.norm_offset_bytes());
+  return static_cast<int>(
+      __reduce_add_sync(kFullWarp, __dp4a(norms[threadIdx.x % 32], 0x01010101u, 0u)));
+}
+
+// UsualLevel() of a unit's visible tokens. All lanes of the warp call it.
+__device__ inline int WarpUsualLevel(const CodeTiling& tiling, const UnitRequest& u) {
+  static_assert(kUsualPagesMax == 32);
+  const int lane = threadIdx.x % 32;
+  const int64_t pages = ClosedPages(u.n);
+  const int count = __popc(__ballot_sync(kFullWarp, UsualPage(pages, lane) >= 0));
+  int own = 0;  // the level of page number `lane`
+#pragma unroll 4
+  for (int i = 0; i < count; ++i) {
+    const int level = WarpLevel(tiling, u.code_pages[UsualPage(pages, i)]);
+    if (lane == i) own = level;
+  }
+  int below = 0;
+  for (int i = 0; i < count; ++i) {
+    const int level = __shfl_sync(kFullWarp, own, i);
+    below += i < lane ? level <= own : level < own;
+  }
+  const unsigned median = __ballot_sync(kFullWarp, lane < count && below == count / 2);
+  return median == 0 ? 0 : __shfl_sync(kFullWarp, own, __ffs(median) - 1);
+}
+
 // The bins of a page's tokens, and the slots [begin, end) of its scored tokens.
 struct PageSlots {
   uint16_t* bins;

@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
   float next_centre_logits[kQuartets];
 #pragma unroll
   for (int q = 0; q < kQuartets; ++q) next_centre_logits[q] = centre_logit(page_index, q);
-  const int value_floor = u.statistics->value_floor;
+  const int usual_level = WarpUsualLevel(shape.tiling, u);
   LoadQueryPlanes(u, quartets, shape.tiling.words, kFragments, planes);
   for (int i = threadIdx.x; i < kScoreBinCount; i += blockDim.x) histogram[i] = 0;
   GridDependencyWait();
@@ -120,6 +120,7 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
       chains[q] = {};
     }
     const auto* norms = reinterpret_cast<const uint8_t*>(page) + shape.tiling.norm_offset_bytes();
+    const int raise = RaiseOf(WarpLevel(shape.tiling, page), usual_level);
     // Whether every token counts in the page's sums.
     const bool whole =
         slots.begin == 0 && slots.end == kPageTokenCount &&
@@ -209,7 +210,7 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
       for (int a = 0; a < kAhead; ++a) {
         const int bin = static_cast<int>(__float_as_uint(scores[a]) >> kScoreBinShift);
         slots.Store((first + a) * kCodeTileTokens + TokenOfLane(lane),
-                    static_cast<uint32_t>(WeighBin(bin, norm[a], value_floor)), histogram);
+                    static_cast<uint32_t>(WeighBin(bin, norm[a], raise)), histogram);
       }
     }
 #pragma unroll

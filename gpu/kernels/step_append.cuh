@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(kPageThreads, 2)
   const StepEncode& encode = encodes[blockIdx.y];
   if (encode.work.begin >= encode.work.end) return;
   const EncodeWork work = encode.work;
-  EncodePage(work, weights, quantiser, encode.heads, /*radii=*/nullptr,
+  EncodePage(work, weights, quantiser, encode.heads, /*first=*/nullptr,
              work.begin / kPageTokenCount, blockIdx.x);
 }
 

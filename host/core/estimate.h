@@ -10,6 +10,7 @@
 #include "host/core/degrees.h"
 #include "host/core/host_device.h"
 #include "host/core/neyman.h"
+#include "host/core/page_index.h"
 #include "host/core/tail.h"
 
 // Computes, from sums over rows, the error of one query head's output o = N / D, the budgets that a
@@ -168,6 +169,19 @@ inline void HeadBudgets(const TailTerms& terms, const HeadTotals& head, const St
               budgets.data());
 }
 
+// The smallest error that a certificate of a sampled tail states, unless epsilon is smaller: then
+// it is the power of two below epsilon. A tail of little weight is measured by few rows, and its
+// weight may be in tokens that the index ranks too low and the sample has missed. So smaller
+// estimates are exceeded more often than delta says (docs/certificates.md has the figures); errors
+// above this one are not.
+inline constexpr double kStatedErrorMin = 1.0 / 256;
+SPILLWAY_HOST_DEVICE inline double StatedError(double error, double epsilon) {
+  // A power of two, so that it is not above epsilon after rounding to fp32 either.
+  const double least =
+      epsilon < kStatedErrorMin ? PowerOfTwoBelow(static_cast<float>(epsilon)) : kStatedErrorMin;
+  return error > least ? error : least;
+}
+
 // The part of a certificate that depends on the query head.
 struct HeadCertificate {
   Promise promise = Promise::kNone;
@@ -189,7 +203,8 @@ SPILLWAY_HOST_DEVICE inline HeadCertificate Certify(const TailTerms& terms, bool
       OutputIsLargeEnough(head) && (ranks_hold || !RestsOnRanks(terms.tail, terms.bound));
   const double error = known ? RelativeError(terms, head) : HUGE_VAL;
   const bool promises = terms.may_promise && !limited && error <= terms.epsilon;
-  return {promises ? Promise::kStatistical : Promise::kNone, static_cast<float>(error), tail_mass};
+  return {promises ? Promise::kStatistical : Promise::kNone,
+          static_cast<float>(StatedError(error, terms.epsilon)), tail_mass};
 }
 
 // Whether a third draw may give the head an error bound: its error after the second draw is above

@@ -214,18 +214,18 @@ void EncodePages(const CpuModel& model, int layer, const LayerRows& rows, int kv
 // Writes the codes and norms of the first pages, and sets first_rows, which later pages are
 // compared with.
 void IndexFirstPages(const CpuModel& model, int layer, const LayerRows& rows, LayerIndex& index) {
-  constexpr int64_t kPages = kCentreTokenCount / kPageTokenCount;
+  constexpr int64_t kPages = kFirstPageCount;
   const ModelSpec& spec = model.spec();
   index.first_rows.resize(spec.kv_head_count);
   ParallelFor(0, spec.kv_head_count, [&](int h) {
     std::vector<float> radii(kCentreTokenCount);
     EncodePages(model, layer, rows, h, 0, kPages, index.codes[h], radii.data());
-    const std::byte* pages[kPages];
-    for (int64_t p = 0; p < kPages; ++p) pages[p] = rows.Page(h, p);
-    index.first_rows[h] = MeasureFirstRows(spec, pages, radii.data());
+    std::vector<PageValues> values;
+    for (int64_t p = 0; p < kPages; ++p) values.push_back(MeasureValues(spec, rows.Page(h, p)));
+    index.first_rows[h] = MeasureFirstRows(values, radii.data());
     for (int64_t p = 0; p < kPages; ++p) {
-      WriteNorms(spec, model.layout(), index.first_rows[h], pages[p],
-                 radii.data() + p * kPageTokenCount, index.codes[h].Page(p));
+      WriteNorms(model.layout(), index.first_rows[h], values[p], radii.data() + p * kPageTokenCount,
+                 index.codes[h].Page(p));
     }
   });
 }
@@ -260,8 +260,8 @@ void IndexAppended(const CpuModel& model, int layer, const LayerRows& rows, Laye
     if (page >= closed && page < ClosedPages(n)) {
       float radii[kPageTokenCount];
       EncodePages(model, layer, rows, h, page, page + 1, index.codes[h], radii);
-      WriteNorms(spec, model.layout(), index.first_rows[h], rows.Page(h, page), radii,
-                 index.codes[h].Page(page));
+      WriteNorms(model.layout(), index.first_rows[h], MeasureValues(spec, rows.Page(h, page)),
+                 radii, index.codes[h].Page(page));
     }
     if (!by_methods) return;
     const PageKeys keys{.layer = layer,

@@ -99,7 +99,7 @@ void AsymmetricBins(const ScoreQuery& query, const ScanPage& page, const float* 
                     const PageMask& mask, int tile_begin, int tile_end, uint16_t* bins,
                     uint16_t* const* head_bins, RankSums<float>* sums);
 // Replaces `count` bins by WeighBin() of each; count is a multiple of 32.
-void WeighBins(const uint8_t* norms, int value_floor, int count, uint16_t* bins);
+void WeighBins(const uint8_t* norms, int raise, int count, uint16_t* bins);
 // Bins of the same group scores, from logits [G][stride] in nats, exact or estimated. token_count
 // is a multiple of 16; the caller ignores entries beyond its data.
 void ExactBins(const ScoreReferences& references, const float* logits, int64_t stride,

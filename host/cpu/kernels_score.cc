@@ -252,7 +252,7 @@ void CentreLogitsImpl(const float* queries, int group, int dim, float softmax_sc
   }
 }
 
-void WeighBinsImpl(const uint8_t* norms, int value_floor, int count, uint16_t* bins) {
+void WeighBinsImpl(const uint8_t* norms, int raise, int count, uint16_t* bins) {
   const hn::CappedTag<int16_t, 32> d16;
   const hn::Rebind<uint8_t, decltype(d16)> d8;
   const int n = static_cast<int>(hn::Lanes(d16));
@@ -261,7 +261,7 @@ void WeighBinsImpl(const uint8_t* norms, int value_floor, int count, uint16_t* b
     auto* const at = reinterpret_cast<int16_t*>(bins + i);
     const auto bin = hn::LoadU(d16, at);
     const auto norm = hn::PromoteTo(d16, hn::LoadU(d8, norms + i));
-    const auto exponent = hn::Max(hn::Sub(norm, of(kValueExponentMax)), of(value_floor));
+    const auto exponent = hn::Add(norm, of(raise - kValueExponentMax));
     auto weighed = hn::Add(bin, hn::Add(exponent, exponent));
     weighed = hn::Min(hn::Max(weighed, of(1)), of(kStrayBin - 1));
     weighed = hn::IfThenElse(hn::Eq(norm, of(kStrayNorm)), of(kStrayBin), weighed);
@@ -433,8 +433,8 @@ void AsymmetricBins(const ScoreQuery& query, const ScanPage& page, const float* 
   HWY_DYNAMIC_DISPATCH(AsymmetricBinsImpl)
   (query, page, centre_logits, mask, tile_begin, tile_end, bins, head_bins, sums);
 }
-void WeighBins(const uint8_t* norms, int value_floor, int count, uint16_t* bins) {
-  HWY_DYNAMIC_DISPATCH(WeighBinsImpl)(norms, value_floor, count, bins);
+void WeighBins(const uint8_t* norms, int raise, int count, uint16_t* bins) {
+  HWY_DYNAMIC_DISPATCH(WeighBinsImpl)(norms, raise, count, bins);
 }
 void ExactBins(const ScoreReferences& references, const float* logits, int64_t stride,
                int head_count, int token_count, uint16_t* bins, uint16_t* const* head_bins) {

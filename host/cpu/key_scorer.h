@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <numeric>
 #include <span>
 
 #include "absl/status/status.h"
@@ -33,6 +34,11 @@ struct ScoredKeys {
   // Norm bytes of a closed page. REQUIRES: the model has a rotation.
   const uint8_t* Norms(int64_t page) const {
     return reinterpret_cast<const uint8_t*>(IndexPage(page)) + model().layout().norm_offset_bytes();
+  }
+  // The level of a closed page. REQUIRES: the model has a rotation.
+  int Level(int64_t page) const {
+    const uint8_t* norms = Norms(page);
+    return std::accumulate(norms, norms + kPageTokenCount, 0);
   }
 };
 

@@ -1,6 +1,7 @@
 #include "host/cpu/page_encoder.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #include "host/base/elements.h"
@@ -39,6 +40,19 @@ void MeanToBf16(std::span<const float> vectors, int d, Takes takes, std::byte* c
   std::vector<float> mean(d);
   for (int i = 0; i < d; ++i) mean[i] = static_cast<float>(sum[i] / count);
   FromFloat(DType::kBF16, mean.data(), d, centre);
+}
+
+// The distance of two vectors, as in RadiusOf().
+float Distance(std::span<const float> x, std::span<const float> centre) {
+  float largest = 0;
+  for (size_t i = 0; i < x.size(); ++i) largest = std::max(largest, std::fabs(x[i] - centre[i]));
+  if (largest == 0) return 0;
+  float squares = 0;
+  for (size_t i = 0; i < x.size(); ++i) {
+    const float ratio = (x[i] - centre[i]) / largest;
+    squares = std::fma(ratio, ratio, squares);
+  }
+  return RadiusOf(largest, squares);
 }
 
 // Computes the radii of a page's keys about its bf16 centre, which is widened into `wide`. Returns
@@ -94,45 +108,48 @@ void EncodePage(const ModelSpec& spec, EncodeParams params, const std::byte* row
   }
 }
 
-FirstRows MeasureFirstRows(const ModelSpec& spec, std::span<const std::byte* const> pages,
-                           const float* radii) {
-  constexpr int kBlockTokens = kCentreTokenCount / kValueBlockCount;
+PageValues MeasureValues(const ModelSpec& spec, const std::byte* rows) {
   const int d = spec.head_dim;
-  const int64_t value_offset = spec.row_bytes() / 2;
+  const std::byte* values = rows + spec.row_bytes() / 2;
+  const std::vector<float> wide = Widen(spec, values, kPageTokenCount);
+  PageValues page;
+  page.centre.resize(d);
+  for (int i = 0; i < d; ++i) {
+    float means[kValueRunCount];
+    for (int run = 0; run < kValueRunCount; ++run) {
+      double sum = 0;
+      for (int t = 0; t < kValueRunTokens; ++t) sum += wide[(run * kValueRunTokens + t) * d + i];
+      means[run] = static_cast<float>(sum / kValueRunTokens);
+    }
+    page.centre[i] = Median(means);
+  }
+  Distances(spec.dtype, values, spec.row_bytes(), kPageTokenCount, d, page.centre.data(),
+            page.distances);
+  return page;
+}
+
+FirstRows MeasureFirstRows(std::span<const PageValues> pages, const float* radii) {
   FirstRows first;
   first.statistics.median_radius = Median({radii, kCentreTokenCount});
-  std::vector<float> means(static_cast<size_t>(kValueBlockCount) * d);
-  for (int block = 0; block < kValueBlockCount; ++block) {
-    const int64_t begin = int64_t{block} * kBlockTokens;
-    const std::byte* values =
-        pages[begin / kPageTokenCount] + begin % kPageTokenCount * spec.row_bytes() + value_offset;
-    const std::vector<float> wide = Widen(spec, values, kBlockTokens);
-    for (int i = 0; i < d; ++i) {
-      double sum = 0;
-      for (int t = 0; t < kBlockTokens; ++t) sum += wide[t * d + i];
-      means[block * d + i] = static_cast<float>(sum / kBlockTokens);
-    }
-  }
-  first.value_centre.resize(d);
-  for (int i = 0; i < d; ++i) {
-    float of_blocks[kValueBlockCount];
-    for (int block = 0; block < kValueBlockCount; ++block) of_blocks[block] = means[block * d + i];
-    first.value_centre[i] = Median(of_blocks);
-  }
-  std::vector<float> distances(kCentreTokenCount);
-  for (size_t page = 0; page < pages.size(); ++page) {
-    Distances(spec.dtype, pages[page] + value_offset, spec.row_bytes(), kPageTokenCount, d,
-              first.value_centre.data(), distances.data() + page * kPageTokenCount);
+  first.value_centre.resize(pages[0].centre.size());
+  for (size_t i = 0; i < first.value_centre.size(); ++i) {
+    float of_pages[kFirstPageCount];
+    for (int p = 0; p < kFirstPageCount; ++p) of_pages[p] = pages[p].centre[i];
+    first.value_centre[i] = Median(of_pages);
   }
   std::vector<float> present;
-  for (const float distance : distances) {
-    if (distance > 0) present.push_back(distance);
+  for (const PageValues& page : pages) {
+    for (const float distance : page.distances) {
+      if (distance > 0) present.push_back(distance);
+    }
   }
   const float reference = present.empty() ? 1.0f : Median(present);
   double squares = 0;
-  for (const float distance : distances) {
-    const double ratio = double{distance} / double{reference};
-    squares += ratio * ratio;
+  for (const PageValues& page : pages) {
+    for (const float distance : page.distances) {
+      const double ratio = double{distance} / double{reference};
+      squares += ratio * ratio;
+    }
   }
   first.statistics.value_reference = reference;
   first.statistics.value_unit = PowerOfTwoBelow(reference);
@@ -140,16 +157,18 @@ FirstRows MeasureFirstRows(const ModelSpec& spec, std::span<const std::byte* con
   return first;
 }
 
-void WriteNorms(const ModelSpec& spec, const CodeLayout& layout, const FirstRows& first,
-                const std::byte* rows, const float* radii, std::byte* page) {
-  float distances[kPageTokenCount];
-  Distances(spec.dtype, rows + spec.row_bytes() / 2, spec.row_bytes(), kPageTokenCount,
-            spec.head_dim, first.value_centre.data(), distances);
+void WriteNorms(const CodeLayout& layout, const FirstRows& first, const PageValues& values,
+                const float* radii, std::byte* page) {
+  const HeadStatistics& head = first.statistics;
+  const float apart = Distance(values.centre, first.value_centre);
+  const int lift = ValueLift(ValueExponent(Median(values.distances), head.value_reference),
+                             ValueExponent(apart, head.value_reference), head.value_floor);
   const float median = Median({radii, kPageTokenCount});
   auto* const norms = reinterpret_cast<uint8_t*>(page + layout.norm_offset_bytes());
   for (int t = 0; t < kPageTokenCount; ++t) {
-    norms[t] = NormByte(IsStray(radii[t], median, first.statistics.median_radius),
-                        ValueExponent(distances[t], first.statistics.value_reference));
+    norms[t] =
+        NormByte(IsStray(radii[t], median, head.median_radius),
+                 ValueExponent(values.distances[t], head.value_reference), head.value_floor, lift);
   }
 }
 

@@ -18,18 +18,23 @@ namespace spillway {
 void EncodePage(const ModelSpec& spec, EncodeParams params, const std::byte* rows, std::byte* page,
                 float* radii);
 
+// The value centre of a page, and the distances of its values from it.
+struct PageValues {
+  std::vector<float> centre;  // [d]
+  float distances[kPageTokenCount];
+};
+PageValues MeasureValues(const ModelSpec& spec, const std::byte* rows);
+
 // What is kept of a KV head's first kCentreTokenCount rows.
 struct FirstRows {
   HeadStatistics statistics;
-  std::vector<float> value_centre;  // [d]
+  std::vector<float> value_centre;  // [d]; the first value centre
 };
-// pages: the kCentreTokenCount / kPageTokenCount pages of these rows. radii: [kCentreTokenCount] of
-// EncodePage().
-FirstRows MeasureFirstRows(const ModelSpec& spec, std::span<const std::byte* const> pages,
-                           const float* radii);
+// pages: the kFirstPageCount pages of these rows. radii: [kCentreTokenCount] of EncodePage().
+FirstRows MeasureFirstRows(std::span<const PageValues> pages, const float* radii);
 
 // Writes the norms of a page that EncodePage() has filled, from its radii.
-void WriteNorms(const ModelSpec& spec, const CodeLayout& layout, const FirstRows& first,
-                const std::byte* rows, const float* radii, std::byte* page);
+void WriteNorms(const CodeLayout& layout, const FirstRows& first, const PageValues& values,
+                const float* radii, std::byte* page);
 
 }  // namespace spillway

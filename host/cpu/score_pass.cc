@@ -30,6 +30,9 @@ ScorePass::ScorePass(const ScoredKeys& keys, Selector selector, bool by_mass)
     : keys_(keys),
       by_mass_(by_mass),
       weighs_(WeighsValues(selector, keys.spec())),
+      usual_level_(weighs_ ? UsualLevel(ClosedPages(keys.context->attend->visible[keys.query]),
+                                        [&](int64_t page) { return keys.Level(page); })
+                           : 0),
       begin_(keys.begin),
       end_(keys.end),
       base_(begin_ / (2 * kTileTokenCount) * (2 * kTileTokenCount)),
@@ -64,10 +67,9 @@ absl::Status ScorePass::ScoreBlock(const KeyScorer& scorer, int64_t block) {
 
 void ScorePass::WeighPage(int64_t page, int tile_begin, int tile_end, uint16_t* bins,
                           uint16_t* const* head_bins) const {
-  const HeadStatistics& statistics = *keys_.context->index->Statistics(keys_.kv_head);
   const uint8_t* norms = keys_.Norms(page) + tile_begin * kTileTokenCount;
   const int count = (tile_end - tile_begin) * kTileTokenCount;
-  WeighBins(norms, statistics.value_floor, count, bins);
+  WeighBins(norms, RaiseOf(keys_.Level(page), usual_level_), count, bins);
   if (!by_mass_ || std::memchr(norms, kStrayNorm, count) == nullptr) return;
   for (int g = 0; g < keys_.spec().group(); ++g) {
     for (int i = 0; i < count; ++i) {

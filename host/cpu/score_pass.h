@@ -65,7 +65,8 @@ class ScorePass {
 
   const ScoredKeys keys_;
   const bool by_mass_;
-  const bool weighs_;  // whether WeighBin() applies to the bins
+  const bool weighs_;      // whether WeighBin() applies to the bins
+  const int usual_level_;  // with weighs_
   const int64_t begin_;
   const int64_t end_;
   const int64_t base_;  // token of bins[0], a multiple of 32

@@ -101,7 +101,10 @@ void ExpectWeighted(const reference::Context& context, const std::vector<float>&
                                       : reference::TwoSidedQuantile(policy.delta);
       const double error = z * std::sqrt(e.variance / e.norm_sq_unbiased);
       ASSERT_GT(reference::Norm(e.numerator) / e.denominator, unit / 16) << what;
-      EXPECT_NEAR(c.relative_error, error, 2e-3 * error) << what << " degrees " << e.degrees;
+      // Certificates do not state a smaller error than this one.
+      const double least = std::min(1.0 / 256, std::exp2(std::floor(std::log2(policy.epsilon))));
+      const double stated = std::max(error, least);
+      EXPECT_NEAR(c.relative_error, stated, 2e-3 * stated) << what << " degrees " << e.degrees;
       EXPECT_NEAR(c.tail_mass, 1 - e.exact_denominator / e.denominator, 1e-4) << what;
       // If the error is so close to epsilon that fp32 may decide otherwise, both answers are right.
       if (std::fabs(error - policy.epsilon) > 0.01 * error) {

@@ -170,6 +170,16 @@ class GpuEncode : public ::testing::TestWithParam<std::tuple<int, int, DType>> {
     for (int64_t t = 3; t < kTokens; t += 40) {
       layer.SetValue(1, t, std::vector<float>(index.d(), 0.0f));
     }
+    // Head 0: the values of three pages, one of them among the first, are far from the others; in
+    // the last one they are near each other but for two.
+    for (const int64_t page : {int64_t{6}, kFirstPages + 1, kFirstPages + 2}) {
+      for (int64_t slot = 0; slot < kPageTokenCount; ++slot) {
+        const double size = page < kFirstPages + 2 ? 1 : slot % 70 == 5 ? 30 : 0.1;
+        std::vector<float> value = Normals(index.d(), size, random);
+        for (float& x : value) x += 50;
+        layer.SetValue(0, page * kPageTokenCount + slot, value);
+      }
+    }
   }
 };
 

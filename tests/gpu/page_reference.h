@@ -121,27 +121,41 @@ inline KeyCode CodeOf(std::span<const float> key, std::span<const float> centre,
   return code;
 }
 
+// The value centre of a page, and the distances of its values from it.
+struct PageValues {
+  std::vector<float> centre;
+  std::vector<float> distances;
+};
+inline PageValues MeasurePage(const Vectors& values) {
+  PageValues page;
+  for (size_t i = 0; i < values[0].size(); ++i) {
+    const std::vector<float> all = Coordinate(values, i);
+    std::vector<float> means;
+    for (size_t at = 0; at < all.size(); at += 8)
+      means.push_back(Mean(std::span(all).subspan(at, 8)));
+    page.centre.push_back(Median(means));
+  }
+  page.distances = Distances(values, page.centre);
+  return page;
+}
+
 struct FirstPages {
   HeadStatistics statistics;
   std::vector<float> value_centre;
 };
 
-// Measures the first kCentreTokenCount values, and the distances of the keys from the centres of
-// their pages.
-inline FirstPages Measure(const Vectors& values, const std::vector<float>& radii) {
-  constexpr int64_t kRun = kCentreTokenCount / kValueBlockCount;
-  const size_t d = values[0].size();
+// Measures the first pages: their values, and the distances of the keys from the centres.
+inline FirstPages Measure(std::span<const PageValues> pages, const std::vector<float>& radii) {
   FirstPages first;
-  for (size_t i = 0; i < d; ++i) {
-    const std::vector<float> all = Coordinate(values, i);
-    std::vector<float> means;
-    for (int64_t at = 0; at < kCentreTokenCount; at += kRun) {
-      means.push_back(Mean(std::span(all).subspan(static_cast<size_t>(at), kRun)));
-    }
-    first.value_centre.push_back(Median(means));
+  for (size_t i = 0; i < pages[0].centre.size(); ++i) {
+    std::vector<float> of_pages;
+    for (const PageValues& page : pages) of_pages.push_back(page.centre[i]);
+    first.value_centre.push_back(Median(of_pages));
   }
-  const std::vector<float> distances = Distances(values, first.value_centre);
-  std::vector<float> present;
+  std::vector<float> distances, present;
+  for (const PageValues& page : pages) {
+    distances.insert(distances.end(), page.distances.begin(), page.distances.end());
+  }
   std::copy_if(distances.begin(), distances.end(), std::back_inserter(present),
                [](float x) { return x != 0; });
   const float reference = present.empty() ? 1.0f : Median(present);
@@ -155,25 +169,29 @@ inline FirstPages Measure(const Vectors& values, const std::vector<float>& radii
   return first;
 }
 
-// The norm bytes of a page.
-inline std::vector<uint8_t> Norms(const FirstPages& first, const std::vector<float>& radii,
-                                  const Vectors& values) {
-  const float usual = std::max(Median(radii), first.statistics.median_radius);
-  std::vector<uint8_t> norms;
-  for (size_t t = 0; t < values.size(); ++t) {
-    const bool stray = radii[t] > 4 * usual;
-    const float distance = Distance(values[t], first.value_centre);
-    norms.push_back(NormByte(stray, ValueExponent(distance, first.statistics.value_reference)));
-  }
-  return norms;
-}
-
 // The index of a KV head: its closed pages.
 struct Page {
   std::vector<float> centre;
   std::vector<float> radii;
+  PageValues values;
   std::vector<uint8_t> norms;
 };
+
+// Sets the norm bytes of a page.
+inline void SetNorms(const FirstPages& first, Page& page) {
+  const HeadStatistics& head = first.statistics;
+  const float usual = std::max(Median(page.radii), head.median_radius);
+  const int exponent = ValueExponent(Median(page.values.distances), head.value_reference);
+  const int apart =
+      ValueExponent(Distance(page.values.centre, first.value_centre), head.value_reference);
+  const int lift = std::clamp(apart - std::max(exponent, head.value_floor), 0, 64);
+  for (size_t t = 0; t < page.radii.size(); ++t) {
+    const int of_value = ValueExponent(page.values.distances[t], head.value_reference);
+    const int lifted = std::min(127, std::max(of_value, head.value_floor) + lift);
+    const bool stray = page.radii[t] > 4 * usual || of_value > 127;
+    page.norms.push_back(static_cast<uint8_t>(stray ? 255 : lifted + 127));
+  }
+}
 struct Head {
   std::vector<Page> pages;
   FirstPages first;
@@ -185,21 +203,20 @@ inline Head IndexOf(const Vectors& keys, const Vectors& values, bool raw_keys) {
   };
   Head head;
   std::vector<float> radii;
+  std::vector<PageValues> first_values;
   for (int64_t p = 0; p < ClosedPages(static_cast<int64_t>(keys.size())); ++p) {
     const Vectors of_page = part(keys, p * kPageTokenCount, kPageTokenCount);
     Page page;
     page.centre = PageCentre(of_page, raw_keys);
     page.radii = Distances(of_page, page.centre);
+    page.values = MeasurePage(part(values, p * kPageTokenCount, kPageTokenCount));
     radii.insert(radii.end(), page.radii.begin(), page.radii.end());
+    if (p < kFirstPageCount) first_values.push_back(page.values);
     head.pages.push_back(std::move(page));
   }
   radii.resize(kCentreTokenCount);
-  head.first = Measure(part(values, 0, kCentreTokenCount), radii);
-  for (size_t p = 0; p < head.pages.size(); ++p) {
-    Page& page = head.pages[p];
-    page.norms = Norms(head.first, page.radii,
-                       part(values, static_cast<int64_t>(p) * kPageTokenCount, kPageTokenCount));
-  }
+  head.first = Measure(first_values, radii);
+  for (Page& page : head.pages) SetNorms(head.first, page);
   return head;
 }
 

@@ -83,6 +83,22 @@ BinRange ExponentOf(double ratio) {
   return {rounded(exact - kTolerance), rounded(exact + kTolerance)};
 }
 
+// The value centre of the page that begins at `first`: per coordinate the median of the means of
+// eight tokens each, rounded to fp32.
+std::vector<double> ValueCentre(const KeyValues& kv, int64_t first) {
+  std::vector<double> centre;
+  for (int i = 0; i < kv.d; ++i) {
+    std::vector<double> means;
+    for (int64_t run = first; run < first + PageIndex::kPageTokens; run += 8) {
+      double sum = 0;
+      for (int64_t t = run; t < run + 8; ++t) sum += kv.Value(t)[i];
+      means.push_back(static_cast<float>(sum / 8));
+    }
+    centre.push_back(Median(means));
+  }
+  return centre;
+}
+
 }  // namespace
 
 PageIndex PageIndex::Of(const KeyValues& kv, bool raw_keys) {
@@ -101,20 +117,18 @@ PageIndex PageIndex::Of(const KeyValues& kv, bool raw_keys) {
   }
   index.median_radius = Median({index.radii.begin(), index.radii.begin() + kFirst});
 
-  constexpr int64_t kBlocks = 16;
-  for (int i = 0; i < kv.d; ++i) {
-    std::vector<double> means;
-    for (int64_t block = 0; block < kBlocks; ++block) {
-      double sum = 0;
-      for (int64_t t = 0; t < kFirst / kBlocks; ++t) sum += kv.Value(block * 64 + t)[i];
-      means.push_back(static_cast<float>(sum / (kFirst / kBlocks)));
-    }
-    index.value_centre.push_back(Median(means));
-  }
   std::vector<double> present;
-  for (int64_t t = 0; t < closed; ++t) {
-    index.distances.push_back(Distance(kv.Value(t), index.value_centre));
-    if (t < kFirst && index.distances[t] > 0) present.push_back(index.distances[t]);
+  for (int64_t first = 0; first < closed; first += kPageTokens) {
+    index.value_centres.push_back(ValueCentre(kv, first));
+    for (int64_t t = first; t < first + kPageTokens; ++t) {
+      index.distances.push_back(Distance(kv.Value(t), index.value_centres.back()));
+      if (t < kFirst && index.distances[t] > 0) present.push_back(index.distances[t]);
+    }
+  }
+  for (int i = 0; i < kv.d; ++i) {
+    std::vector<double> of_pages;
+    for (int page = 0; page < 8; ++page) of_pages.push_back(index.value_centres[page][i]);
+    index.value_centre.push_back(Median(of_pages));
   }
   index.value_reference = present.empty() ? 1 : Median(present);
   index.value_unit = std::exp2(std::floor(std::log2(index.value_reference)));
@@ -135,6 +149,25 @@ PageIndex PageIndex::Of(const KeyValues& kv, bool raw_keys) {
     if ((exponent.low > 127) != (exponent.high > 127)) index.margin = 0;
     index.strays.push_back(index.radii[t] > most || exponent.low > 127);
   }
+  for (int64_t page = 0; page < closed / kPageTokens; ++page) {
+    const auto* const distances = index.distances.data() + page * kPageTokens;
+    const BinRange usual =
+        ExponentOf(Median({distances, distances + kPageTokens}) / index.value_reference);
+    const BinRange apart =
+        ExponentOf(Distance(index.value_centres[page], index.value_centre) / index.value_reference);
+    const auto lift = [&](int from, int to) {
+      return std::clamp(to - std::max(from, index.value_floor), 0, 64);
+    };
+    index.lifts.push_back(lift(usual.low, apart.low));
+    if (lift(usual.high, apart.low) != lift(usual.low, apart.high)) index.margin = 0;
+    BinRange level = {0, 0};
+    for (int64_t t = page * kPageTokens; t < (page + 1) * kPageTokens; ++t) {
+      const BinRange norm = index.strays[t] ? BinRange{255, 255} : index.Norm(t);
+      level.low += norm.low;
+      level.high += norm.high;
+    }
+    index.levels.push_back(level);
+  }
   return index;
 }
 
@@ -144,12 +177,30 @@ std::vector<double> PageIndex::Centred(const KeyValues& kv, int64_t token) const
   return x;
 }
 
-BinRange PageIndex::Weigh(BinRange bins, int64_t token) const {
-  const auto weighed = [&](int bin, int exponent) {
-    return std::clamp(bin + 2 * std::max(exponent, value_floor), 1, 4094);
+BinRange PageIndex::Norm(int64_t token) const {
+  const auto norm = [&](int exponent) {
+    return 127 + std::min(127, std::max(exponent, value_floor) + lifts[token / kPageTokens]);
   };
+  return {norm(exponents[token].low), norm(exponents[token].high)};
+}
+
+BinRange PageIndex::Weigh(BinRange bins, int64_t token, int64_t visible) const {
   if (strays[token]) return {4095, 4095};
-  return {weighed(bins.low, exponents[token].low), weighed(bins.high, exponents[token].high)};
+  const auto pages = visible == 0 ? static_cast<int64_t>(lifts.size()) : visible / kPageTokens;
+  // Of the last page, and of those 1, 3, 7, ... before it.
+  std::vector<double> usual_low, usual_high;
+  for (int64_t back = 1; back <= pages; back *= 2) {
+    usual_low.push_back(levels[pages - back].low);
+    usual_high.push_back(levels[pages - back].high);
+  }
+  const auto raise = [&](double usual, int own) {
+    return usual > own ? (static_cast<int>(usual) - own) / 128 : 0;
+  };
+  const int64_t page = token / kPageTokens;
+  const BinRange norm = Norm(token);
+  const int low = norm.low - 127 + raise(Median(usual_low), levels[page].high);
+  const int high = norm.high - 127 + raise(Median(usual_high), levels[page].low);
+  return {std::clamp(bins.low + 2 * low, 1, 4094), std::clamp(bins.high + 2 * high, 1, 4094)};
 }
 
 int64_t ScoredEndByPages(int64_t n, int64_t window) {

@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <utility>
+#include <vector>
 
 namespace spillway {
 namespace {
@@ -106,13 +108,82 @@ TEST(ValueExponent, EndsBelowAndGoesOnAbove) {
 }
 
 TEST(NormByte, TellsStraysOfKeysAndOfValues) {
-  EXPECT_EQ(NormByte(false, -127), 0);
-  EXPECT_EQ(NormByte(false, 0), 127);
-  EXPECT_EQ(NormByte(false, 127), 254);
-  EXPECT_EQ(NormByte(false, 128), 255);
-  EXPECT_EQ(NormByte(false, 1024), 255);
-  EXPECT_EQ(NormByte(true, 0), 255);
-  EXPECT_EQ(NormByte(true, -127), 255);
+  EXPECT_EQ(NormByte(false, 0, -8, 0), 127);
+  EXPECT_EQ(NormByte(false, 127, -8, 0), 254);
+  EXPECT_EQ(NormByte(false, 128, -8, 0), 255);
+  EXPECT_EQ(NormByte(false, 1024, -8, 0), 255);
+  EXPECT_EQ(NormByte(true, 0, -8, 0), 255);
+  EXPECT_EQ(NormByte(true, -127, -8, 0), 255);
+}
+
+TEST(NormByte, RaisesSmallExponentsToTheFloorAndAddsTheLift) {
+  EXPECT_EQ(NormByte(false, -8, -8, 0), 119);
+  EXPECT_EQ(NormByte(false, -9, -8, 0), 119);
+  EXPECT_EQ(NormByte(false, -127, -8, 0), 119);
+  EXPECT_EQ(NormByte(false, -127, -127, 0), 0);
+  EXPECT_EQ(NormByte(false, -7, -8, 20), 140);
+  EXPECT_EQ(NormByte(false, -20, -8, 20), 139);
+  // A lift makes no stray.
+  EXPECT_EQ(NormByte(false, 100, -8, 27), 254);
+  EXPECT_EQ(NormByte(false, 100, -8, 28), 254);
+  EXPECT_EQ(NormByte(true, 0, -8, 20), 255);
+}
+
+// How much further the page is from the first pages than its values are from each other.
+TEST(ValueLift, IsFromTheUsualValueToThePageCentre) {
+  EXPECT_EQ(ValueLift(0, 0, -8), 0);
+  EXPECT_EQ(ValueLift(0, 1, -8), 1);
+  EXPECT_EQ(ValueLift(0, 30, -8), 30);
+  EXPECT_EQ(ValueLift(-5, 30, -8), 35);
+  EXPECT_EQ(ValueLift(10, -20, -8), 0);
+  // The usual value is at least at the floor.
+  EXPECT_EQ(ValueLift(-127, 30, -8), 38);
+  EXPECT_EQ(ValueLift(-127, -127, -8), 0);
+  EXPECT_EQ(ValueLift(-127, -127, -127), 0);
+  EXPECT_EQ(ValueLift(0, 64, -8), 64);
+  EXPECT_EQ(ValueLift(0, 65, -8), 64);
+  EXPECT_EQ(ValueLift(-127, 1024, -127), 64);
+}
+
+// Pages are counted back from the last one: 1, 2, 4, 8, ... The median is of these.
+TEST(UsualLevel, IsTheMedianOfTheLastPageAndOfPagesBeforeIt) {
+  const auto usual = [](const std::vector<int>& levels) {
+    std::vector<int64_t> seen;
+    const int level = UsualLevel(static_cast<int64_t>(levels.size()), [&](int64_t page) {
+      seen.push_back(page);
+      return levels.at(page);
+    });
+    std::vector<int64_t> wanted;
+    for (size_t back = 1; back <= levels.size(); back *= 2) {
+      wanted.push_back(static_cast<int64_t>(levels.size() - back));
+    }
+    EXPECT_EQ(seen, wanted);
+    return level;
+  };
+  EXPECT_EQ(usual({}), 0);
+  EXPECT_EQ(usual({7}), 7);
+  EXPECT_EQ(usual({3, 7}), 7);
+  EXPECT_EQ(usual({7, 3}), 7);
+  EXPECT_EQ(usual({9, 1, 0, 5, 0, 0, 2, 8}), 8);  // pages 7, 6, 4, 0: 8, 2, 0, 9
+  EXPECT_EQ(usual({9, 1, 0, 5, 6, 0, 2, 3}), 6);
+  // One page, or a few, do not change it.
+  std::vector<int> levels(512, 16000);
+  EXPECT_EQ(usual(levels), 16000);
+  levels[511] = 25000;
+  EXPECT_EQ(usual(levels), 16000);
+  for (int page = 500; page < 512; ++page) levels[page] = 25000;
+  EXPECT_EQ(usual(levels), 16000);
+  for (int page = 256; page < 512; ++page) levels[page] = 25000;
+  EXPECT_EQ(usual(levels), 25000);
+}
+
+TEST(RaiseOf, PutsPagesBelowTheUsualLevelThere) {
+  EXPECT_EQ(RaiseOf(16256, 16256), 0);
+  EXPECT_EQ(RaiseOf(16256, 16383), 0);
+  EXPECT_EQ(RaiseOf(16256, 16384), 1);
+  EXPECT_EQ(RaiseOf(16256, 16256 + 40 * 128), 40);
+  EXPECT_EQ(RaiseOf(0, 255 * 128), 255);
+  EXPECT_EQ(RaiseOf(20000, 16256), 0);
 }
 
 TEST(ValueFloor, IsHalfOfTheReferenceOrTheRootMeanSquare) {
@@ -136,30 +207,30 @@ TEST(ValuesCanBeSampled, DownToAQuarterOfTheReference) {
 
 TEST(WeighBin, AddsTwoBinsAnEighth) {
   const auto norm = [](int exponent) { return static_cast<uint8_t>(exponent + 127); };
-  EXPECT_EQ(WeighBin(2000, norm(0), -8), 2000);
-  EXPECT_EQ(WeighBin(2000, norm(5), -8), 2010);
-  EXPECT_EQ(WeighBin(2000, norm(127), -8), 2254);
-  EXPECT_EQ(WeighBin(2000, norm(-7), -8), 1986);
-  // Norms below the floor count as the floor.
-  EXPECT_EQ(WeighBin(2000, norm(-8), -8), 1984);
-  EXPECT_EQ(WeighBin(2000, norm(-100), -8), 1984);
-  EXPECT_EQ(WeighBin(2000, norm(-100), -30), 1940);
+  EXPECT_EQ(WeighBin(2000, norm(0), 0), 2000);
+  EXPECT_EQ(WeighBin(2000, norm(5), 0), 2010);
+  EXPECT_EQ(WeighBin(2000, norm(127), 0), 2254);
+  EXPECT_EQ(WeighBin(2000, norm(-7), 0), 1986);
+  EXPECT_EQ(WeighBin(2000, norm(-100), 0), 1800);
+  EXPECT_EQ(WeighBin(2000, norm(-7), 10), 2006);
+  EXPECT_EQ(WeighBin(2000, norm(127), 64), 2382);
 }
 
 TEST(WeighBin, StaysAmongTheBinsOfScores) {
   EXPECT_EQ(kStrayBin, 4095);
-  EXPECT_EQ(WeighBin(4090, 254, -8), 4094);
-  EXPECT_EQ(WeighBin(4094, 127, -8), 4094);
-  EXPECT_EQ(WeighBin(4095, 127, -8), 4094);
-  EXPECT_EQ(WeighBin(3, 0, -127), 1);
-  EXPECT_EQ(WeighBin(1, 127 - 8, -8), 1);
+  EXPECT_EQ(WeighBin(4090, 254, 0), 4094);
+  EXPECT_EQ(WeighBin(4090, 127, 64), 4094);
+  EXPECT_EQ(WeighBin(4094, 127, 0), 4094);
+  EXPECT_EQ(WeighBin(4095, 127, 0), 4094);
+  EXPECT_EQ(WeighBin(3, 0, 0), 1);
+  EXPECT_EQ(WeighBin(1, 127 - 8, 0), 1);
 }
 
 TEST(WeighBin, SetsStraysAboveAndLeavesWhatWasNotFound) {
-  EXPECT_EQ(WeighBin(1, kStrayNorm, -8), 4095);
-  EXPECT_EQ(WeighBin(4094, kStrayNorm, -8), 4095);
-  EXPECT_EQ(WeighBin(0, kStrayNorm, -8), 0);
-  EXPECT_EQ(WeighBin(0, 200, -8), 0);
+  EXPECT_EQ(WeighBin(1, kStrayNorm, 0), 4095);
+  EXPECT_EQ(WeighBin(4094, kStrayNorm, 0), 4095);
+  EXPECT_EQ(WeighBin(0, kStrayNorm, 0), 0);
+  EXPECT_EQ(WeighBin(0, 200, 64), 0);
 }
 
 }  // namespace

@@ -28,6 +28,7 @@ struct EncodedHead {
   std::vector<std::byte> rows;
   std::vector<CodePage> pages;
   std::vector<float> radii;
+  std::vector<PageValues> values;
   FirstRows first;
 
   // Rounds the elements of `head` to the dtype.
@@ -50,11 +51,10 @@ struct EncodedHead {
     for (size_t p = 0; p < pages.size(); ++p) {
       EncodePage(spec, encoder.params, Rows(p), pages[p].data(), Radii(p));
     }
-    const std::byte* first_pages[8];
-    for (int p = 0; p < 8; ++p) first_pages[p] = Rows(p);
-    first = MeasureFirstRows(spec, first_pages, radii.data());
+    for (size_t p = 0; p < pages.size(); ++p) values.push_back(MeasureValues(spec, Rows(p)));
+    first = MeasureFirstRows({values.data(), 8}, radii.data());
     for (size_t p = 0; p < pages.size(); ++p) {
-      WriteNorms(spec, encoder.params.layout, first, Rows(p), Radii(p), pages[p].data());
+      WriteNorms(encoder.params.layout, first, values[p], Radii(p), pages[p].data());
     }
   }
 
@@ -72,6 +72,11 @@ struct EncodedHead {
     return static_cast<uint8_t>(
         pages[token / kPageTokenCount]
             .bytes()[encoder.params.layout.norm_offset_bytes() + token % kPageTokenCount]);
+  }
+  uint8_t SmallestNorm(int64_t page) const {
+    uint8_t smallest = 255;
+    for (int64_t t = page * 128; t < page * 128 + 128; ++t) smallest = std::min(smallest, Norm(t));
+    return smallest;
   }
 };
 
@@ -96,14 +101,16 @@ void ExpectIndex(EncodedHead& head) {
     const std::string token = "token " + std::to_string(t);
     if (slot == 0) {
       ASSERT_EQ(head.Centre(page), wanted.centres[page]) << token;
+      const std::vector<float>& centre = head.values[page].centre;
+      EXPECT_EQ(std::vector<double>(centre.begin(), centre.end()), wanted.value_centres[page]);
     }
     Near(head.radii[t], wanted.radii[t], token);
     const int norm = head.Norm(t);
     if (wanted.strays[t]) {
       EXPECT_EQ(norm, 255) << token;
     } else {
-      EXPECT_GE(norm, 127 + wanted.exponents[t].low) << token;
-      EXPECT_LE(norm, 127 + wanted.exponents[t].high) << token;
+      EXPECT_GE(norm, wanted.Norm(t).low) << token;
+      EXPECT_LE(norm, wanted.Norm(t).high) << token;
     }
     const reference::RotationCode code =
         reference::EncodeRotated(head.kv.Key(t), wanted.centres[page], head.encoder.rotation, bits);
@@ -122,14 +129,15 @@ void ExpectIndex(EncodedHead& head) {
   EXPECT_GT(compared, head.kv.n * 2 / 3);
 }
 
-// Nine pages, some of them special. Page 2: one distant key; 3: twenty distant keys; 4: all keys
+// Twelve pages, some of them special. Page 2: one distant key; 3: twenty distant keys; 4: all keys
 // equal; 5: all keys zero; 6: all values zero; 8: all keys further from their centre than is usual
-// in the first pages, and a stray value.
+// in the first pages, and a stray value; 9: all values far from those of the first pages; 10: the
+// same, near each other but for three.
 KeyValues Head(int d, DType dtype) {
   std::mt19937_64 random(d + 1000 * static_cast<int>(dtype));
   std::normal_distribution<double> normal;
   const double far = dtype == DType::kF16 ? 3e4 : 1e5;
-  KeyValues kv{9 * 128, d, {}, {}};
+  KeyValues kv{12 * 128, d, {}, {}};
   for (int64_t t = 0; t < kv.n; ++t) {
     const int64_t page = t / 128;
     const double size = std::exp(normal(random));
@@ -143,6 +151,8 @@ KeyValues Head(int d, DType dtype) {
       if (page == 6) v = 0;
       if (page == 8) k = 9 * normal(random);
       if (page == 8 && t % 128 == 9) v *= dtype == DType::kF16 ? 3e3 : 2e6;
+      if (page == 9 || page == 10) v += 40;
+      if (page == 10) v = 40 + normal(random) / 8 + (t % 128 < 3 ? 20 : 0);
       kv.k.push_back(k);
       kv.v.push_back(v);
     }
@@ -165,6 +175,13 @@ TEST_P(PageEncoder, KeepsWhatTheRulesSay) {
   EXPECT_EQ(head.Norm(2 * 128 + 77), 255);
   for (int t = 3 * 128; t < 3 * 128 + 20; ++t) EXPECT_EQ(head.Norm(t), 255);
   EXPECT_NE(head.Norm(8 * 128 + 10), 255);
+  // The far pages are lifted, and the three values of page 10 stand out there.
+  EXPECT_LT(head.SmallestNorm(11), 127);
+  EXPECT_GT(head.SmallestNorm(9), 127);
+  EXPECT_GT(head.SmallestNorm(10), 127);
+  for (int t = 10 * 128; t < 10 * 128 + 3; ++t) {
+    EXPECT_GT(head.Norm(t), head.Norm(10 * 128 + 64) + 8 * 4) << t;
+  }
   if (dtype != DType::kF16) {
     EXPECT_EQ(head.Norm(8 * 128 + 9), 255);
   }

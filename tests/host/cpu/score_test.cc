@@ -197,13 +197,12 @@ TEST(WeighBins, WeighsEachByItsNorm) {
       bins[i] = static_cast<uint16_t>(i % 7 == 3 ? 0 : i % 7 == 4 ? 4090 : random() % 4096);
       norms[i] = static_cast<uint8_t>(i % 11 == 5 ? 255 : random() % 255);
     }
-    for (const int floor : {-8, -40}) {
+    for (const int raise : {0, 1, 64}) {
       SameOnEveryTarget([&](std::vector<std::byte>& out) {
         std::vector<uint16_t> weighed = bins;
-        WeighBins(norms.data(), floor, count, weighed.data());
+        WeighBins(norms.data(), raise, count, weighed.data());
         for (int i = 0; i < count; ++i) {
-          int wanted = bins[i] + 2 * std::max(norms[i] - 127, floor);
-          wanted = std::clamp(wanted, 1, 4094);
+          int wanted = std::clamp(bins[i] + 2 * (norms[i] - 127 + raise), 1, 4094);
           if (norms[i] == 255) wanted = 4095;
           if (bins[i] == 0) wanted = 0;
           ASSERT_EQ(weighed[i], wanted) << i;
