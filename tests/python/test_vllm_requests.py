@@ -209,6 +209,18 @@ def test_a_preempted_request_has_its_own_rows() -> None:
     assert plan.requests == [PlannedRequest(1, 0, 4, 1, decodes=True, block=6)]
 
 
+def test_one_token_at_least_is_computed() -> None:
+    """Its output gives the next token, even if the rows of all tokens are there."""
+    requests, prompt = with_a_finished_request()
+    requests.add("b", prompt, 128, "")
+    assert requests.matched("b", 128, others_running=False) == 64
+    plan = requests.plan([Scheduled("b", 64, 64, block=1)], [])
+    assert plan.requests[0].source == Source(1, 64)
+    requests.plan([], ["b"])
+    assert requests.matched("b", 128, others_running=False) == 127
+    assert requests.matched("b", 129, others_running=False) == 128
+
+
 def test_what_tokens_do_not_tell_is_not_shared() -> None:
     """Prompts with images, other adapters, and models whose other layers have state."""
     requests = Requests(4)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import spillway_kv
 import torch
 from daemon_process import binary, device, on_gpu
+from spillway_kv._native import Sums
 from spillway_kv.lab import serving
 from spillway_kv.policy import Policy
+from spillway_kv.step import DecodeStep
+from spillway_kv.vllm.decoding import Decoders
 from spillway_kv.vllm.layers import begins_of
-from spillway_kv.vllm.sequences import Shapes
+from spillway_kv.vllm.sequences import Lost, Shapes
 from spillway_kv.vllm.settings import Settings
 from spillway_kv.vllm.step_plan import PlannedRequest, Source, StepPlan
 from spillway_kv.vllm.worker import Worker
@@ -147,6 +151,130 @@ def test_requests_that_come_and_go_while_others_decode(model: Model) -> None:
     _check(model, outs[1], 0, 103)
 
 
+class StepDecoder:
+    """A decoder that attends by decode steps, so that it needs no GPU."""
+
+    token_count = 1
+    token_count_max = 8192
+    layer_count = LAYERS
+
+    def __init__(self, client: spillway_kv.Client, sequences: list[spillway_kv.Sequence]) -> None:
+        self._client, self._sequences = client, sequences
+        self._step: DecodeStep | None = None
+        self.step_count = 0
+        self.closed = False
+
+    def next(self) -> None:
+        assert not self.closed
+        self._step = self._client.begin_step(self._sequences, policy=Policy(selector="all"))
+        self.step_count += 1
+
+    def _enqueue(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, wants_lse: bool
+    ) -> Any:
+        assert self._step is not None
+        assert not wants_lse
+        return self._step.attend(layer, q, k, v)
+
+    def finish(self) -> None:
+        assert self._step is not None
+        self._step.close()
+
+    def sums(self, layer: int) -> Sums:
+        return Sums()
+
+    def close(self) -> None:
+        self.closed = True
+
+
+# The texts of requests 1 to 3, by key.
+TEXTS = {1: 0, 2: 2, 3: 3}
+
+
+@pytest.fixture
+def decoding(model: Model) -> list[StepDecoder]:
+    """Lets the model's worker open decoders, which hold requests 1 and 2 after two steps of them.
+
+    Returns:
+        The decoders that were opened, the first one first.
+    """
+    opened: list[StepDecoder] = []
+
+    def open_decoder(sequences: list[spillway_kv.Sequence], **_: Any) -> StepDecoder:
+        opened.append(StepDecoder(model.worker._sequences.client, sequences))
+        return opened[-1]
+
+    client: Any = SimpleNamespace(open_decoder=open_decoder)
+    model.worker._decoders = Decoders(client, lambda: model.worker.statistics)
+    model.step(StepPlan([_request(1, 0, 100), _request(2, 0, 30)]), TEXTS)
+    for step in range(2):
+        plan = StepPlan([_request(1, 100 + step, 1), _request(2, 30 + step, 1)])
+        report, outs = model.step(plan, TEXTS)
+        assert not report.losses
+        _check(model, outs[1], 0, 100 + step)
+        _check(model, outs[2], 2, 30 + step)
+    assert [(each.step_count, each.closed) for each in opened] == [(2, False)]
+    return opened
+
+
+@pytest.mark.skipif(on_gpu(), reason="a GPU has decoders of its own")
+@pytest.mark.parametrize("forked", [1, 2])
+def test_a_decoder_ends_where_one_of_its_sequences_is_forked(
+    model: Model, decoding: list[StepDecoder], forked: int
+) -> None:
+    """The same requests go on with a new decoder, because the first one holds its sequences."""
+    source = Source(forked, 16)
+    plan = StepPlan([_request(1, 102, 1), _request(2, 32, 1), _request(3, 16, 3, source=source)])
+    report, outs = model.step(plan, {**TEXTS, 3: TEXTS[forked]})
+    assert not report.losses
+    _check(model, outs[1], 0, 102)
+    _check(model, outs[2], 2, 32)
+    _check(model, outs[3], TEXTS[forked], 16)
+    assert [(each.step_count, each.closed) for each in decoding] == [(2, True), (1, False)]
+
+
+@pytest.mark.skipif(on_gpu(), reason="a GPU has decoders of its own")
+def test_a_decoder_ends_where_one_of_its_sequences_is_dropped(
+    model: Model, decoding: list[StepDecoder]
+) -> None:
+    """The request whose rows are dropped is lost, and the other one goes on alone."""
+    plan = StepPlan([_request(1, 102, 1), _request(2, 32, 1)], dropped=[2])
+    report, outs = model.step(plan, TEXTS)
+    assert set(report.losses) == {2}
+    _check(model, outs[1], 0, 102)
+    assert (outs[2] == 0).all()
+    assert [(each.step_count, each.closed) for each in decoding] == [(2, True), (1, False)]
+
+
+@pytest.mark.skipif(on_gpu(), reason="a GPU has decoders of its own")
+@pytest.mark.parametrize("back", [{1}, {2}, {1, 2}])
+def test_a_decoder_ends_where_one_of_its_sequences_has_another_length(
+    model: Model, decoding: list[StepDecoder], back: set[int]
+) -> None:
+    """A request that was preempted computes its last token again."""
+    starts = {key: end - (key in back) for key, end in ((1, 102), (2, 32))}
+    report, outs = model.step(StepPlan([_request(key, at, 1) for key, at in starts.items()]), TEXTS)
+    assert not report.losses
+    for key, at in starts.items():
+        _check(model, outs[key], TEXTS[key], at)
+    assert [(each.step_count, each.closed) for each in decoding] == [(2, True), (1, False)]
+
+
+@pytest.mark.skipif(on_gpu(), reason="a GPU has decoders of its own")
+def test_a_decoder_ends_where_its_requests_do_not_go_on(
+    model: Model, decoding: list[StepDecoder]
+) -> None:
+    """One of them waits. A prompt beside them changes nothing."""
+    plan = StepPlan([_request(1, 102, 1), _request(3, 0, 5), _request(2, 32, 1)])
+    report, _ = model.step(plan, TEXTS)
+    assert not report.losses
+    assert [(each.step_count, each.closed) for each in decoding] == [(3, False)]
+    report, outs = model.step(StepPlan([_request(1, 103, 1)]), TEXTS)
+    assert not report.losses
+    _check(model, outs[1], 0, 103)
+    assert [(each.step_count, each.closed) for each in decoding] == [(3, True), (1, False)]
+
+
 def test_a_request_begins_with_anothers_rows(model: Model) -> None:
     """Its sequence is forked at a token, while the other request continues."""
     texts = {1: 0, 2: 100}
@@ -271,6 +399,23 @@ def test_kept_sequences_make_room() -> None:
         _check(model, outs[21], 21, 0)
     finally:
         model.worker.close()
+
+
+def test_a_sequence_with_which_a_request_begins_makes_no_room(model: Model) -> None:
+    """Of two kept ones, only the other is dropped, although it is not enough."""
+    model.step(StepPlan([_request(1, 0, 100), _request(2, 0, 100)]), {1: 0, 2: 2})
+    plan = StepPlan([_request(3, 64, 1, source=Source(1, 64))], kept=[1, 2])
+    model.worker.begin(plan, {3: 0})
+    sequences = model.worker._sequences
+
+    def append() -> None:
+        raise spillway_kv.ResourceExhausted("the memory limit is reached")
+
+    with pytest.raises(Lost, match="the memory limit is reached") as lost:
+        sequences.patiently(append)
+    assert lost.value.kind == "memory"
+    assert model.worker.end().gone == {2}
+    assert model.worker.sequence_count == 2
 
 
 def test_sparse_steps_are_counted(model: Model) -> None:
