@@ -60,6 +60,18 @@ def test_sequences_go_where_there_are_fewest(cluster: Cluster) -> None:
     assert cluster.directory.choose(1, "", "c") == ["daemon-0"]
 
 
+def test_a_report_has_all_that_was_placed_before(cluster: Cluster) -> None:
+    """The daemon's own count then includes them, and those that were deleted since do not count."""
+    for _ in range(4):
+        cluster.directory.choose(1, "", "c")
+    # daemon-0 has had two of them, of which one is deleted.
+    cluster.directory.report("daemon-0", sequence_count=1)
+    chosen = [cluster.directory.choose(1, "", "c")[0] for _ in range(2)]
+    assert chosen == ["daemon-0", "daemon-1"]
+    cluster.directory.report("daemon-2", sequence_count=0)
+    assert cluster.directory.choose(1, "", "c") == ["daemon-2"]
+
+
 def test_memory_counts_before_sequences(cluster: Cluster) -> None:
     cluster.directory.report("daemon-0", memory_used_bytes=80 * GIB, sequence_count=1)
     cluster.directory.report("daemon-1", memory_used_bytes=30 * GIB, sequence_count=50)
@@ -174,17 +186,27 @@ def test_moves_are_followed_to_their_end(cluster: Cluster) -> None:
     assert directory.moved("sequences/b", "daemon-0", gone=False) is None
 
 
-def test_a_truncation_between_two_moves_is_seen(cluster: Cluster) -> None:
+@pytest.mark.parametrize(
+    ("generations", "seen"),
+    [
+        (((3, 0), (0, 0)), 3),
+        (((3, 0), (1, 0)), -1),
+        (((3, 0), (0, 7), (7, 0)), 3),
+        # Also if the part was not truncated between the last two.
+        (((3, 0), (1, 7), (7, 0)), -1),
+        (((3, 0), (0, 7), (8, 0)), -1),
+    ],
+)
+def test_a_truncation_between_two_moves_is_seen(
+    cluster: Cluster, generations: tuple[tuple[int, int], ...], seen: int
+) -> None:
     directory = cluster.directory
-    for source, moved in (
-        ("daemon-0", Moved("daemon-1", 3, 0)),
-        ("daemon-1", Moved("daemon-2", 1, 0)),
-    ):
-        directory.begin_move("sequences/a", source, moved)
+    for number, (before, after) in enumerate(generations):
+        moved = Moved(f"daemon-{number + 1}", before, after)
+        directory.begin_move("sequences/a", f"daemon-{number}", moved)
         directory.end_move("sequences/a", done=True)
     found = directory.moved("sequences/a", "daemon-0", gone=False)
-    assert found is not None
-    assert (found.daemon, found.generation) == ("daemon-2", -1)
+    assert found == Moved(f"daemon-{len(generations)}", seen, generations[-1][1])
 
 
 def test_a_move_that_came_back_ends(cluster: Cluster) -> None:

@@ -349,3 +349,31 @@ def test_a_drained_daemon_stays_drained() -> None:
     with pytest.raises(spillway_kv.Unavailable, match="daemon-0 was drained or stopped"):
         made.drain()
     assert directory.daemon(name).state == "drained"
+
+
+def test_a_drain_whose_last_list_fails_can_be_repeated() -> None:
+    """Until then the daemon serves, and its clients wait for it if it is restarted."""
+    failures = [spillway_kv.Unavailable("the daemon has ended")]
+    states: list[str] = []
+
+    def listing(which: DaemonRecord) -> Any:
+        def list_sequences() -> list[Any]:
+            states.append(directory.daemon("daemon-0").state)
+            if states[-1] == "drained" and failures:
+                raise failures.pop()
+            return []
+
+        made = client(which)
+        made.list_sequences = list_sequences
+        return made
+
+    directory = Directory(MemoryStore())
+    made = Node(EndsOnce(), directory, record(0, "unix:/nowhere"), listing)  # type: ignore[arg-type]
+    name = made.start()
+    with pytest.raises(spillway_kv.Unavailable, match="the daemon has ended"):
+        made.drain()
+    assert directory.daemon(name).state == "draining"
+    assert directory.loss(name) == ""
+    made.drain()
+    assert directory.daemon(name).state == "drained"
+    assert states == ["draining", "drained"] * 2
