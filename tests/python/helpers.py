@@ -70,12 +70,17 @@ def wait_for(condition: Callable[[], bool]) -> None:
     assert settles(condition, 30)
 
 
-def resident_bytes(target: str) -> int:
-    """The resident memory of the daemon's process. target: that of its unix socket."""
+def process_of(target: str) -> int:
+    """The id of the daemon's process. target: that of its unix socket."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(target.removeprefix("unix:"))
         peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-    pid = struct.unpack("3i", peer)[0]
-    status = Path(f"/proc/{pid}/status").read_text()
+    pid: int = struct.unpack("3i", peer)[0]
+    return pid
+
+
+def resident_bytes(target: str) -> int:
+    """The resident memory of the daemon's process. target: as in `process_of`."""
+    status = Path(f"/proc/{process_of(target)}/status").read_text()
     resident = next(line for line in status.splitlines() if line.startswith("VmRSS"))
     return int(resident.split()[1]) << 10

@@ -253,7 +253,20 @@ def test_it_only_reads(watched: Watched, method: str) -> None:
 def test_another_sites_name_for_this_machine_is_refused(
     watched: Watched, host: str, status: int
 ) -> None:
-    assert ask(watched.address, "/status.json", Host=host).status == status
+    for path in ("/status.json", "/metrics"):
+        assert ask(watched.address, path, Host=host).status == status
+
+
+def test_who_scrapes_by_a_hosts_name_is_served_where_remote_ones_are_allowed(
+    tmp_path: Path,
+) -> None:
+    """As Prometheus does, which sends the name that it was given."""
+    with running_daemon(tmp_path, *ANY_PORT, "--allow-remote"):
+        address = http_address(tmp_path / "spillwayd.log")
+        for host in ("gpu-7.example:9464", "10.1.2.3:9464", "localhost"):
+            answer = ask(address, "/metrics", Host=host)
+            assert answer.status == 200, host
+            assert metrics_of(answer.body)["spillway_ready"] == 1
 
 
 def test_it_serves_and_is_ready(watched: Watched) -> None:

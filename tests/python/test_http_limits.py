@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from daemon_process import running_daemon
-from helpers import resident_bytes, settles
+from helpers import process_of, resident_bytes, settles
 from test_http import ANY_PORT, ask, http_address
 
 HEALTHY = '{"serving":true}\n'
@@ -117,6 +117,28 @@ def test_headers_without_end_are_cut(folder: Path, address: str) -> None:
                 sent += len(header) * 256
     assert sent < 32 << 20  # what the buffers of the system take
     assert resident_bytes(target) - before < 16 << 20
+
+
+def test_idle_connections_take_no_threads_and_end(folder: Path, address: str) -> None:
+    """Those that say nothing, those that stop in the middle, and those that were answered."""
+    process = Path(f"/proc/{process_of(f'unix:{folder}/spillwayd.sock')}")
+
+    def taken() -> tuple[int, int]:
+        """The daemon's threads and descriptors."""
+        return len(list((process / "task").iterdir())), len(list((process / "fd").iterdir()))
+
+    assert ask(address, "/metrics").status == 200
+    threads, descriptors = taken()
+    with ExitStack() as stack:
+        for request in (b"", REQUEST, REQUEST + b"\r\n", REQUEST.replace(b"healthz", b"metrics")):
+            for _ in range(12):
+                stack.enter_context(connect(address)).sendall(request)
+        assert ask(address, "/healthz").status == 200
+        assert settles(lambda: taken()[1] > descriptors + 20)
+        assert taken()[0] <= threads
+        # The clients still have their ends open.
+        assert settles(lambda: taken()[1] <= descriptors, 30)
+        assert taken()[0] <= threads
 
 
 def test_probes_are_answered_whoever_else_connects(address: str) -> None:

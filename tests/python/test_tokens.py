@@ -559,6 +559,31 @@ def test_tokens_change_while_streams_are_open(daemon: Daemon, alice: spillway_kv
             delete_model(again, model)
 
 
+def test_a_token_that_moves_sees_its_new_namespace(
+    daemon: Daemon, alice: spillway_kv.Client
+) -> None:
+    """The same token is in another namespace after the file has changed, and back again."""
+    log = daemon.served.log
+
+    def names_where(namespace: str) -> list[str]:
+        """The sequences that the token sees once the file has it in this namespace."""
+        before = len(log.read_text())
+        mover = token_entry("mover", "mover-0123456789abcdef", namespace=namespace)
+        write_tokens(daemon.tokens_file, *ENTRIES, mover)
+        daemon.served.await_log("tokens_reloaded", since=before)
+        with daemon.connect("mover-0123456789abcdef") as mover_client:
+            return [found.name for found in mover_client.list_sequences()]
+
+    own = [found.name for found in alice.list_sequences()]
+    assert "sequences/secret" in own
+    assert names_where("bob") == []
+    assert names_where("alice") == own
+    assert names_where("bob") == []
+    before = len(log.read_text())
+    write_tokens(daemon.tokens_file, *ENTRIES)
+    daemon.served.await_log("tokens_reloaded", since=before)
+
+
 def test_quotas_change_too(daemon: Daemon) -> None:
     with daemon.connect(LIMITED) as client:
         more = token_entry("limited", LIMITED, bytes_max="1MiB", sequence_count_max=4)
