@@ -30,17 +30,20 @@ constexpr int kDim = 16;
 constexpr uint32_t kF32 = v1::DTYPE_F32;
 
 // A step that answers each layer with q + 10 k + 100 v, and fails if q is negative. It first
-// overwrites the inputs in the shared memory, as a client could.
+// overwrites the inputs in the shared memory, as a client could. It says that it touched 2 rows at
+// layer 0, and 3 at layer 1.
 class AddingStep final : public StreamStep {
  public:
   AddingStep(StreamStepOptions options, const std::byte** shared)
       : options_(std::move(options)), shared_(shared) {
-    for (const StreamStepPart& part : options_.parts) {
-      JobItem& item = job_.items.emplace_back();
-      item.sequence = part.sequence;
-      item.attend.emplace().query_count = options_.token_count;
-      item.result.certificates.resize(1);
-      item.result.touched_row_counts = {3};
+    for (size_t layer = 0; layer < jobs_.size(); ++layer) {
+      for (const StreamStepPart& part : options_.parts) {
+        JobItem& item = jobs_[layer].items.emplace_back();
+        item.sequence = part.sequence;
+        item.attend.emplace().query_count = options_.token_count;
+        item.result.certificates.resize(1);
+        item.result.touched_row_counts = {static_cast<int64_t>(2 + layer)};
+      }
     }
   }
 
@@ -90,12 +93,12 @@ class AddingStep final : public StreamStep {
     }
     return outcome;
   }
-  const Job& settled(int) const override { return job_; }
+  const Job& settled(int layer) const override { return jobs_.at(layer); }
 
  private:
   const StreamStepOptions options_;
   const std::byte** const shared_;
-  Job job_;
+  std::array<Job, 2> jobs_;
   int pending_ = 0;
   int attended_ = 0;
 };
@@ -255,17 +258,20 @@ TEST_F(DoorbellDecoderTest, AttendsLayerByLayerAndLetsTheSequenceGo) {
     }
   }
   ASSERT_EQ(Ring(DoorbellCallKind::kDecoderFinish).code, 0);
-  const DoorbellAnswer results = Ring(DoorbellCallKind::kDecoderResults, 1);
-  ASSERT_EQ(results.code, 0);
-  v1::AttendResponse response;
-  ASSERT_TRUE(response.ParseFromArray(data(), static_cast<int>(results.byte_count)));
-  ASSERT_EQ(response.results_size(), 1);
-  EXPECT_THAT(response.results(0).statistics().touched_row_counts(), ElementsAre(3));
-  const DoorbellAnswer summed = Ring(DoorbellCallKind::kDecoderSums, 1);
-  AttendSums sums;
-  ASSERT_EQ(summed.byte_count, static_cast<int64_t>(sizeof(sums)));
-  std::memcpy(&sums, data(), sizeof(sums));
-  EXPECT_EQ(sums.touched_row_count, 9);
+  // Each is asked for after another layer's.
+  for (const int layer : {1, 0, 1}) {
+    const DoorbellAnswer results = Ring(DoorbellCallKind::kDecoderResults, layer);
+    ASSERT_EQ(results.code, 0);
+    v1::AttendResponse response;
+    ASSERT_TRUE(response.ParseFromArray(data(), static_cast<int>(results.byte_count)));
+    ASSERT_EQ(response.results_size(), 1);
+    EXPECT_THAT(response.results(0).statistics().touched_row_counts(), ElementsAre(2 + layer));
+    const DoorbellAnswer summed = Ring(DoorbellCallKind::kDecoderSums, layer);
+    AttendSums sums;
+    ASSERT_EQ(summed.byte_count, static_cast<int64_t>(sizeof(sums)));
+    std::memcpy(&sums, data(), sizeof(sums));
+    EXPECT_EQ(sums.touched_row_count, 3 * (2 + layer));
+  }
   EXPECT_EQ(Ring(DoorbellCallKind::kDecoderSums, 2).code, 3);
   EXPECT_EQ(Ring(DoorbellCallKind::kDecoderSums, -1).code, 3);
   EXPECT_EQ(Ring(DoorbellCallKind::kCloseDecoder).code, 0);

@@ -158,6 +158,25 @@ def test_a_policy_holds_for_the_step(
             assert set(result.certificate.promises.ravel()) == {"exact"}
 
 
+def test_results_are_those_of_the_layer_that_was_attended_last(
+    client: Client, model: Model, rng: np.random.Generator
+) -> None:
+    """Also if those of another layer were asked for before. Layer 1 reads all its rows."""
+    length = 6000
+    sequence = client.create_sequence(model)
+    sequence.append(0, 0, *normal(rng, 2, LAYERS, KV_HEADS, length, DIM))
+    policy = Policy(dense_token_count=1024, dense_layers=[1])
+    layers = [tensors(rng, count=1) for _ in range(LAYERS)]
+    with client.begin_step([sequence], policy=policy) as step:
+        for layer in (0, 1, 0, 1):
+            out, _ = step.attend(layer, *layers[layer])
+            for _ in range(2):
+                (result,) = step.results()
+                np.testing.assert_array_equal(result.out, out[0])
+                assert (result.touched_row_counts == length + 1).all() == (layer == 1)
+                assert (result.certificate.promises == "exact").all() == (layer == 1)
+
+
 @pytest.mark.skipif(not on_gpu(), reason="SPILLWAY_TEST_DEVICE names no GPU")
 def test_cuda_tensors_of_steps_one_after_the_other(
     client: Client, model: Model, rng: np.random.Generator
