@@ -39,9 +39,11 @@ class MetricsTest : public EngineTest {
     return family.type == MetricType::Counter ? family.metric.at(0).counter.value
                                               : family.metric.at(0).gauge.value;
   }
-  void Attend(const std::shared_ptr<Sequence>& sequence) {
+  void Attend(const std::shared_ptr<Sequence>& sequence) { Attend(std::vector{sequence}); }
+  // In one job.
+  void Attend(const std::vector<std::shared_ptr<Sequence>>& sequences) {
     AttendRequest request;
-    request.items.push_back(Item(sequence));
+    for (const auto& sequence : sequences) request.items.push_back(Item(sequence));
     std::optional<absl::StatusOr<AttendOutcome>> result;
     engine->Attend(std::move(request), Into(&result));
     device.ReleaseAll();
@@ -129,6 +131,32 @@ TEST_F(MetricsTest, MovedRowsAreTold) {
   Attend(sequence);
   EXPECT_EQ(Value("spillway_rows_moved_total"), 7);
   EXPECT_EQ(Value("spillway_link_bytes_total"), 7 * 2 * 16 * 4) << "K and V of 16 floats each";
+  // Of each sequence of a job.
+  const auto other = NewSequence("b");
+  ASSERT_TRUE(Fill(other, Rows(0, 40, 2), 0, 40).ok());
+  device.moved_row_count = 5;
+  Attend({sequence, other});
+  EXPECT_EQ(Value("spillway_rows_moved_total"), 17);
+  EXPECT_EQ(Value("spillway_link_bytes_total"), 17 * 2 * 16 * 4);
+}
+
+// A layer's attends take the time of their job once, and share it.
+TEST_F(MetricsTest, DeviceTimesAreTold) {
+  const auto a = NewSequence("a"), b = NewSequence("b");
+  for (const auto& sequence : {a, b}) {
+    ASSERT_TRUE(Fill(sequence, Rows(0, 40, 2), 0, 40).ok());
+  }
+  device.device_time_us = 600;
+  Attend(a);
+  // The device has joined the job with others.
+  device.device_time_us = 9000;
+  device.batch_item_count = 6;
+  Attend({a, b});
+  const auto histogram = Family("spillway_attend_device_seconds").metric.at(0).histogram;
+  EXPECT_EQ(histogram.sample_count, 2);
+  EXPECT_DOUBLE_EQ(histogram.sample_sum, 9600 / 1e6);
+  EXPECT_EQ(a->work.attend_time_us, 2100);
+  EXPECT_EQ(b->work.attend_time_us, 1500);
 }
 
 TEST_F(MetricsTest, StagesAndWaitsForTheDeviceAreTold) {
