@@ -4,7 +4,9 @@
 #include <algorithm>
 #include <cstdio>
 #include <string>
+#include <vector>
 
+#include "host/core/degrees.h"
 #include "tests/statistics/experiment.h"
 #include "tests/statistics/proportion.h"
 
@@ -21,7 +23,7 @@ struct Coverage {
   Interval interval() const { return WilsonInterval(violations, draws); }
 };
 
-// One draw per seed for every query and KV head. Only the first head of a group counts.
+// One draw per seed for every query and KV head. Of a group, another head counts for each query.
 Coverage Count(Experiment& e, Policy policy, int seeds) {
   Coverage c;
   std::vector<int> cell(e.kQueries * e.kKvHeads, 0);
@@ -32,7 +34,7 @@ Coverage Count(Experiment& e, Policy policy, int seeds) {
     const AttendResult& result = item.result;
     for (int t = 0; t < e.kQueries; ++t) {
       for (int g = 0; g < e.kKvHeads; ++g) {
-        const int h = g * e.kGroup;
+        const int h = g * e.kGroup + t % e.kGroup;
         const bool violated = e.ErrorOf(result, t, h) > policy.epsilon;
         const Promise promise = result.certificates[t * e.spec.query_head_count + h].promise;
         ++c.draws;
@@ -87,6 +89,52 @@ TEST(Coverage, OracleStratified) {
     const Coverage c = Count(e, policy, kSeeds);
     ExpectHeld("oracle stratified eps " + std::to_string(epsilon), c, policy.delta);
     EXPECT_LT(c.rows, 0.6 * e.kTokens);
+  }
+}
+
+// Values whose errors the bound knows exactly: along one direction, of the same size for all
+// tokens. So without an inflation, errors are about as often above epsilon as delta allows. The
+// direction is over two elements that the projection of host/core/degrees.h adds, so that with half
+// of the seeds they cancel, and it hides all errors.
+reference::Context OneDirection(const ModelSpec& spec) {
+  reference::Context context = reference::TraceContext(spec, Experiment::kTokens, 83);
+  for (size_t row = 0; row < context.v.size() / Experiment::kHeadDim; ++row) {
+    float* const v = context.v.data() + row * Experiment::kHeadDim;
+    std::fill_n(v, Experiment::kHeadDim, 0.0f);
+    v[1] = 2;
+    v[3] = v[3 + kProjectionDims] = SplitMix64(row) % 2 == 0 ? 1.0f : -1.0f;
+  }
+  return context;
+}
+
+TEST(Coverage, OfATightBound) {
+  // Queries with the same number of tokens would have the same samples.
+  std::vector<int64_t> visible;
+  for (int t = 0; t < Experiment::kQueries; ++t) visible.push_back(Experiment::kTokens - 100 * t);
+  Experiment e(OneDirection(Experiment::SpecOf(2)), 0.5, visible);
+  for (const Tail tail : {Tail::kStratified, Tail::kUniform}) {
+    Policy policy = OraclePolicy(e.spec);
+    policy.tail = tail;
+    policy.bound = Bound::kRatio;
+    policy.inflation = 1;
+    const std::string name = tail == Tail::kUniform ? "tight uniform" : "tight stratified";
+    const Coverage c = Count(e, policy, kSeeds);
+    Report(name, c);
+    const double draws = static_cast<double>(c.draws);
+    EXPECT_LE(static_cast<double>(c.violations), policy.delta * draws) << name;
+    EXPECT_GE(c.interval().high, policy.delta / 2) << name << ": the bound is not tight";
+    // Of many heads, the error is a little above epsilon after the second draw. The third draw is
+    // large enough for a promise.
+    EXPECT_GE(static_cast<double>(c.promised), 0.95 * draws) << name;
+    // A limit that takes rows away takes the promise away, even if enough rows are left for it.
+    policy.inflation = 3;
+    policy.row_count_max = 700;
+    const Coverage limited = Count(e, policy, 2);
+    Report(name + ", limited", limited);
+    EXPECT_EQ(limited.promised, 0) << name;
+    EXPECT_LE(static_cast<double>(limited.violations),
+              policy.delta * static_cast<double>(limited.draws))
+        << name;
   }
 }
 

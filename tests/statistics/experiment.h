@@ -1,14 +1,14 @@
 #pragma once
 
-#include <cmath>
+#include <utility>
 #include <vector>
 
 #include "tests/conformance/device_bench.h"
 
 namespace spillway {
 
-// One context of 8,192 tokens that resembles a real trace, on the chosen device, with several KV
-// heads, queries, and their exact outputs.
+// One context of 8,192 tokens on the chosen device, with several KV heads, queries, and their exact
+// outputs.
 struct Experiment {
   static constexpr int64_t kTokens = 8192;
   static constexpr int kKvHeads = 8;
@@ -24,23 +24,34 @@ struct Experiment {
   std::vector<int64_t> visible;
   std::vector<reference::Attention> exact;  // [T][H_q]
 
+  // A context that resembles a real trace.
   explicit Experiment(int bits_per_dim = 2)
-      : spec(MakeSpec(kKvHeads, kGroup, kHeadDim, DType::kBF16,
-                      {.kind = HashKind::kRotation, .bits_per_dim = bits_per_dim})),
-        context(reference::TraceContext(spec, kTokens, 81)),
-        q(reference::TraceQueries(context, kQueries, 82, 1.2)),
+      : Experiment(reference::TraceContext(SpecOf(bits_per_dim), kTokens, 81), 1.2,
+                   std::vector<int64_t>(kQueries, kTokens)) {}
+
+  // Queries over `given` with logits of this standard deviation. seen: number of visible tokens of
+  // each query.
+  Experiment(reference::Context given, double logit_deviation, std::vector<int64_t> seen)
+      : spec(given.spec),
+        context(std::move(given)),
+        q(reference::TraceQueries(context, kQueries, 82, logit_deviation)),
         bench(ChosenDevice(), spec),
         sequence(bench),
-        visible(kQueries, kTokens) {
+        visible(std::move(seen)) {
     sequence.Append(context, 0, kTokens).IgnoreError();
     std::vector<reference::KeyValues> heads;
     for (int h = 0; h < kKvHeads; ++h) heads.push_back(context.Head(h));
     for (int t = 0; t < kQueries; ++t) {
       for (int h = 0; h < spec.query_head_count; ++h) {
         exact.push_back(reference::DenseAttention(
-            heads[h / kGroup], reference::Query(spec, q, t, h), spec.softmax_scale, kTokens));
+            heads[h / kGroup], reference::Query(spec, q, t, h), spec.softmax_scale, visible[t]));
       }
     }
+  }
+
+  static ModelSpec SpecOf(int bits_per_dim) {
+    return MakeSpec(kKvHeads, kGroup, kHeadDim, DType::kBF16,
+                    {.kind = HashKind::kRotation, .bits_per_dim = bits_per_dim});
   }
 
   JobItem Attend(const Policy& policy) { return sequence.Attend(policy, q, visible); }
