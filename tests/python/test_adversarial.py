@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,8 @@ from spillway_kv.lab.evaluation import intervals
 from spillway_kv.lab.evaluation.adversarial import Outcome, attention, summary
 from spillway_kv.lab.evaluation.command import app
 from spillway_kv.lab.evaluation.families import FAMILIES, Shape, chosen, rotated
+from spillway_kv.lab.evaluation.sampling import resident_sample
+from spillway_kv.lab.evaluation.sections import adversarial as adversarial_page
 from typer.testing import CliRunner
 
 SHAPE = Shape(token_count=4096, head_dim=64, group=2, query_count=3)
@@ -40,6 +43,26 @@ def test_families_are_what_they_say() -> None:
         norms = np.linalg.norm(made(name).values, axis=1)
         assert np.abs(norms[:1024] - early).max() < 5
         assert 0.002 < (norms[1024:] > 95).mean() < 0.007
+    norms = np.linalg.norm(made("moved-lately").values, axis=1)
+    assert np.abs(norms[:3584] - 100).max() < 5
+    assert 0.001 < (norms[3584:] > 95).mean() < 0.01
+    norms = np.linalg.norm(made("grown-values").values, axis=1)
+    assert np.median(norms[1024:]) > 50 * np.median(norms[:1024])
+    for name, far in (("far-page", slice(3072, 3200)), ("far-start", slice(1024))):
+        norms = np.linalg.norm(made(name).values, axis=1)
+        assert np.abs(norms[far] - 100).max() < 5
+        assert np.delete(norms, far).max() < 5
+    turning = made("turning-values").values.reshape(32, 128, 64)
+    directions = np.median(turning, axis=1)
+    assert np.abs(directions @ directions.T / 900 - np.eye(32)).max() < 0.6
+    assert np.linalg.matrix_rank(made("low-rank-24").keys, tol=1e-3) == 24
+    known = made("known-sample").values
+    agreed = resident_sample(0, 0, 4096) | resident_sample(0, 1, 4096)
+    assert 64 < agreed.sum() < 400
+    assert np.ptp(known[agreed], axis=0).max() < 1e-5
+    # The others agree with them in no direction, and lie as far from their mean.
+    mean = known[~agreed].mean(axis=0)
+    np.testing.assert_allclose(np.linalg.norm(known - mean, axis=1), 2, rtol=0.1)
     shifted = made("shift-40")
     mean = shifted.keys[1024:].mean(axis=0)
     assert np.linalg.norm(mean) > 20 * np.linalg.norm(shifted.keys[:1024].mean(axis=0))
@@ -108,6 +131,7 @@ def outcome(statistical: float, beyond: float, none: float = 0.0) -> Outcome:
         errors=np.where(place < beyond, 0.5, 0.01),
         statistical=place < statistical,
         none=place >= 1 - none,
+        certified=np.full(shape, 0.02),
         wrong=np.zeros(shape, bool),
         rows=np.full((1, 20, 16, 2), 600),
     )
@@ -134,6 +158,49 @@ def test_verdicts() -> None:
     lying = outcome(1, 0)
     lying.wrong[0, 0, 0, 0] = True
     assert verdict(lying) == "broken"
+
+
+def test_errors_above_their_certificate_are_counted_by_size() -> None:
+    found = outcome(1, 0)
+    # Of 1,280 outputs with an error of 0.01: 4 heads with certificates of another size each.
+    found.certified[..., 0] = 1 / 256
+    found.certified[..., 1] = 0.009
+    found.certified[..., 2] = 0.0  # exact
+    found.certified[..., 3] = math.inf
+    found.certified[0, :10, :, 3] = 0.2
+    told = summary(found, 0.1, 0.1)
+    assert [(each["most"], each["count"], each["beyond"]) for each in told["by_size"]] == [
+        (1 / 256, 320, 320),
+        (0.01, 320, 320),
+        (0.03, 0, 0),
+        (0.1, 0, 0),
+        (None, 160, 0),
+    ]
+    family = {"name": "some", "about": "what", **told}
+    parameters = {"epsilon": 0.1, "delta": 0.1, "token_count": 8192, "head_dim": 128, "group": 2}
+    page = "\n".join(adversarial_page({"parameters": parameters, "found": {"families": [family]}}))
+    assert "Beyond chance it is more in some." in page
+    assert "family | at most 0.0039 | to 0.01 | to 0.03 | to 0.1 | above 0.1" in page
+    assert "| some | 100 % of 320 | 100 % of 320 | - | - | 0 % of 160 |" in page
+    # Results of before have no such count.
+    del family["by_size"]
+    page = "\n".join(adversarial_page({"parameters": parameters, "found": {"families": [family]}}))
+    assert "Errors above" not in page
+
+
+@pytest.mark.parametrize("name", ["moved-values", "moved-lately", "known-sample", "low-rank-24"])
+def test_what_broke_promises_breaks_none(target: str, tmp_path: Path, name: str) -> None:
+    """Each broke the bound, or exceeded its certificates, more often than delta allows."""
+    words = ["adversarial", "--families", name, "--length", "8192", "--head-dim", "128"]
+    words += ["--group", "4", "--contexts", "1", "--draws", "2", "--output", str(tmp_path)]
+    answer = CliRunner().invoke(app, [*words, "--daemon", target], catch_exceptions=False)
+    assert answer.exit_code == 0, answer.output
+    (family,) = json.loads((tmp_path / "adversarial.json").read_text())["found"]["families"]
+    # Of 256 outputs. Query heads of a group fail together, so 10 % may be 13 % by chance.
+    assert family["statistical_count"] > 100
+    assert family["share"] < 0.1
+    for size in family["by_size"]:
+        assert size["beyond"] <= 0.13 * size["count"] + 3, size
 
 
 def test_command(target: str, tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ from spillway_kv.lab.evaluation.reuse import (
     correlation,
     hit_share,
     kept_share,
-    resident_sample,
     summed,
 )
+from spillway_kv.lab.evaluation.sampling import resident_sample
 
 
 def test_a_cache_drops_what_was_used_longest_ago() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, cast
@@ -29,6 +30,9 @@ QUERY_COUNT = 16
 SILENT_SHARE = 0.99
 # Fewest outputs from which the violation rate of one query head is computed.
 HEAD_OUTPUT_COUNT = 200
+# Certificates are judged by size: up to each of these, and above the last. The first is the
+# smallest error that a certificate states.
+SIZES = (1 / 256, 0.01, 0.03, 0.1)
 
 
 @dataclass(frozen=True)
@@ -39,6 +43,7 @@ class Outcome:
         errors: ||o^ - o|| / ||o|| of each output, or 0 if both norms are 0, [C, S, T, H_q].
         statistical: Whether the certificate is STATISTICAL, same shape.
         none: Whether it is NONE, or the attend was refused, same shape.
+        certified: Certified errors, infinite without one, same shape.
         wrong: Whether an output that is EXACT, or has an estimated error of 0, differs by more than
             rounding, same shape.
         rows: Rows touched by a KV head, [C, S, T, H_kv].
@@ -47,6 +52,7 @@ class Outcome:
     errors: npt.NDArray[np.float64]
     statistical: npt.NDArray[np.bool_]
     none: npt.NDArray[np.bool_]
+    certified: npt.NDArray[np.float64]
     wrong: npt.NDArray[np.bool_]
     rows: npt.NDArray[np.int64]
 
@@ -136,32 +142,37 @@ def _measure(client: Client, family: Family, heads: list[Context], plan: Plan) -
         ],
         axis=1,
     )
-    model = client.create_model(
-        layer_count=1,
-        query_head_count=KV_HEAD_COUNT * shape.group,
-        kv_head_count=KV_HEAD_COUNT,
-        head_dim=shape.head_dim,
-        dtype=cast(DTypeName, family.dtype),
-        policy=Policy(seed=SAMPLING_SEED),
-    )
-    try:
-        sequence = client.create_sequence(model)
+    draws = range(plan.draw_count)
+    seeds = {SAMPLING_SEED: draws}
+    if family.own_seed:
+        seeds = {seed: range(seed, seed + 1) for seed in range(1, 1 + plan.draw_count)}
+    found = []
+    for model_seed, attend_seeds in seeds.items():
+        model = client.create_model(
+            layer_count=1,
+            query_head_count=KV_HEAD_COUNT * shape.group,
+            kv_head_count=KV_HEAD_COUNT,
+            head_dim=shape.head_dim,
+            dtype=cast(DTypeName, family.dtype),
+            policy=Policy(seed=model_seed),
+        )
         try:
-            sequence.append(0, 0, _lifted(keys), _lifted(values))
-            visible = [shape.token_count] * shape.query_count
-            draws = []
-            for draw in range(plan.draw_count):
-                policy = Policy(epsilon=plan.epsilon, delta=plan.delta, seed=draw)
-                try:
-                    answer = sequence.attend(0, queries, policy, visible)
-                except OutOfRange:
-                    answer = None
-                draws.append(_judged(answer, exact))
-            return Outcome.stacked(draws)
+            sequence = client.create_sequence(model)
+            try:
+                sequence.append(0, 0, _lifted(keys), _lifted(values))
+                visible = [shape.token_count] * shape.query_count
+                for seed in attend_seeds:
+                    policy = Policy(epsilon=plan.epsilon, delta=plan.delta, seed=seed)
+                    try:
+                        answer = sequence.attend(0, queries, policy, visible)
+                    except OutOfRange:
+                        answer = None
+                    found.append(_judged(answer, exact))
+            finally:
+                sequence.delete()
         finally:
-            sequence.delete()
-    finally:
-        client.delete_model(model)
+            client.delete_model(model)
+    return Outcome.stacked(found)
 
 
 def _lifted(rows: Any) -> Any:
@@ -185,7 +196,8 @@ def _judged(answer: AttendResult | None, exact: npt.NDArray[np.float64]) -> Outc
     nothing, everything = np.zeros(shape, bool), np.ones(shape, bool)
     if answer is None:
         rows = np.zeros((shape[0], KV_HEAD_COUNT), np.int64)
-        return Outcome(np.zeros(shape), nothing, everything, nothing, rows)
+        unknown = np.full(shape, math.inf)
+        return Outcome(np.zeros(shape), nothing, everything, unknown, nothing, rows)
     # Norms below float32's smallest normal number are replaced by it.
     norm = np.maximum(np.linalg.norm(exact, axis=-1), np.finfo(np.float32).tiny)
     off = np.linalg.norm(np.asarray(answer.out, np.float64) - exact, axis=-1)
@@ -197,6 +209,7 @@ def _judged(answer: AttendResult | None, exact: npt.NDArray[np.float64]) -> Outc
         errors,
         promises == "statistical",
         promises == "none",
+        np.asarray(answer.certificate.relative_errors, np.float64),
         claims_nothing_is_off & (errors > 1e-3),
         np.asarray(answer.touched_row_counts, np.int64),
     )
@@ -241,4 +254,26 @@ def summary(outcome: Outcome, epsilon: float, delta: float) -> dict[str, Any]:
         "none_share": none,
         "wrong_count": wrong,
         "rows": float(outcome.rows.mean()),
+        "by_size": _by_size(outcome, clusters),
     }
+
+
+def _by_size(
+    outcome: Outcome, clusters: Callable[[npt.NDArray[np.bool_]], npt.NDArray[np.int64]]
+) -> list[dict[str, Any]]:
+    """Counts, for each size of certificate, the outputs and the errors above their certificate."""
+    certified = outcome.certified
+    sampled = np.isfinite(certified) & (certified > 0)
+    told = []
+    for least, most in itertools.pairwise((0.0, *SIZES, math.inf)):
+        of_size = sampled & (certified > least) & (certified <= most)
+        counts, beyond = clusters(of_size), clusters(of_size & (outcome.errors > certified))
+        told.append(
+            {
+                "most": most if math.isfinite(most) else None,
+                "count": int(counts.sum()),
+                "beyond": int(beyond.sum()),
+                "interval": intervals.of_clusters(beyond, counts),
+            }
+        )
+    return told

@@ -14,11 +14,15 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
+from spillway_kv.lab.evaluation.sampling import resident_sample
+
 Floats = npt.NDArray[np.float32]
 Generator = np.random.Generator
 
 # Families that change keys late leave the keys before this position unchanged.
 EARLY_TOKEN_COUNT = 1024
+# Tokens of a page of the index.
+PAGE_TOKEN_COUNT = 128
 
 
 @dataclass
@@ -55,12 +59,16 @@ class Family:
         about: Description for people.
         change: Changes a base context in place.
         dtype: Dtype of the daemon's rows.
+        own_seed: Whether attends have the sampling seed of the model, which differs for each draw.
+            Otherwise the seed of the model is `SAMPLING_SEED`, and that of an attend the number of
+            its draw.
     """
 
     name: str
     about: str
     change: Callable[[Context, Generator], None]
     dtype: str = "bfloat16"
+    own_seed: bool = False
 
     def make(self, shape: Shape, random: Generator) -> Context:
         """Makes a context of the family."""
@@ -126,29 +134,99 @@ def _zero_values(context: Context, random: Generator) -> None:
 
 
 def _late_zeros(context: Context, random: Generator) -> None:
-    _without_early(context, random)
+    _attend_only(slice(EARLY_TOKEN_COUNT, None), context, random)
     silent = ~_hot(0.004, context, random)
     silent[:EARLY_TOKEN_COUNT] = False
     context.values[silent] = 0
 
 
-def _without_early(context: Context, random: Generator) -> None:
-    """Gives the early tokens no weight."""
+def _attend_only(seen: slice, context: Context, random: Generator) -> None:
+    """Gives the other tokens no weight."""
     axis = _unit(random, context.keys.shape[1])
     context.queries += np.float32(16) * axis
     context.keys -= (context.keys @ axis)[:, None] * axis
-    context.keys[:EARLY_TOKEN_COUNT] -= np.float32(20) * axis
+    unseen = np.ones(len(context.keys), bool)
+    unseen[seen] = False
+    context.keys[unseen] -= np.float32(20) * axis
+
+
+def _quiet(context: Context) -> None:
+    """Makes attention flat, and values small."""
+    context.queries *= np.float32(0.1)
+    context.values *= np.float32(0.1)
+
+
+def _move(moved: slice, size: float, context: Context, random: Generator) -> None:
+    context.values[moved] += np.float32(size) * _unit(random, context.values.shape[1])
+
+
+def _scatter(among: slice, size: float, context: Context, random: Generator) -> None:
+    """Puts 0.4 % of some values far away."""
+    far = np.zeros(len(context.values), bool)
+    far[among] = _hot(0.004, context, random)[among]
+    context.values[far] += np.float32(size) * _unit(random, context.values.shape[1])
 
 
 def _moved_values(size: float, context: Context, random: Generator) -> None:
-    d = context.keys.shape[1]
+    early, late = slice(EARLY_TOKEN_COUNT), slice(EARLY_TOKEN_COUNT, None)
+    _quiet(context)
+    _move(early, size, context, random)
+    _scatter(late, 100, context, random)
+    _attend_only(late, context, random)
+
+
+def _moved_lately(context: Context, random: Generator) -> None:
+    begin = len(context.keys) * 7 // 8
+    _quiet(context)
+    _move(slice(begin), 100, context, random)
+    _scatter(slice(begin, None), 100, context, random)
+    _attend_only(slice(begin, None), context, random)
+
+
+def _grown_values(context: Context, random: Generator) -> None:
     context.queries *= np.float32(0.1)
-    context.values *= np.float32(0.1)
-    context.values[:EARLY_TOKEN_COUNT] += np.float32(size) * _unit(random, d)
-    far = _hot(0.004, context, random)
-    far[:EARLY_TOKEN_COUNT] = False
-    context.values[far] += np.float32(100) * _unit(random, d)
-    _without_early(context, random)
+    context.values[:EARLY_TOKEN_COUNT] *= np.float32(0.01)
+    _scatter(slice(None), 300, context, random)
+
+
+def _far_page(context: Context, random: Generator) -> None:
+    begin = len(context.keys) * 3 // 4 // PAGE_TOKEN_COUNT * PAGE_TOKEN_COUNT
+    _quiet(context)
+    _move(slice(begin, begin + PAGE_TOKEN_COUNT), 100, context, random)
+
+
+def _far_start(context: Context, random: Generator) -> None:
+    _quiet(context)
+    _move(slice(EARLY_TOKEN_COUNT), 100, context, random)
+
+
+def _turning_values(context: Context, random: Generator) -> None:
+    _quiet(context)
+    for begin in range(0, len(context.keys), PAGE_TOKEN_COUNT):
+        _move(slice(begin, begin + PAGE_TOKEN_COUNT), 30, context, random)
+    _scatter(slice(None), 30, context, random)
+
+
+def _low_rank(rank: int, noise: float, context: Context, random: Generator) -> None:
+    n, d = context.keys.shape
+    basis = _normal(random, rank, d) / np.float32(math.sqrt(rank))
+    context.keys = _normal(random, n, rank) @ basis + np.float32(noise) * _normal(random, n, d)
+    context.values = _normal(random, n, d)
+    shape = context.queries.shape
+    like = context.keys[random.integers(0, n, shape[:2])]
+    context.queries = np.float32(3) * (like + np.float32(0.5) * _normal(random, *shape))
+
+
+def _known_sample(context: Context, random: Generator) -> None:
+    """Values that agree where the resident sample of the known seed is, and differ elsewhere."""
+    n, d = context.values.shape
+    context.queries *= np.float32(0.1)
+    known = resident_sample(0, 0, n) | resident_sample(0, 1, n)
+    away = _normal(random, n, d)
+    away /= np.linalg.norm(away, axis=1, keepdims=True)
+    # As far from the mean as the others, so that norms do not tell them.
+    away[known] = _unit(random, d)
+    context.values = 3 * _unit(random, d) + 2 * away
 
 
 def _orthogonal(context: Context, axis: Floats) -> None:
@@ -271,6 +349,35 @@ def _registry() -> tuple[Family, ...]:
             "still-values",
             "the same, but the first 1,024 values are not shifted",
             partial(_moved_values, 0),
+        ),
+        Family(
+            "moved-lately",
+            "the first seven eighths of the values are shifted by 100 and get no weight, 0.4 % of "
+            "the others by 100 along another axis",
+            _moved_lately,
+        ),
+        Family(
+            "grown-values",
+            "the first 1,024 values are 100 times smaller, 0.4 % of all are shifted by 300",
+            _grown_values,
+        ),
+        Family("far-page", "the values of one page are shifted by 100", _far_page),
+        Family("far-start", "the first 1,024 values are shifted by 100", _far_start),
+        Family(
+            "turning-values",
+            "the values of each page are shifted by 30 along an axis of its own, and 0.4 % of them "
+            "by 30 along another one",
+            _turning_values,
+        ),
+        Family(
+            "low-rank-8", "keys of rank 8 with noise, sharp attention", partial(_low_rank, 8, 0.5)
+        ),
+        Family("low-rank-24", "keys of rank 24, sharp attention", partial(_low_rank, 24, 0)),
+        Family(
+            "known-sample",
+            "values that agree on the resident sample of sampling seed 0; models have other seeds",
+            _known_sample,
+            own_seed=True,
         ),
         Family("shift-40", "keys shifted by 40 after token 1,024", partial(_shifted, 40)),
         Family("shift-15", "keys shifted by 15 after token 1,024", partial(_shifted, 15)),

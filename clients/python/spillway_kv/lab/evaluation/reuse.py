@@ -24,6 +24,7 @@ from spillway_kv.lab.evaluation import results
 from spillway_kv.lab.evaluation.attends import EXACT, rows_in_daemon
 from spillway_kv.lab.evaluation.indexing import DEFAULT_INDEX
 from spillway_kv.lab.evaluation.recording import RUN_LENGTH, Recording
+from spillway_kv.lab.evaluation.sampling import resident_sample
 from spillway_kv.lab.evaluation.workbench import Workbench
 from spillway_kv.policy import Policy, TopK
 from spillway_kv.sequence import Sequence as DaemonSequence
@@ -33,9 +34,6 @@ GUESS_BUDGETS = (1, 2)
 # Steps that fill a cache before hits are counted.
 WARM_UP = 8
 _HEAVY = 2  # and above: the tail's strata
-# Tokens with hashes below this are in the resident sample: 1 % of 2^32, a model's default.
-_RESIDENT_LIMIT = int(0.01 * 2**32)
-_RESIDENT_SINK = 64
 
 Floats = npt.NDArray[np.float64]
 
@@ -139,31 +137,6 @@ def correlation(errors: Floats) -> float:
     a, b = errors[:-1], errors[1:]
     norms = np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1)
     return float(np.mean((a * b).sum(-1) / np.maximum(norms, 1e-30)))
-
-
-def resident_sample(layer: int, kv_head: int, token_count: int) -> npt.NDArray[np.bool_]:
-    """Which of the first tokens a GPU keeps by default: host/core/keyed_hash.h in numpy."""
-    a = _split_mix(_split_mix(layer << 32 | kv_head))
-    multiplier, offset, mask = a & 0xFFFFFFFF | 1, a >> 32, _split_mix(a) & 0xFFFFFFFF
-    with np.errstate(over="ignore"):
-        h = np.arange(token_count, dtype=np.uint32) * np.uint32(multiplier) + np.uint32(offset)
-        h ^= h >> np.uint32(16)
-        h *= np.uint32(0x85EBCA6B)
-        h ^= np.uint32(mask)
-        h ^= h >> np.uint32(13)
-        h *= np.uint32(0xC2B2AE35)
-        h ^= h >> np.uint32(16)
-    held: npt.NDArray[np.bool_] = h < _RESIDENT_LIMIT
-    held[:_RESIDENT_SINK] = True
-    return held
-
-
-def _split_mix(x: int) -> int:
-    limit = (1 << 64) - 1
-    x = (x + 0x9E3779B97F4A7C15) & limit
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & limit
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & limit
-    return x ^ (x >> 31)
 
 
 def _layer(

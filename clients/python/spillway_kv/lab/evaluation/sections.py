@@ -144,6 +144,43 @@ def adversarial(told: Told) -> list[str]:
         f"EXACT for an output that is not exact: {wrong}.",
         "",
         *table(header, rows),
+        *_certificates_by_size(told),
+    ]
+
+
+def _certificates_by_size(told: Told) -> list[str]:
+    """How often errors exceed certificates; nothing for results without this count."""
+    families = [each for each in told["found"]["families"] if each.get("by_size")]
+    if not families:
+        return []
+    delta = told["parameters"]["delta"]
+    sizes = [each["most"] for each in families[0]["by_size"]]
+    header = ["family", f"at most {sizes[0]:.4f}"]
+    header += [f"to {size:g}" for size in sizes[1:-1]] + [f"above {sizes[-2]:g}"]
+    rows, above = [], []
+    for family in families:
+        if not any(each["count"] for each in family["by_size"]):
+            continue
+        cells = [
+            f"{percent(each['beyond'] / each['count'])} of {each['count']:,}"
+            if each["count"]
+            else "-"
+            for each in family["by_size"]
+        ]
+        rows.append((family["name"], *cells))
+        if any(each["count"] and each["interval"][0] > delta for each in family["by_size"]):
+            above.append(family["name"])
+    return [
+        "",
+        "**Errors above their certificate, by size of the certificate.** A certified error is an "
+        f"upper limit at 1 - delta: at most {percent(delta)} of the errors should exceed it. "
+        + (
+            f"Beyond chance it is more in {', '.join(above)}."
+            if above
+            else "No family exceeds this beyond chance, at no size."
+        ),
+        "",
+        *table(header, rows),
     ]
 
 
