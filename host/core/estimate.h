@@ -174,7 +174,7 @@ inline void HeadBudgets(const TailTerms& terms, const HeadTotals& head, const St
 // weight may be in tokens that the index ranks too low and the sample has missed. So smaller
 // estimates are exceeded more often than delta says (docs/certificates.md has the figures); errors
 // above this one are not.
-inline constexpr double kStatedErrorMin = 1.0 / 256;
+inline constexpr double kStatedErrorMin = 1.0 / 64;
 SPILLWAY_HOST_DEVICE inline double StatedError(double error, double epsilon) {
   // A power of two, so that it is not above epsilon after rounding to fp32 either.
   const double least =

@@ -102,7 +102,7 @@ void ExpectWeighted(const reference::Context& context, const std::vector<float>&
       const double error = z * std::sqrt(e.variance / e.norm_sq_unbiased);
       ASSERT_GT(reference::Norm(e.numerator) / e.denominator, unit / 16) << what;
       // Certificates do not state a smaller error than this one.
-      const double least = std::min(1.0 / 256, std::exp2(std::floor(std::log2(policy.epsilon))));
+      const double least = std::min(1.0 / 64, std::exp2(std::floor(std::log2(policy.epsilon))));
       const double stated = std::max(error, least);
       EXPECT_NEAR(c.relative_error, stated, 2e-3 * stated) << what << " degrees " << e.degrees;
       EXPECT_NEAR(c.tail_mass, 1 - e.exact_denominator / e.denominator, 1e-4) << what;

@@ -7,6 +7,7 @@ the terminal.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -28,6 +29,8 @@ DEFAULT_SEEDS = range(8)
 # The documented values of the default policy.
 DEFAULT_EPSILON = 0.1
 DEFAULT_DELTA = 0.1
+# Upper edges of sizes of certificates. The first is the smallest error that one states.
+SIZES = (1 / 64, 0.03, 0.1)
 REPORT = Path(__file__).resolve().parents[2] / "build/coverage/model_8k.json"
 
 UNIFORM = {"heavy": TopK(fraction=0.02), "selector": "oracle", "tail": "uniform"}
@@ -48,12 +51,16 @@ class Draws(NamedTuple):
 
     Attributes:
         beyond: Whether the error was above epsilon, [seeds, layers, T, H_q].
+        certified: Certified errors, same shape.
+        above: Whether the error was above the certified one, same shape.
         rows: Touched rows / visible rows, mean.
         delta: The delta of the policy.
         group: How many query heads share a set of rows.
     """
 
     beyond: torch.Tensor
+    certified: torch.Tensor
+    above: torch.Tensor
     rows: float
     delta: float
     group: int
@@ -70,6 +77,15 @@ class Draws(NamedTuple):
         interval too wide rather than too narrow.
         """
         return wilson(self.fraction, self.beyond.numel() // self.group)
+
+    def above_by_size(self) -> dict[float, tuple[int, float]]:
+        """By the upper edge of a size of certificates: how many, and the share of errors above."""
+        found = {}
+        for least, most in itertools.pairwise((0.0, *SIZES)):
+            of_size = (self.certified > least) & (self.certified <= most)
+            count = int(of_size.sum())
+            found[most] = count, float((self.above & of_size).sum()) / max(count, 1)
+        return found
 
     def worst(self) -> tuple[int, int, float, int]:
         """Layer, head, share and count of the (layer, head) with the largest share."""
@@ -101,7 +117,7 @@ class Bench(NamedTuple):
         """
         epsilon = options.get("epsilon", DEFAULT_EPSILON)
         delta = options.get("delta", DEFAULT_DELTA)
-        beyond, rows = [], []
+        beyond, certified, above, rows = [], [], [], []
         for seed in seeds:
             for layer, q in enumerate(self.trace.queries):
                 policy = Policy(seed=seed, **options)
@@ -111,11 +127,23 @@ class Bench(NamedTuple):
                 assert (certificate.epsilon, certificate.delta) == (epsilon, delta)
                 errors = relative_errors(result.out, self.exact[layer])
                 beyond.append(errors > epsilon)
+                certified.append(torch.as_tensor(certificate.relative_errors))
+                above.append(errors > certified[-1])
                 rows.append((result.touched_row_counts.T / VISIBLE).mean())
         layer_count = len(self.trace.queries)
-        stacked = torch.stack(beyond).reshape(len(seeds), layer_count, *beyond[0].shape)
-        group = stacked.shape[-1] // self.trace.keys[0].shape[0]
-        return Draws(stacked, sum(rows) / len(rows), delta, group)
+
+        def stacked(parts: list[torch.Tensor]) -> torch.Tensor:
+            return torch.stack(parts).reshape(len(seeds), layer_count, *parts[0].shape)
+
+        group = beyond[0].shape[-1] // self.trace.keys[0].shape[0]
+        return Draws(
+            stacked(beyond),
+            stacked(certified),
+            stacked(above),
+            sum(rows) / len(rows),
+            delta,
+            group,
+        )
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +183,7 @@ def describe(name: str, draws: Draws) -> dict[str, Any]:
         "delta": draws.delta,
         "draw_count": draws.beyond.numel(),
         "rows_touched_fraction": draws.rows,
+        "above_certificate": {f"{most:.4f}": of for most, of in draws.above_by_size().items()},
         "worst": {"layer": layer, "head": head, "fraction": share, "count": count},
     }
 
@@ -185,3 +214,8 @@ def test_default_policy_keeps_its_promise(bench: Bench, capsys: pytest.CaptureFi
     assert default.beyond.numel() // default.group >= 2000
     assert default.rows < 0.2, "the policy was not sparse"
     assert default.interval()[1] <= default.delta
+    # A certified error is an upper limit at 1 - delta, at every size.
+    for size, (count, share) in default.above_by_size().items():
+        assert count >= 1000, size
+        assert share <= default.delta, size
+    assert default.certified[default.certified > 0].min() == SIZES[0]

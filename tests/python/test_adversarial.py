@@ -161,18 +161,17 @@ def test_verdicts() -> None:
 
 
 def test_errors_above_their_certificate_are_counted_by_size() -> None:
-    found = outcome(1, 0)
-    # Of 1,280 outputs with an error of 0.01: 4 heads with certificates of another size each.
-    found.certified[..., 0] = 1 / 256
-    found.certified[..., 1] = 0.009
+    found = outcome(1, 1)
+    # Of 1,280 outputs with an error of 0.5: 4 heads with certificates of another size each.
+    found.certified[..., 0] = 1 / 64
+    found.certified[..., 1] = 0.02
     found.certified[..., 2] = 0.0  # exact
     found.certified[..., 3] = math.inf
-    found.certified[0, :10, :, 3] = 0.2
+    found.certified[0, :10, :, 3] = 0.6
     told = summary(found, 0.1, 0.1)
     assert [(each["most"], each["count"], each["beyond"]) for each in told["by_size"]] == [
-        (1 / 256, 320, 320),
-        (0.01, 320, 320),
-        (0.03, 0, 0),
+        (1 / 64, 320, 320),
+        (0.03, 320, 320),
         (0.1, 0, 0),
         (None, 160, 0),
     ]
@@ -180,8 +179,8 @@ def test_errors_above_their_certificate_are_counted_by_size() -> None:
     parameters = {"epsilon": 0.1, "delta": 0.1, "token_count": 8192, "head_dim": 128, "group": 2}
     page = "\n".join(adversarial_page({"parameters": parameters, "found": {"families": [family]}}))
     assert "Beyond chance it is more in some." in page
-    assert "family | at most 0.0039 | to 0.01 | to 0.03 | to 0.1 | above 0.1" in page
-    assert "| some | 100 % of 320 | 100 % of 320 | - | - | 0 % of 160 |" in page
+    assert "family | at most 0.0156 | to 0.03 | to 0.1 | above 0.1" in page
+    assert "| some | 100 % of 320 | 100 % of 320 | - | 0 % of 160 |" in page
     # Results of before have no such count.
     del family["by_size"]
     page = "\n".join(adversarial_page({"parameters": parameters, "found": {"families": [family]}}))

@@ -32,7 +32,7 @@ SILENT_SHARE = 0.99
 HEAD_OUTPUT_COUNT = 200
 # Certificates are judged by size: up to each of these, and above the last. The first is the
 # smallest error that a certificate states.
-SIZES = (1 / 256, 0.01, 0.03, 0.1)
+SIZES = (1 / 64, 0.03, 0.1)
 
 
 @dataclass(frozen=True)
