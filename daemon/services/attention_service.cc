@@ -2,7 +2,7 @@
 
 #include "daemon/services/append_stream.h"
 #include "daemon/services/attend_call.h"
-#include "daemon/services/decode_stream.h"
+#include "daemon/services/decode_call.h"
 #include "daemon/services/fetch_stream.h"
 
 namespace spillway {
@@ -18,7 +18,7 @@ AttentionService::AttentionService(const ServiceContext& services) : Service(ser
   BidiStream<v1::DecodeResponse>(
       "/spillway.v1.AttentionService/Decode",
       [this](grpc::CallbackServerContext* context, const Caller& caller) {
-        return new DecodeStream(services_, *context, caller);
+        return new DecodeCall(services_, *context, caller);
       });
   ServerStream<v1::FetchPagesRequest, v1::FetchPagesResponse>(
       "/spillway.v1.AttentionService/FetchPages",

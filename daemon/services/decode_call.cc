@@ -1,4 +1,4 @@
-#include "daemon/services/decode_stream.h"
+#include "daemon/services/decode_call.h"
 
 #include "absl/strings/str_cat.h"
 #include "daemon/convert/attend.h"
@@ -20,7 +20,7 @@ constexpr int64_t kBlockedBytes = 256;
 
 }  // namespace
 
-void DecodeStream::Message::Clear() {
+void DecodeCall::Message::Clear() {
   request.Clear();
   response.Clear();
   request_reservation.Release();
@@ -30,7 +30,7 @@ void DecodeStream::Message::Clear() {
   answered = false;
 }
 
-void DecodeStream::Message::DropContents() {
+void DecodeCall::Message::DropContents() {
   v1::DecodeRequest rest;
   rest.set_sequence(request.sequence().substr(0, kNameBytesMax));
   rest.set_layer(request.layer());
@@ -40,8 +40,8 @@ void DecodeStream::Message::DropContents() {
   result_reservation.Release();
 }
 
-DecodeStream::DecodeStream(const ServiceContext& services,
-                           const grpc::CallbackServerContext& context, Caller caller)
+DecodeCall::DecodeCall(const ServiceContext& services, const grpc::CallbackServerContext& context,
+                       Caller caller)
     : services_(services),
       caller_(std::move(caller)),
       cancel_(MakeCancelToken(context)),
@@ -57,12 +57,12 @@ DecodeStream::DecodeStream(const ServiceContext& services,
   Do(step);
 }
 
-void DecodeStream::OnDone() {
+void DecodeCall::OnDone() {
   services_.streams.Remove(this);
   delete this;
 }
 
-void DecodeStream::Drain() {
+void DecodeCall::Drain() {
   Step step;
   {
     const MutexLock lock(mutex_);
@@ -72,7 +72,7 @@ void DecodeStream::Drain() {
   Do(step);
 }
 
-DecodeStream::Step DecodeStream::Next() {
+DecodeCall::Step DecodeCall::Next() {
   Step step;
   if (finished_) return step;
   if (!write_active_ && !to_write_.empty()) {
@@ -97,7 +97,7 @@ DecodeStream::Step DecodeStream::Next() {
   return step;
 }
 
-void DecodeStream::Do(const Step& step) {
+void DecodeCall::Do(const Step& step) {
   // Writes before it reads. While a read is about to start, no other thread can end the call:
   // Next() does not finish as long as read_starting_ is set.
   if (step.write != nullptr) StartWrite(&step.write->response);
@@ -116,7 +116,7 @@ void DecodeStream::Do(const Step& step) {
   Finish(services_.status.ToGrpc(step.status, caller_.trace()));
 }
 
-absl::Status DecodeStream::Open(Message& message, absl::Status& refusal) {
+absl::Status DecodeCall::Open(Message& message, absl::Status& refusal) {
   message.received_bytes = static_cast<int64_t>(message.received.Length());
   absl::StatusOr<MemoryReservation> reservation =
       ChargeMessage(message.received, services_.engine.budget());
@@ -134,7 +134,7 @@ absl::Status DecodeStream::Open(Message& message, absl::Status& refusal) {
   return absl::OkStatus();
 }
 
-void DecodeStream::OnReadDone(bool ok) {
+void DecodeCall::OnReadDone(bool ok) {
   absl::Status refusal;
   const absl::Status opened = ok ? Open(*reading_, refusal) : absl::OkStatus();
   Message* message = nullptr;
@@ -161,7 +161,7 @@ void DecodeStream::OnReadDone(bool ok) {
   Do(step);
 }
 
-void DecodeStream::OnWriteDone(bool ok) {
+void DecodeCall::OnWriteDone(bool ok) {
   Step step;
   {
     const MutexLock lock(mutex_);
@@ -181,7 +181,7 @@ void DecodeStream::OnWriteDone(bool ok) {
   Do(step);
 }
 
-absl::Status DecodeStream::CheckMessage(Message& message, AttendItem& item) {
+absl::Status DecodeCall::CheckMessage(Message& message, AttendItem& item) {
   const v1::DecodeRequest& request = message.request;
   const ModelSpec& spec = item.sequence->model->spec;
   RETURN_IF_ERROR(CheckTraceId(request.trace_id()));
@@ -204,7 +204,7 @@ absl::Status DecodeStream::CheckMessage(Message& message, AttendItem& item) {
   return absl::OkStatus();
 }
 
-absl::StatusOr<AttendItem> DecodeStream::Parse(Message& message, absl::Status& problem) {
+absl::StatusOr<AttendItem> DecodeCall::Parse(Message& message, absl::Status& problem) {
   ASSIGN_OR_RETURN(std::shared_ptr<Sequence> sequence,
                    FindSequence(services_.engine, caller_, message.sequence(), "sequence"));
   AttendItem item;
@@ -218,8 +218,8 @@ absl::StatusOr<AttendItem> DecodeStream::Parse(Message& message, absl::Status& p
   return item;
 }
 
-absl::Status DecodeStream::Admit(const Message& message, const absl::Status& problem,
-                                 int64_t layer_token_count) {
+absl::Status DecodeCall::Admit(const Message& message, const absl::Status& problem,
+                               int64_t layer_token_count) {
   if (!problem.ok()) return problem;
   const MutexLock lock(mutex_);
   if (blocked_.empty()) return absl::OkStatus();
@@ -237,7 +237,7 @@ absl::Status DecodeStream::Admit(const Message& message, const absl::Status& pro
       "DECODE_BLOCKED", {{"layer_token_count", absl::StrCat(layer_token_count)}});
 }
 
-void DecodeStream::Serve(Message* message, const absl::Status& refusal) {
+void DecodeCall::Serve(Message* message, const absl::Status& refusal) {
   absl::Status problem = refusal;
   if (!message->request.trace_id().empty()) {
     message->trace = RequestIdOf(message->request.trace_id());
@@ -269,8 +269,8 @@ void DecodeStream::Serve(Message* message, const absl::Status& refusal) {
                           });
 }
 
-void DecodeStream::OnAttended(Message* message, const Sequence& sequence,
-                              absl::StatusOr<AttendOutcome> outcome) {
+void DecodeCall::OnAttended(Message* message, const Sequence& sequence,
+                            absl::StatusOr<AttendOutcome> outcome) {
   absl::Status status = outcome.status();
   if (status.ok()) {
     const JobItem& item = outcome->job->items.front();
@@ -288,12 +288,12 @@ void DecodeStream::OnAttended(Message* message, const Sequence& sequence,
   Answered(message);
 }
 
-void DecodeStream::Fail(Message& message, const absl::Status& status) {
+void DecodeCall::Fail(Message& message, const absl::Status& status) {
   *message.response.mutable_result()->mutable_status() =
       services_.status.ToRpc(status, TraceOf(message));
 }
 
-void DecodeStream::Block(const Message& message) {
+void DecodeCall::Block(const Message& message) {
   const MutexLock lock(mutex_);
   if (!blocked_.emplace(message.sequence(), message.request.layer()).second) return;
   absl::StatusOr<MemoryReservation> more = services_.engine.budget().Reserve(
@@ -306,7 +306,7 @@ void DecodeStream::Block(const Message& message) {
   }
 }
 
-void DecodeStream::Answered(Message* message) {
+void DecodeCall::Answered(Message* message) {
   Step step;
   {
     const MutexLock lock(mutex_);

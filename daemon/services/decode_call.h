@@ -19,11 +19,11 @@ namespace spillway {
 // One Decode stream. Several messages may be in flight; within each sequence, the answers come in
 // the order of the messages. After a message failed, its (sequence, layer) is blocked until a
 // message appends at the layer's length.
-class DecodeStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, v1::DecodeResponse>,
-                           public OpenStream {
+class DecodeCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, v1::DecodeResponse>,
+                         public OpenStream {
  public:
-  DecodeStream(const ServiceContext& services, const grpc::CallbackServerContext& context,
-               Caller caller);
+  DecodeCall(const ServiceContext& services, const grpc::CallbackServerContext& context,
+             Caller caller);
 
  private:
   // One message and its answer.
