@@ -94,11 +94,14 @@ std::optional<absl::Status> DoorbellStep::Await(const StepTensors& tensors,
   return answer.status();
 }
 
-absl::StatusOr<std::string> DoorbellStep::Results() {
+absl::StatusOr<v1::AttendResponse> DoorbellStep::Results() {
   if (unanswered_) return StillUnanswered();
   DoorbellCall call = {};
   call.kind = DoorbellCallKind::kResults;
-  return doorbell_->CallForAll(call);
+  ASSIGN_OR_RETURN(const std::string message, doorbell_->CallForAll(call));
+  v1::AttendResponse results;
+  if (!results.ParseFromString(message)) return NoSense();
+  return results;
 }
 
 }  // namespace spillway

@@ -24,7 +24,7 @@ class DoorbellStep final : public ClientStep {
   absl::Status Ask(int layer, const StepTensors& tensors) override;
   std::optional<absl::Status> Await(const StepTensors& tensors,
                                     BellWaiter::Clock::time_point deadline) override;
-  absl::StatusOr<std::string> Results() override;
+  absl::StatusOr<v1::AttendResponse> Results() override;
   std::string DetailsOf(const absl::Status& status) const override { return DaemonDetails(status); }
 
  private:

@@ -29,7 +29,9 @@ class EmbeddedStep final : public ClientStep {
     if (!answer_.has_value()) return NothingAsked();
     return *std::exchange(answer_, std::nullopt);
   }
-  absl::StatusOr<std::string> Results() override { return engine_->ResultsOf(step_->last()); }
+  absl::StatusOr<v1::AttendResponse> Results() override {
+    return engine_->ResultsOf(step_->last());
+  }
   std::string DetailsOf(const absl::Status& status) const override {
     return engine_->DetailsOf(status, trace_);
   }
@@ -56,7 +58,7 @@ class EmbeddedDecoder final : public ClientDecoder {
   }
   absl::Status Finish(void* stream) override { return decoder_->Finish(stream); }
   absl::StatusOr<std::string> Results(int layer) override {
-    return engine_->ResultsOf(decoder_->ended(layer));
+    return engine_->ResultsOf(decoder_->ended(layer)).SerializeAsString();
   }
   absl::StatusOr<AttendSums> Sums(int layer) override { return decoder_->sums(layer); }
   int gpu() const override { return -1; }

@@ -194,7 +194,7 @@ absl::Status MessageStep::Take(const void* message, size_t size, const StepTenso
   return absl::OkStatus();
 }
 
-absl::StatusOr<std::string> MessageStep::Results() {
+absl::StatusOr<v1::AttendResponse> MessageStep::Results() {
   if (unanswered_ > 0) return StillUnanswered();
   v1::AttendResponse all;
   for (v1::AttendResult& result : results_) {
@@ -202,7 +202,7 @@ absl::StatusOr<std::string> MessageStep::Results() {
     result.clear_lse();
     *all.add_results() = result;
   }
-  return all.SerializeAsString();
+  return all;
 }
 
 }  // namespace spillway

@@ -34,7 +34,7 @@ class MessageStep final : public ClientStep {
   absl::Status Ask(int layer, const StepTensors& tensors) override;
   std::optional<absl::Status> Await(const StepTensors& tensors,
                                     BellWaiter::Clock::time_point deadline) override;
-  absl::StatusOr<std::string> Results() override;
+  absl::StatusOr<v1::AttendResponse> Results() override;
   std::string DetailsOf(const absl::Status& status) const override;
 
  private:

@@ -23,6 +23,7 @@
 #include "clients/c/gpu.h"
 #include "clients/c/message_step.h"
 #include "clients/c/step.h"
+#include "clients/c/step_sums.h"
 #include "daemon/convert/trace.h"
 #include "daemon/engine/step.h"
 #include "daemon/engine/stream_decoder.h"
@@ -132,6 +133,7 @@ struct spillway_channel {
 
 struct spillway_step {
   std::unique_ptr<spillway::ClientStep> step;
+  int64_t token_count;  // new tokens of each sequence
   std::string results;
 
   // Returns the code for the status that f returns: SPILLWAY_UNANSWERED for nullopt, 0, or the
@@ -179,8 +181,11 @@ struct spillway_decoder {
 
 namespace {
 
-spillway_step* NewStep(std::unique_ptr<spillway::ClientStep> step) {
-  return new spillway_step{std::move(step), ""};
+// description: a serialised DecodeStep that the engine has accepted.
+spillway_step* NewStep(std::unique_ptr<spillway::ClientStep> step, std::string_view description) {
+  spillway::v1::DecodeStep message;
+  message.ParseFromArray(description.data(), static_cast<int>(description.size()));
+  return new spillway_step{std::move(step), message.token_count(), ""};
 }
 
 // The part of the tensors `all` that belongs to a share.
@@ -321,7 +326,7 @@ spillway_step* spillway_step_begin(spillway_channel* channel, const void* descri
         } else {
           ASSIGN_OR_RETURN(step, spillway::DoorbellStep::Begin(channel->session, text));
         }
-        return NewStep(std::move(step));
+        return NewStep(std::move(step), text);
       },
       engine, trace);
 }
@@ -343,7 +348,7 @@ spillway_step* spillway_step_begin_streamed(spillway_channel* channel, const voi
                      spillway::MessageStep::Begin(
                          channel->channel, channel->client_id,
                          std::string_view(static_cast<const char*>(description), size), whole));
-    return NewStep(std::move(step));
+    return NewStep(std::move(step), {static_cast<const char*>(description), size});
   });
 }
 
@@ -382,11 +387,24 @@ int spillway_steps_await(spillway_step_share* shares, size_t count,
 }
 
 int spillway_step_results(spillway_step* step, const void** message, size_t* size) {
-  const absl::StatusOr<std::string> results = Caught([&] { return step->step->Results(); });
-  step->results = results.value_or("");
+  step->results.clear();
+  const int code = step->Code([&]() -> absl::Status {
+    ASSIGN_OR_RETURN(const spillway::v1::AttendResponse results, step->step->Results());
+    step->results = results.SerializeAsString();
+    return absl::OkStatus();
+  });
   *message = step->results.data();
   *size = step->results.size();
-  return results.ok() ? 0 : SetError(results.status(), step->step->DetailsOf(results.status()));
+  return code;
+}
+
+int spillway_step_sums_of(spillway_step* step, spillway_sums* sums) {
+  *sums = {};
+  return step->Code([&]() -> absl::Status {
+    ASSIGN_OR_RETURN(const spillway::v1::AttendResponse results, step->step->Results());
+    *sums = spillway::SumsOf(results, step->token_count);
+    return absl::OkStatus();
+  });
 }
 
 void spillway_step_end(spillway_step* step) { delete step; }
@@ -456,12 +474,13 @@ int spillway_decoder_results(spillway_decoder* decoder, int layer, const void** 
   return decoder->Code(results.status());
 }
 
-spillway_decoder_sums spillway_decoder_sums_of(spillway_decoder* decoder, int layer) {
+spillway_sums spillway_decoder_sums_of(spillway_decoder* decoder, int layer) {
   const spillway::AttendSums sums =
       Caught([&] { return decoder->decoder->Sums(layer); }).value_or(spillway::AttendSums());
-  return {sums.attend_count,          sums.touched_row_count,  sums.visible_row_count,
-          sums.exact_count,           sums.statistical_count,  sums.none_count,
-          sums.certified_error_count, sums.certified_error_sum};
+  return {sums.attend_count,          sums.touched_row_count,   sums.visible_row_count,
+          sums.exact_count,           sums.statistical_count,   sums.none_count,
+          sums.certified_error_count, sums.certified_error_sum,
+          /*device_time_us=*/0};
 }
 
 void spillway_decoder_close(spillway_decoder* decoder) { delete decoder; }

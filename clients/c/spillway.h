@@ -268,6 +268,23 @@ SPILLWAY_EXPORT int spillway_steps_await(spillway_step_share* shares, size_t cou
  * is gone. */
 SPILLWAY_EXPORT int spillway_step_results(spillway_step* step, const void** message, size_t* size);
 
+/* Sums over attends. */
+typedef struct {
+  int64_t attend_count;      /* queries, of all sequences */
+  int64_t touched_row_count; /* rows read, over all KV heads */
+  int64_t visible_row_count; /* rows that could have been read, over all KV heads */
+  int64_t exact_count;       /* certificates by kind of error bound, one per query head */
+  int64_t statistical_count;
+  int64_t none_count;
+  int64_t certified_error_count; /* number of finite errors */
+  double certified_error_sum;
+  double device_time_us; /* 0 for a decoder, whose attends are not timed */
+} spillway_sums;
+
+/* The sums over the sequences of the step's last attend: what spillway_step_results says of
+ * those that succeeded. sums: written. Returns as spillway_step_results. */
+SPILLWAY_EXPORT int spillway_step_sums_of(spillway_step* step, spillway_sums* sums);
+
 /* Ends and frees the step. An attend without an answer is given up. */
 SPILLWAY_EXPORT void spillway_step_end(spillway_step* step);
 
@@ -346,21 +363,8 @@ SPILLWAY_EXPORT int spillway_decoder_finish(spillway_decoder* decoder, void* str
 SPILLWAY_EXPORT int spillway_decoder_results(spillway_decoder* decoder, int layer,
                                              const void** message, size_t* size);
 
-/* Sums over all steps of a layer that have succeeded. */
-typedef struct {
-  int64_t attend_count;      /* queries, of all sequences */
-  int64_t touched_row_count; /* rows read, over all KV heads */
-  int64_t visible_row_count; /* rows that could have been read, over all KV heads */
-  int64_t exact_count;       /* certificates by kind of error bound, one per query head */
-  int64_t statistical_count;
-  int64_t none_count;
-  int64_t certified_error_count; /* number of finite errors */
-  double certified_error_sum;
-} spillway_decoder_sums;
-
-/* The sums of a layer. All are 0 if the daemon is gone. */
-SPILLWAY_EXPORT spillway_decoder_sums spillway_decoder_sums_of(spillway_decoder* decoder,
-                                                               int layer);
+/* The sums over all steps of a layer that have succeeded. All are 0 if the daemon is gone. */
+SPILLWAY_EXPORT spillway_sums spillway_decoder_sums_of(spillway_decoder* decoder, int layer);
 
 /* Ends the step, waits for the GPU, and releases the sequences. */
 SPILLWAY_EXPORT void spillway_decoder_close(spillway_decoder* decoder);

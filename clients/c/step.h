@@ -4,8 +4,10 @@
 #include <string>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "host/device/step_tensors.h"
 #include "host/ipc/bell.h"
+#include "spillway/v1/attention_service.pb.h"
 
 namespace spillway {
 
@@ -27,8 +29,8 @@ class ClientStep {
   // The same as spillway_step_await; nullopt if there is no answer yet.
   virtual std::optional<absl::Status> Await(const StepTensors& tensors,
                                             BellWaiter::Clock::time_point deadline) = 0;
-  // The same as spillway_step_results. An error if the engine is gone.
-  virtual absl::StatusOr<std::string> Results() = 0;
+  // What spillway_step_results serialises. An error if the engine is gone.
+  virtual absl::StatusOr<v1::AttendResponse> Results() = 0;
   // The serialised google.rpc.Status of an error that this step returned; may be empty.
   virtual std::string DetailsOf(const absl::Status& status) const = 0;
 };

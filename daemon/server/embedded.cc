@@ -42,8 +42,8 @@ absl::StatusOr<std::unique_ptr<StreamDecoder>> Embedded::OpenDecoder(std::string
   return DecoderFromProto(home_->engine(), server_->own_caller(), step, token_count_max);
 }
 
-std::string Embedded::ResultsOf(const Job* job) const {
-  return spillway::ResultsOf(job, server_->status()).SerializeAsString();
+v1::AttendResponse Embedded::ResultsOf(const Job* job) const {
+  return spillway::ResultsOf(job, server_->status());
 }
 
 std::string Embedded::DetailsOf(const absl::Status& status, std::string_view trace) const {

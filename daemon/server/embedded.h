@@ -12,6 +12,10 @@
 
 namespace spillway {
 
+namespace v1 {
+class AttendResponse;
+}
+
 class Home;
 class Server;
 class Step;
@@ -44,9 +48,8 @@ class Embedded {
   absl::StatusOr<std::unique_ptr<StreamDecoder>> OpenDecoder(std::string_view description,
                                                              int64_t token_count_max,
                                                              std::string& trace);
-  // The result of an attend of a step: a serialised v1::AttendResponse without tensors. Empty if
-  // `job` is null.
-  std::string ResultsOf(const Job* job) const;
+  // The results of an attend of a step, without tensors. Empty if `job` is null.
+  v1::AttendResponse ResultsOf(const Job* job) const;
   // The error as a serialised google.rpc.Status. Also logs it, with `trace`.
   std::string DetailsOf(const absl::Status& status, std::string_view trace) const;
 

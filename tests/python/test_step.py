@@ -39,6 +39,34 @@ def tensors(rng: np.random.Generator, tokens: int = 1, count: int = len(LENGTHS)
     return q, k, v
 
 
+def test_sums_are_those_of_the_results(
+    client: Client, model: Model, rng: np.random.Generator
+) -> None:
+    sequences = filled(client, model, rng)
+    with client.begin_step(sequences, token_count=3) as step:
+        for layer in range(LAYERS):
+            step.attend(layer, *tensors(rng, 3))
+            sums, results = step.sums(), step.results()
+            assert sums.attend_count == 3 * len(LENGTHS)
+            touched = sum(result.touched_row_counts.sum() for result in results)
+            assert sums.touched_row_count == touched > 0
+            # Query t of a sequence sees the tokens before the step and t + 1 new ones.
+            visible = sum(length + t for length in LENGTHS for t in (1, 2, 3))
+            assert sums.visible_row_count == visible * KV_HEADS
+            promises = [str(p) for r in results for p in r.certificate.promises.ravel()]
+            assert sums.exact_count == promises.count("exact")
+            assert sums.statistical_count == promises.count("statistical")
+            assert sums.none_count == promises.count("none")
+            assert len(promises) == 3 * HEADS * len(LENGTHS)
+            errors = np.concatenate([r.certificate.relative_errors.ravel() for r in results])
+            errors = errors[np.isfinite(errors)]
+            assert sums.certified_error_count == len(errors)
+            assert sums.certified_error_sum == pytest.approx(errors.sum(dtype=np.float64))
+            times = [result.message.statistics.device_time_us for result in results]
+            assert sums.device_time_us == pytest.approx(sum(times))
+            assert min(times) > 0
+
+
 @pytest.mark.parametrize("tokens", [1, 3, 16])
 def test_gives_what_single_steps_give(
     client: Client, model: Model, rng: np.random.Generator, tokens: int

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +10,10 @@ import spillway_kv
 import torch
 from daemon_process import binary, device, on_gpu
 from spillway_kv._native import Sums
+from spillway_kv.decoding import Decoding
 from spillway_kv.lab import serving
 from spillway_kv.policy import Policy
 from spillway_kv.step import DecodeStep
-from spillway_kv.vllm.decoding import Decoders
 from spillway_kv.vllm.layers import begins_of
 from spillway_kv.vllm.sequences import Lost, Shapes
 from spillway_kv.vllm.settings import Settings
@@ -192,7 +191,7 @@ TEXTS = {1: 0, 2: 2, 3: 3}
 
 
 @pytest.fixture
-def decoding(model: Model) -> list[StepDecoder]:
+def decoding(model: Model, monkeypatch: pytest.MonkeyPatch) -> list[StepDecoder]:
     """Lets the model's worker open decoders, which hold requests 1 and 2 after two steps of them.
 
     Returns:
@@ -204,8 +203,9 @@ def decoding(model: Model) -> list[StepDecoder]:
         opened.append(StepDecoder(model.worker._sequences.client, sequences))
         return opened[-1]
 
-    client: Any = SimpleNamespace(open_decoder=open_decoder)
-    model.worker._decoders = Decoders(client, lambda: model.worker.statistics)
+    monkeypatch.setattr(model.worker._sequences.client, "open_decoder", open_decoder)
+    # As with an engine on the GPU of the tensors.
+    monkeypatch.setattr(Decoding, "_suits", lambda *_: True)
     model.step(StepPlan([_request(1, 0, 100), _request(2, 0, 30)]), TEXTS)
     for step in range(2):
         plan = StepPlan([_request(1, 100 + step, 1), _request(2, 30 + step, 1)])

@@ -33,7 +33,7 @@ _WAIT_SECONDS = 0.2
 
 
 class Sums(ctypes.Structure):
-    """Sums over a layer's attends of a decoder, for steps that succeeded.
+    """Sums over attends: of a layer of a decoder, or over the sequences of a step's last attend.
 
     Attributes:
         attend_count: Queries, of all sequences.
@@ -44,6 +44,7 @@ class Sums(ctypes.Structure):
         none_count: The same for `none`.
         certified_error_count: Number of finite certified errors.
         certified_error_sum: Sum of the finite certified errors.
+        device_time_us: Device time, microseconds. 0 for a decoder, whose attends are not timed.
     """
 
     _fields_ = (
@@ -55,6 +56,7 @@ class Sums(ctypes.Structure):
         ("none_count", ctypes.c_int64),
         ("certified_error_count", ctypes.c_int64),
         ("certified_error_sum", ctypes.c_double),
+        ("device_time_us", ctypes.c_double),
     )
     attend_count: int
     touched_row_count: int
@@ -136,6 +138,7 @@ def library(required: bool = False) -> ctypes.CDLL | None:
         ("steps_attend", number, (pointer, size, number, pointer, seconds)),
         ("steps_await", number, (pointer, size, pointer, seconds)),
         ("step_results", number, (pointer, pointer, pointer)),
+        ("step_sums_of", number, (pointer, pointer)),
         ("step_end", None, (pointer,)),
         ("gpu_region_map", pointer, (text, text, size, pointer, pointer)),
         ("gpu_region_unmap", None, (pointer,)),
@@ -302,6 +305,14 @@ class NativeChannel:
     def step_results(self, step: Handle) -> bytes:
         """Returns the serialised `AttendResponse` of a step's last attend, without tensors."""
         return self._results(step, self.library.spillway_step_results)
+
+    def step_sums(self, step: Handle) -> Sums:
+        """Returns the sums over the sequences of a step's last attend."""
+        self.check_open()
+        sums = Sums()
+        if step.call(self.library.spillway_step_sums_of, ctypes.byref(sums)):
+            raise self._error()
+        return sums
 
     def _results(self, handle: Handle, function: Any, *arguments: Any) -> bytes:
         """Returns the bytes that a function of a step or a decoder gives."""

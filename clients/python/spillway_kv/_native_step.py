@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from spillway_kv._native import NativeChannel
+from spillway_kv._native import NativeChannel, Sums
 from spillway_kv._proto import attention_service_pb2
 from spillway_kv.regions import Place, place_of
 from spillway_kv.results import Model
@@ -155,6 +155,11 @@ class NativeStep:
             # The messages have no tensors; the statistics need the shape of the output.
             result.out.shape.extend(self._shape)
         return results
+
+    def sums(self) -> Sums:
+        """Returns the sums over the sequences of the last attend."""
+        self.check_open()
+        return self.channel.step_sums(self.handle)
 
 
 F32 = dtype_number("float32")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from spillway_kv._native import Sums
@@ -37,10 +38,18 @@ class LayerStatistics:
     certified_error_count: int = 0
     device_time_us: float = 0.0
 
-    def add_sums(self, sums: Sums) -> None:
-        """Adds the sums of a decoder, whose attends are not timed."""
+    def add_sums(self, sums: Sums | LayerStatistics) -> None:
+        """Adds the sums of a step or a decoder, or other statistics."""
         for name, _ in Sums._fields_:
             setattr(self, name, getattr(self, name) + getattr(sums, name))
+
+    @classmethod
+    def of(cls, results: Iterable[AttendResult]) -> LayerStatistics:
+        """Returns the statistics of some results."""
+        made = cls()
+        for result in results:
+            made.add(result)
+        return made
 
     def add(self, result: AttendResult) -> None:
         """Adds one result."""

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 
+from spillway_kv._native import Sums
 from spillway_kv._native_step import NativeStep
 from spillway_kv._proto import attention_service_pb2
+from spillway_kv.attend_sums import LayerStatistics
 from spillway_kv.errors import Cancelled, NotFound, SpillwayError
 from spillway_kv.policy import Policy
 from spillway_kv.restart import BROKEN
@@ -93,6 +95,9 @@ class _StreamStep:
 
     def results(self) -> SequenceABC[attention_service_pb2.AttendResult]:
         return [result.message for result in self._last]
+
+    def sums(self) -> LayerStatistics:
+        return LayerStatistics.of(self._last)
 
 
 def _stack(arrays: list[Any]) -> Any:
@@ -370,15 +375,26 @@ class DecodeStep(_Together):
     def results(self) -> list[AttendResult]:
         """Returns the full results of the last attend, one per sequence, with certificates."""
         made = []
-        if self._kind is None:
-            raise ValueError(
-                "the step has no results: no layer was attended, or the last attend failed"
-            )
-        for i, message in enumerate(self._kind.results()):
+        for i, message in enumerate(self._attended().results()):
             result = AttendResult(message, decoder_like(None))
             result.__dict__.update(out=self._last[0][i], lse=self._last[1][i])
             made.append(result)
         return made
+
+    def sums(self) -> Sums | LayerStatistics:
+        """Returns the sums over the results of the last attend, without the results themselves.
+
+        Raises:
+            ValueError: No layer was attended, or the last attend failed.
+        """
+        return self._attended().sums()
+
+    def _attended(self) -> NativeStep | _StreamStep:
+        if self._kind is None:
+            raise ValueError(
+                "the step has no results: no layer was attended, or the last attend failed"
+            )
+        return self._kind
 
     def close(self) -> None:
         """Ends the step."""

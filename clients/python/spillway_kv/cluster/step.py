@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import spillway_kv
 from spillway_kv.at_once import AttendsAtOnce, Portion
+from spillway_kv.attend_sums import LayerStatistics
 from spillway_kv.cluster.groups import groups_of
 from spillway_kv.cluster.merging import heads_of, joined, merged_results
 from spillway_kv.cluster.part import MOVES_MAX, Part
@@ -370,6 +371,10 @@ class ClusterStep:
             each.sort(key=lambda part: part[0])
             merged.append(merged_results([r for _, _, r in each], [count for _, count, _ in each]))
         return merged
+
+    def sums(self) -> LayerStatistics:
+        """Returns the sums over the results of the last attend."""
+        return LayerStatistics.of(self.results())
 
     def close(self) -> None:
         """Ends the step."""

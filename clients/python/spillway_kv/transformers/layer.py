@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from spillway_kv.results import AttendResult
 from spillway_kv.transformers.handed import HandedLayer
 from spillway_kv.transformers.local import causal_attention
 from spillway_kv.transformers.phase import Phase
@@ -35,9 +36,9 @@ class Shared:
         self.layer_count = store.shapes.layer_count
 
     def count(self) -> None:
-        """Adds the attends on the model's stream since the last call to the statistics."""
-        for layer, sums in self.store.take_sums():
-            self.statistics.add_sums(layer, sums)
+        """Adds the attends of decode steps since the last call to the statistics."""
+        for layer, statistics in self.store.take_statistics().items():
+            self.statistics.add_sums(layer, statistics)
 
 
 class SpillwayLayer(HandedLayer):
@@ -169,26 +170,39 @@ class SpillwayLayer(HandedLayer):
         counts: list[int],
     ) -> torch.Tensor:
         """Appends and attends in the daemon, which alone has the earlier K/V."""
-        shared = self._shared
-        if not shared.prompt and shared.on_attend is None:
-            enqueued = shared.store.enqueue(self.index, q, k, v, counts)
-            if enqueued is not None:
-                return enqueued
-        answers = shared.store.step(self.index, q, k, v, starts, counts, exact=shared.prompt)
+        shared, store = self._shared, self._shared.store
         batch_size, head_count, query_count, head_dim = q.shape
-        if batch_size == 1 and counts[0] == query_count:
-            host = answers[0][2].out[None]
-        else:
-            host = torch.zeros(
-                batch_size, query_count, head_count, head_dim, dtype=q.dtype, device="cpu"
+        limits = store.client.server_info.limits
+        if (
+            set(counts) == {query_count}
+            and query_count <= limits.sparse_query_token_count_max
+            and batch_size <= limits.attend_item_count_max
+        ):
+            watched = shared.on_attend is not None
+            out = store.decode(
+                self.index, q, k, v, starts, exact=shared.prompt, with_results=watched
             )
-            for row, _, result in answers:
-                host[row, query_count - counts[row] :] = result.out
+            if watched:
+                queries = q.transpose(1, 2).cpu()
+                for row, result in enumerate(store.results()):
+                    self._tell(row, queries[row], result)
+            return out
+        answers = store.step(self.index, q, k, v, starts, counts, exact=shared.prompt)
+        host = torch.zeros(
+            batch_size, query_count, head_count, head_dim, dtype=q.dtype, device="cpu"
+        )
+        for row, _, result in answers:
+            host[row, query_count - counts[row] :] = result.out
         # The copy starts before the statistics are updated.
         out = to_device(host, q.device)
         for row, query, result in answers:
             shared.statistics.add(self.index, result)
-            if shared.on_attend is not None:
-                sequence = shared.store.rows[row].sequence
-                shared.on_attend(AttendEvent(self.index, row, sequence, query, result))
+            self._tell(row, query, result)
         return out
+
+    def _tell(self, row: int, query: torch.Tensor, result: AttendResult) -> None:
+        """Tells an attend to the cache's observer."""
+        shared = self._shared
+        if shared.on_attend is not None:
+            sequence = shared.store.rows[row].sequence
+            shared.on_attend(AttendEvent(self.index, row, sequence, query, result))

@@ -13,20 +13,17 @@ from typing import Any, cast
 
 import torch
 
-from spillway_kv._native import Sums
+from spillway_kv.attend_sums import LayerStatistics
 from spillway_kv.client import Client
-from spillway_kv.decode import DecodeStream
-from spillway_kv.errors import NotFound, SpillwayError
+from spillway_kv.decoding import Decoding
+from spillway_kv.errors import SpillwayError
 from spillway_kv.indices import HashWeights
-from spillway_kv.kept_decoder import KeptDecoder
 from spillway_kv.policy import Policy
 from spillway_kv.prefill import Prefill
-from spillway_kv.restart import BROKEN
 from spillway_kv.results import AttendResult, Model
 from spillway_kv.sequence import Sequence
 from spillway_kv.shared_model import shared_model
-from spillway_kv.step import DecodeStep
-from spillway_kv.tensors import DTypeName, gpu_uuid
+from spillway_kv.tensors import DTypeName
 from spillway_kv.transformers.appends import Appends
 from spillway_kv.transformers.identity import ModelMismatchError, config_digest
 from spillway_kv.transformers.support import Shapes
@@ -103,18 +100,7 @@ class RowStore:
         self.request_policy: Policy | None = None
         self._hash_weights = hash_weights
         self._ttl = ttl
-        self._stream: DecodeStream | None = None
-        # The step whose layers are being attended, with an embedded engine or a doorbell.
-        self._announced: DecodeStep | None = None
-        # Decoder on the model's stream, if the engine uses the model's GPU. `_refused` has the
-        # policies that decoders do not support.
-        self._decoding: KeptDecoder | None = None
-        # A restart ended a decoder in the middle of a step. The other layers of the step are then
-        # attended one by one, each at its own position.
-        self._broken_step = False
-        self._refused: list[Policy | None] = []
-        # Sums of closed decoders that take_sums() has not returned yet.
-        self._served: list[tuple[int, Sums]] = []
+        self._decoding = Decoding(client)
 
     def open(self, batch_size: int, dtype: torch.dtype, scaling: float) -> None:
         """Creates the model in the daemon, and an empty sequence for each row."""
@@ -182,80 +168,46 @@ class RowStore:
                 f"{model.name} scales logits by {model.softmax_scale}, this layer by {scaling}"
             )
 
-    def enqueue(
+    def decode(
         self,
         layer: int,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        counts: SequenceABC[int],
-    ) -> torch.Tensor | None:
-        """Appends and attends like `step`, but with the model's tensors on the engine's GPU.
+        starts: SequenceABC[int],
+        *,
+        exact: bool = False,
+        with_results: bool = False,
+    ) -> torch.Tensor:
+        """Appends the new tokens of all rows, and attends with their queries.
+
+        Args:
+            layer: The layer.
+            q: Queries [B, H_q, T, d]. All T tokens of each row are new.
+            k: Keys [B, H_kv, T, d].
+            v: Values, with the same shape.
+            starts: Position of each row's first new token.
+            exact: Attend to all tokens, whatever the policy.
+            with_results: `results` is called afterwards.
 
         Returns:
-            Output [B, T, H_q, d]. None if the engine is not on a GPU of this process, or decoders
-            do not support the policy.
+            Output [B, T, H_q, d] on q's device.
         """
-        count = q.shape[2]
-        decoding = self._decoding
-        self._broken_step = self._broken_step and layer > 0
-        if self._broken_step:
-            return None
-        begins = layer == 0 or decoding is None or decoding.between_steps
-        if begins and not self._streams(q, counts):
-            self.suspend()
-            return None
-        try:
-            if begins or self._decoding is None:
-                self._decoding = self._open_decoding(count)
-                if self._decoding is None:
-                    return None
-                self._decoding.next()
-            return self._decoding.attend(layer, q.transpose(1, 2), k, v)
-        except BaseException as error:
-            decoding, self._decoding = self._decoding, None
-            if decoding is not None:
-                decoding.decoder.close()
-            if not isinstance(error, BROKEN):
-                raise
-            self.client._restarts.wait(error)
-            self._broken_step = True
-            return None
-
-    def _streams(self, q: torch.Tensor, counts: SequenceABC[int]) -> bool:
-        """Whether a decoder can serve tensors on this GPU, with equal token counts in all rows."""
-        if q.device.type != "cuda":
-            return False
-        info = self.client.server_info
-        if self.client.transport == "embedded":
-            there = [device.name for device in info.devices] == [f"cuda:{q.device.index}"]
-        else:
-            # A daemon may number the GPUs differently.
-            uuids = [device.uuid for device in info.devices]
-            there = self.client.step_transport == "doorbell" and uuids == [gpu_uuid(q.device.index)]
-        return (
-            there
-            and set(counts) == {q.shape[2]}
-            and q.shape[2] <= info.limits.sparse_query_token_count_max
-            and len(counts) <= info.limits.attend_item_count_max
-            and self.request_policy not in self._refused
-        )
-
-    def _open_decoding(self, token_count: int) -> KeptDecoder | None:
-        """Returns the decoder for the next step; None if decoders do not support the policy."""
-        policy, decoding = self.request_policy, self._decoding
-        if decoding is not None and decoding.serves(policy, token_count):
-            return decoding
-        self.suspend()
-        try:
-            return KeptDecoder(
-                self.client, [row.sequence for row in self.rows], policy, token_count
+        if layer == 0 or not self._decoding.in_step:
+            self.appends.finish()
+            self._decoding.begin(
+                [row.sequence for row in self.rows],
+                starts,
+                device=q.device,
+                policy=_EXACT if exact else self.request_policy,
+                token_count=q.shape[2],
+                decoder=not (exact or with_results),
             )
-        except SpillwayError as error:
-            if error.code != "UNIMPLEMENTED":
-                raise
-            self._refused.append(policy)
-            return None
+        return self._decoding.attend(layer, q.transpose(1, 2), k, v)
+
+    def results(self) -> list[AttendResult]:
+        """Returns the results of the last `decode`, one for each row."""
+        return self._decoding.results()
 
     def suspend(self) -> None:
         """Closes the decoder and waits for appends, after which the rows are complete.
@@ -272,23 +224,11 @@ class RowStore:
         Raises:
             SpillwayError: A step has failed on the GPU.
         """
-        decoding, self._decoding = self._decoding, None
-        if decoding is None:
-            return
-        try:
-            decoding.decoder.finish()
-        finally:
-            self._served += decoding.take()
-            decoding.decoder.close()
+        self._decoding.release()
 
-    def take_sums(self) -> list[tuple[int, Sums]]:
-        """Returns the sums of decoders for each layer since the last call."""
-        taken, self._served = self._served, []
-        # A step that is not complete is counted later.
-        if self._decoding is not None and self._decoding.between_steps:
-            self._decoding.decoder.finish()
-            taken += self._decoding.take()
-        return taken
+    def take_statistics(self) -> dict[int, LayerStatistics]:
+        """Returns the statistics of `decode` for each layer since the last call."""
+        return self._decoding.take_statistics()
 
     def step(
         self,
@@ -301,7 +241,7 @@ class RowStore:
         *,
         exact: bool = False,
     ) -> list[tuple[int, torch.Tensor, AttendResult]]:
-        """Appends the newest tokens of each row, and attends with their queries.
+        """The same as `decode`, with another number of new tokens for each row.
 
         Args:
             layer: The layer.
@@ -322,103 +262,15 @@ class RowStore:
         length = q.shape[2]
         active = [row for row, count in enumerate(counts) if count > 0]
         queries = {row: q[row, :, length - counts[row] :].transpose(0, 1) for row in active}
-        news = {
-            row: (k[row, :, length - counts[row] :], v[row, :, length - counts[row] :])
-            for row in active
-        }
-        policy = _EXACT if exact else self.request_policy
-        # A Decode message with more queries than this cannot append.
-        limit = self.client.server_info.limits.sparse_query_token_count_max
-        if self._steps_together(counts, limit):
-            results = self._step_together(layer, q, k, v, counts[0], policy)
-        elif all(counts[row] <= limit for row in active):
-            results = self._step_stream(layer, queries, news, starts, policy)
-        else:
-            for row in active:
-                self.rows[row].sequence.append(layer, starts[row], *news[row])
-            answers = self.client.attend(
-                layer,
-                {self.rows[row].sequence: query for row, query in queries.items()},
-                policy,
-            )
-            results = {row: answers[self.rows[row].sequence] for row in active}
-        return [(row, queries[row], results[row]) for row in active]
-
-    def _steps_together(self, counts: SequenceABC[int], limit: int) -> bool:
-        """Whether one step of the engine can serve all rows, without messages."""
-        alike = len(set(counts)) == 1 and 1 <= counts[0] <= limit
-        together = self.client.step_transport in ("embedded", "doorbell")
-        return alike and together and not self._broken_step
-
-    def _step_together(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        count: int,
-        policy: Policy | None,
-    ) -> dict[int, AttendResult]:
-        """Attends for all rows at once, without messages. Begins the step at the first layer."""
-        if self._announced is None or layer == 0:
-            sequences = [row.sequence for row in self.rows]
-            self._announced = self.client.begin_step(sequences, token_count=count, policy=policy)
-        length = q.shape[2]
-        new = slice(length - count, length)
-        try:
-            self._announced.attend(layer, q[:, :, new].transpose(1, 2), k[:, :, new], v[:, :, new])
-            return dict(enumerate(self._announced.results()))
-        except BaseException as error:
-            self._announced = None
-            if isinstance(error, BROKEN):
-                self._check_restart()
-            raise
-
-    def _step_stream(
-        self,
-        layer: int,
-        queries: dict[int, torch.Tensor],
-        news: dict[int, tuple[torch.Tensor, torch.Tensor]],
-        starts: SequenceABC[int],
-        policy: Policy | None,
-    ) -> dict[int, AttendResult]:
-        """Sends the steps of all rows before it waits, so that they are served in parallel."""
-        if self._stream is None or self._stream.closed:
-            self._stream = self.client.decode()
-        try:
-            row_of = {}
-            for row, query in queries.items():
-                k, v = news[row]
-                sent = self._stream.send(
-                    self.rows[row].sequence,
-                    layer,
-                    query,
-                    k,
-                    v,
-                    start=starts[row],
-                    policy=policy,
-                )
-                row_of[sent] = row
-            results = {}
-            for _ in queries:
-                correlation_id, result = self._stream.recv()
-                results[row_of[correlation_id]] = result
-            return results
-        except BaseException as error:
-            # Answers to abandoned steps must not be taken for answers to the next ones.
-            self._stream.close()
-            if isinstance(error, BROKEN):
-                self._check_restart()
-            raise
-
-    def _check_restart(self) -> None:
-        """Raises DaemonRestarted if that is why a stream broke; its own error does not say so."""
-        try:
-            self.rows[0].sequence.refresh()
-        except NotFound:
-            raise
-        except SpillwayError:
-            return
+        for row in active:
+            new = slice(length - counts[row], length)
+            self.rows[row].sequence.append(layer, starts[row], k[row, :, new], v[row, :, new])
+        answers = self.client.attend(
+            layer,
+            {self.rows[row].sequence: query for row, query in queries.items()},
+            _EXACT if exact else self.request_policy,
+        )
+        return [(row, queries[row], answers[self.rows[row].sequence]) for row in active]
 
     def selected(self, indices: SequenceABC[int]) -> list[Row]:
         """Returns rows of which row i is what row indices[i] is now. Does not replace the rows.
@@ -472,15 +324,9 @@ class RowStore:
 
     def abandon(self) -> None:
         """Gives up work in progress. What it has appended stays until `cut` or `drop`."""
-        if self._stream is not None:
-            self._stream.close()
-            self._stream = None
-        self._announced = None
         self.appends.abandon()
         self.prefill.close()
-        # The client may be closed, and the engine gone with it.
-        with suppress(SpillwayError, ValueError):
-            self.end_decoding()
+        self._decoding.abandon()
 
     def drop(self) -> None:
         """Empties the store, and deletes the sequences unless they are to be kept."""

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import torch
 
-from spillway_kv._native import Sums
 from spillway_kv.attend_sums import LayerStatistics
 from spillway_kv.results import AttendResult
 from spillway_kv.sequence import Sequence
@@ -60,8 +59,8 @@ class CacheStatistics:
         count = sum(layer.certified_error_count for layer in self.layers)
         return sum(layer.certified_error_sum for layer in self.layers) / max(count, 1)
 
-    def add_sums(self, layer: int, sums: Sums) -> None:
-        """Adds the sums of a decoder, whose attends are not timed."""
+    def add_sums(self, layer: int, sums: LayerStatistics) -> None:
+        """Adds the statistics of other attends."""
         self.layers[layer].add_sums(sums)
 
     def add(self, layer: int, result: AttendResult) -> None:

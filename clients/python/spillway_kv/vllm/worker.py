@@ -18,7 +18,7 @@ import spillway_kv
 from spillway_kv.attend_sums import LayerStatistics
 from spillway_kv.policy import Policy
 from spillway_kv.prefill import Prefill
-from spillway_kv.vllm.decoding import DecoderGroup, Decoders, Group, Row, StepGroup
+from spillway_kv.vllm.decoding import Decodings, Group, Row
 from spillway_kv.vllm.sequences import Lost, Sequences, Shapes
 from spillway_kv.vllm.settings import Settings
 from spillway_kv.vllm.step_plan import Loss, PlannedRequest, StepPlan, StepReport
@@ -52,9 +52,7 @@ class Worker:
         self._policy = policy
         self._sequences = Sequences(settings, shapes, device)
         self._prefill = Prefill()
-        self._decoders: Decoders | None = None
-        if device.type == "cuda":
-            self._decoders = Decoders(self._sequences.client, lambda: self.statistics)
+        self._decodings = Decodings(self._sequences.client)
         self._report = StepReport()
         self._groups: list[Group] = []
         self._prompts: list[Row] = []
@@ -72,8 +70,7 @@ class Worker:
     def close(self) -> None:
         """Deletes the sequences, and ends the engine or the connection to the daemon."""
         self._prefill.close()
-        if self._decoders is not None:
-            self._decoders.close()
+        self._decodings.close()
         self._sequences.close()
 
     def begin(self, plan: StepPlan, begins: dict[int, int]) -> None:
@@ -86,11 +83,9 @@ class Worker:
         self._report = StepReport()
         self._groups, self._prompts, self._single, self._lost = [], [], [], []
         requests = sorted(plan.requests, key=lambda request: begins[request.key])
-        held: set[int] = set()
-        if self._decoders is not None:
-            others = {r.source.key for r in requests if r.source is not None}
-            together = [group for group, exact in self._together(requests) if not exact]
-            held = self._decoders.begin(together, others | set(plan.dropped))
+        others = {r.source.key for r in requests if r.source is not None}
+        together = [group for group, exact in self._together(requests) if not exact]
+        held = self._decodings.begin(together, others | set(plan.dropped))
         self._sequences.begin(plan)
         rows = {}
         for request in requests:
@@ -107,7 +102,9 @@ class Worker:
             rows[request.key] = Row(request, begins[request.key], sequence)
         there = [row.plan for row in rows.values()]
         for group, exact in self._together(there):
-            self._groups.append(self._group([rows[r.key] for r in group], exact))
+            policy = _EXACT if exact else self._policy
+            members = [rows[r.key] for r in group]
+            self._groups.append(self._decodings.group(members, policy, exact=exact))
         self._prompts = [row for row in rows.values() if not _is_single(row.plan)]
 
     def _together(
@@ -119,14 +116,6 @@ class Worker:
             alike = [r for r in requests if _is_single(r) and r.decodes is not exact]
             for first in range(0, len(alike), limit):
                 yield alike[first : first + limit], exact
-
-    def _group(self, rows: list[Row], exact: bool) -> Group:
-        policy = _EXACT if exact else self._policy
-        if self._decoders is not None and not exact:
-            group = self._decoders.group(rows, policy)
-            if group is not None:
-                return group
-        return StepGroup(self._sequences.client, rows, policy, lambda: self.statistics)
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor
@@ -142,10 +131,11 @@ class Worker:
         """
         for group in self._groups:
             if group.together:
+                on_stream = group.on_stream
                 try:
                     group.attend(layer, q, k, v, out)
                 except spillway_kv.SpillwayError as error:
-                    self._part(group, layer, error)
+                    self._part(group, layer, error, on_stream=on_stream)
         for row, policy in self._single:
             self._serve(row, out, partial(self._attend_one, row, policy, layer, q, k, v))
         for row in self._prompts:
@@ -153,20 +143,23 @@ class Worker:
         for lost in self._lost:
             out[lost].zero_()
 
-    def _part(self, group: Group, layer: int, error: spillway_kv.SpillwayError) -> None:
-        """For the rest of the step, serves the rows of a failed group one by one."""
+    def _part(
+        self, group: Group, layer: int, error: spillway_kv.SpillwayError, *, on_stream: bool
+    ) -> None:
+        """For the rest of the step, serves the rows of a failed group one by one.
+
+        on_stream: whether a decoder served them.
+        """
         _logger.warning("a step of %d requests: %s", len(group.rows), error)
         group.together = False
         with contextlib.suppress(spillway_kv.SpillwayError):
             group.end()
-        if isinstance(group, DecoderGroup):
-            assert self._decoders is not None
-            self._decoders.let_go(group.rows)
-            if layer > 0:
-                # It is not known what its earlier layers have done on the GPU.
-                for row in group.rows:
-                    row.alive = False
-                    self._lose(row.plan, Lost(error.message))
+        self._decodings.let_go(group.rows)
+        if on_stream and layer > 0:
+            # It is not known what its earlier layers have done on the GPU.
+            for row in group.rows:
+                row.alive = False
+                self._lose(row.plan, Lost(error.message))
         self._single += [(row, group.policy) for row in group.rows]
 
     def _serve(self, row: Row, out: torch.Tensor, serve: Callable[[], torch.Tensor]) -> None:
@@ -223,10 +216,13 @@ class Worker:
         """
         for group in self._groups:
             if group.together:
+                on_stream = group.on_stream
                 try:
                     group.end()
                 except spillway_kv.SpillwayError as error:
-                    self._part(group, 1, error)
+                    self._part(group, 1, error, on_stream=on_stream)
+            for statistics in group.take_statistics():
+                self.statistics.add_sums(statistics)
         self._groups, self._prompts, self._single, self._lost = [], [], [], []
         report, self._report = self._report, StepReport()
         report.gone, self._sequences.gone = self._sequences.gone, set()
