@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from spillway_kv.vllm.guard import refusals
-from spillway_kv.vllm.settings import Settings, settings_from
+from spillway_kv.vllm.settings import VARIABLES, Settings, settings_from
 
 
 class Model(SimpleNamespace):
@@ -72,7 +72,8 @@ def test_what_is_served() -> None:
         ),
         (
             {"cache_dtype": "fp8"},
-            "a KV cache of another type than the model's (--kv-cache-dtype fp8)",
+            "a KV cache of another type than the model's (--kv-cache-dtype fp8): Spillway keeps "
+            "K/V in the model's type, and has no rows of 8 bits yet",
         ),
         ({"runner_type": "pooling"}, "a model that does not generate (--runner pooling)"),
         ({"use_mla": True}, "multi-head latent attention (MLA)"),
@@ -106,6 +107,8 @@ def test_settings() -> None:
         quality="default",
         kept_sequence_count=32,
         reconnect_seconds=60.0,
+        seed=-1,
+        gpu_resident="",
     )
     given = {
         "VLLM_SPILLWAY_MEMORY": "64GiB",
@@ -114,8 +117,12 @@ def test_settings() -> None:
         "VLLM_SPILLWAY_QUALITY": "high",
         "VLLM_SPILLWAY_KEPT_SEQUENCES": "0",
         "VLLM_SPILLWAY_RECONNECT_SECONDS": "1.5",
+        "VLLM_SPILLWAY_SEED": "7",
+        "VLLM_SPILLWAY_GPU_RESIDENT": "2GiB",
     }
-    assert settings_from(given) == Settings("embedded:", "64GiB", "8GiB", "cuda:1", "high", 0, 1.5)
+    wanted = Settings("embedded:", "64GiB", "8GiB", "cuda:1", "high", 0, 1.5, 7, "2GiB")
+    assert settings_from(given) == wanted
+    assert set(VARIABLES) == {*given, "VLLM_SPILLWAY_TARGET"}
     daemon = settings_from({"VLLM_SPILLWAY_TARGET": " unix:/run/spillwayd.sock "})
     assert daemon.target == "unix:/run/spillwayd.sock"
     assert not daemon.embedded
@@ -138,6 +145,7 @@ def test_wrong_settings(name: str, value: str, expected: str) -> None:
         settings_from({f"VLLM_SPILLWAY_{name}": value})
 
 
-def test_a_daemon_has_settings_of_its_own() -> None:
-    with pytest.raises(ValueError, match="VLLM_SPILLWAY_MEMORY is for an embedded engine"):
-        settings_from({"VLLM_SPILLWAY_TARGET": "unix:/x", "VLLM_SPILLWAY_MEMORY": "1GiB"})
+@pytest.mark.parametrize("name", ["MEMORY", "GPU_MEMORY", "GPU_RESIDENT"])
+def test_a_daemon_has_settings_of_its_own(name: str) -> None:
+    with pytest.raises(ValueError, match=f"VLLM_SPILLWAY_{name} is for an embedded engine"):
+        settings_from({"VLLM_SPILLWAY_TARGET": "unix:/x", f"VLLM_SPILLWAY_{name}": "1GiB"})

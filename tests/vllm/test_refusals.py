@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from engines import running
+from vllm import envs
 from vllm.engine.arg_utils import EngineArgs
 
 _OTHER_CONNECTOR = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
@@ -44,6 +45,19 @@ def test_without_the_option_nothing_changes(model_folder) -> None:
     assert config.kv_transfer_config is None
     assert config.scheduler_config.scheduler_cls is None
     assert config.cache_config.enable_prefix_caching
+
+
+def test_settings_are_known_to_vllms_check_of_the_environment(
+    model_folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its variables have vLLM's prefix. vLLM forgets them afterwards, and keys no cache by them."""
+    monkeypatch.setenv("VLLM_SPILLWAY_QUALITY", "high")
+    known = set(envs.environment_variables)
+    folder = model_folder("llama")
+    _config(folder, attention_backend="CUSTOM", fail_on_environ_validation=True)
+    assert set(envs.environment_variables) == known
+    with pytest.raises(ValueError, match="Unknown vLLM environment variable.*QUALITY"):
+        _config(folder, fail_on_environ_validation=True)
 
 
 def test_a_wrong_setting(model_folder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,9 +5,11 @@ vLLM loads this module at each start. It imports nothing that vLLM has not loade
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import secrets
+from collections.abc import Iterator
 from typing import Any
 
 from vllm.config import KVTransferConfig
@@ -40,11 +42,12 @@ def _configure_with_it() -> None:
         if not _is_chosen(self):
             return create(self, *args, **kwargs)
         from spillway_kv.vllm.guard import refusals  # noqa: PLC0415
-        from spillway_kv.vllm.settings import settings_from  # noqa: PLC0415
+        from spillway_kv.vllm.settings import VARIABLES, settings_from  # noqa: PLC0415
 
         settings_from(os.environ)
         _prepare(self)
-        config = create(self, *args, **kwargs)
+        with _known_to_vllm(VARIABLES):
+            config = create(self, *args, **kwargs)
         reasons = refusals(config)
         if reasons:
             raise ValueError("Spillway cannot serve this: " + "; ".join(reasons))
@@ -55,6 +58,25 @@ def _configure_with_it() -> None:
         return config
 
     EngineArgs.create_engine_config = create_engine_config
+
+
+@contextlib.contextmanager
+def _known_to_vllm(variables: tuple[str, ...]) -> Iterator[None]:
+    """Lets vLLM's check of the environment know variables that have its prefix.
+
+    Only during the check: everything that vLLM knows is part of the key of its compile cache.
+    """
+    from vllm import envs  # noqa: PLC0415
+
+    added = {name: functools.partial(os.environ.get, name) for name in variables}
+    for name in envs.environment_variables:
+        added.pop(name, None)
+    envs.environment_variables.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            del envs.environment_variables[name]
 
 
 def _is_chosen(args: EngineArgs) -> bool:

@@ -238,6 +238,7 @@ def _connect(settings: Settings, device: torch.device) -> spillway_kv.Client:
         ("device.name", name),
         ("memory.limit", settings.memory),
         ("device.gpu_memory_limit", settings.gpu_memory),
+        ("device.gpu_resident_limit", settings.gpu_resident),
         ("models.sampling_seed", settings.seed),
     )
     return spillway_kv.connect(

@@ -20,6 +20,8 @@ class Settings:
             ("16GiB"). Empty means the engine's default.
         gpu_memory: GPU memory of an embedded engine, like `device.gpu_memory_limit`. Empty means
             the engine's default.
+        gpu_resident: The part of it that copies of all K/V rows may take, like
+            `device.gpu_resident_limit`. Empty means the engine's default.
         device: Device of an embedded engine, "cpu" or "cuda:0". Empty means the worker's device.
         quality: How decode steps attend: one of `spillway_kv.quality.QUALITIES`.
         kept_sequence_count: Number of finished requests whose K/V are kept for requests with the
@@ -37,6 +39,7 @@ class Settings:
     kept_sequence_count: int = 32
     reconnect_seconds: float = 60.0
     seed: int = -1
+    gpu_resident: str = ""
 
     @property
     def embedded(self) -> bool:
@@ -48,12 +51,15 @@ _NAMES = {
     "TARGET": "target",
     "MEMORY": "memory",
     "GPU_MEMORY": "gpu_memory",
+    "GPU_RESIDENT": "gpu_resident",
     "DEVICE": "device",
     "SEED": "seed",
     "QUALITY": "quality",
     "KEPT_SEQUENCES": "kept_sequence_count",
     "RECONNECT_SECONDS": "reconnect_seconds",
 }
+
+VARIABLES = tuple(PREFIX + name for name in _NAMES)
 
 
 def settings_from(environment: Mapping[str, str]) -> Settings:
@@ -72,12 +78,12 @@ def settings_from(environment: Mapping[str, str]) -> Settings:
             continue
         name = _NAMES.get(variable.removeprefix(PREFIX))
         if name is None:
-            known = ", ".join(PREFIX + known for known in _NAMES)
+            known = ", ".join(VARIABLES)
             raise ValueError(f"{variable} is not a setting of Spillway; settings are {known}")
         values[name] = _value(variable, name, text)
     settings = Settings(**values)  # type: ignore[arg-type]
     if not settings.embedded:
-        for name in ("MEMORY", "GPU_MEMORY", "DEVICE", "SEED"):
+        for name in ("MEMORY", "GPU_MEMORY", "GPU_RESIDENT", "DEVICE", "SEED"):
             if values.get(_NAMES[name], "") != "":
                 raise ValueError(
                     f"{PREFIX}{name} is for an embedded engine; the daemon at {settings.target} "
