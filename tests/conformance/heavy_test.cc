@@ -9,6 +9,7 @@
 #include "host/codes/rotation.h"
 #include "tests/conformance/heavy_fixture.h"
 #include "tests/reference/codes.h"
+#include "tests/reference/elements.h"
 
 namespace spillway {
 namespace {
@@ -80,6 +81,28 @@ class Heavy : public HeavyTest {
     ExpectTopP(logits, what);
   }
 };
+
+// The first pages are raised to the later ones, which lie elsewhere, and one page lies elsewhere
+// again.
+TEST_P(Heavy, ValuesThatMove) {
+  for (const DType dtype : {DType::kF32, DType::kBF16}) {
+    Prepare(MakeSpec(1, kGroup, 64, dtype), {}, [dtype](reference::Context& context) {
+      for (int64_t t = 1024; t < context.n; ++t) {
+        for (int i = 0; i < 64; ++i) {
+          float& v = context.v[t * 64 + i];
+          v += t / 128 == 20 ? (i % 2 == 0 ? 300.0f : -300.0f) : 60.0f;
+          v = static_cast<float>(reference::Round(dtype, v));
+        }
+      }
+    });
+    EXPECT_EQ(index().lifts[0], 0);
+    EXPECT_GT(index().lifts[30], 16);
+    EXPECT_GT(index().lifts[20], index().lifts[30] + 8);
+    EXPECT_GT(index().levels[30].low, index().levels[0].high + 128 * 16);
+    ExpectOracle("oracle");
+    ExpectAsymmetric(3, "asymmetric");
+  }
+}
 
 TEST_P(Heavy, Oracle) {
   for (const DType dtype : {DType::kF32, DType::kF16, DType::kBF16}) {
