@@ -211,7 +211,7 @@ class Decoding:
         return torch.stack([cast(torch.Tensor, each.out) for each in self._last]).to(q.device)
 
     def results(self) -> list[AttendResult]:
-        """Returns the full results of the last attend, one per sequence, in host memory.
+        """Returns the full results of the last attend, one per sequence.
 
         Raises:
             ValueError: A decoder has served it.

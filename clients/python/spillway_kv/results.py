@@ -292,6 +292,14 @@ class AttendResult:
         """Device time of the job that ran this attend, microseconds."""
         return self.message.statistics.device_time_us
 
+    def cpu(self) -> AttendResult:
+        """Returns the same result with arrays in host memory."""
+        made = AttendResult(self.message, self._decode)
+        for name in ("out", "lse"):
+            array = getattr(self, name)
+            made.__dict__[name] = array.cpu() if hasattr(array, "cpu") else array
+        return made
+
 
 @dataclass(frozen=True)
 class Selection:

@@ -185,7 +185,7 @@ class SpillwayLayer(HandedLayer):
             if watched:
                 queries = q.transpose(1, 2).cpu()
                 for row, result in enumerate(store.results()):
-                    self._tell(row, queries[row], result)
+                    self._tell(row, queries[row], result.cpu())
             return out
         answers = store.step(self.index, q, k, v, starts, counts, exact=shared.prompt)
         host = torch.zeros(
