@@ -47,10 +47,17 @@ class FakeDecoder:
         self._steps += 1
 
     def _enqueue(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, wants_lse: bool
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        wants_lse: bool,
+        out: torch.Tensor | None = None,
     ) -> Any:
         self._engine.do(f"enqueue {layer}")
-        return q + 1, None
+        return (q + 1 if out is None else out.copy_(q + 1)), None
 
     def finish(self) -> None:
         self._engine.do("finish")

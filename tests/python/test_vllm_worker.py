@@ -14,10 +14,11 @@ from spillway_kv.decoding import Decoding
 from spillway_kv.lab import serving
 from spillway_kv.policy import Policy
 from spillway_kv.step import DecodeStep
+from spillway_kv.vllm.appends import Appends
 from spillway_kv.vllm.layers import begins_of
 from spillway_kv.vllm.sequences import Lost, Shapes
 from spillway_kv.vllm.settings import Settings
-from spillway_kv.vllm.step_plan import PlannedRequest, Source, StepPlan
+from spillway_kv.vllm.step_plan import Loss, PlannedRequest, Source, StepPlan
 from spillway_kv.vllm.worker import Worker
 
 DEVICE = torch.device(device() or "cpu")
@@ -84,10 +85,11 @@ class Model:
         return made
 
 
-@pytest.fixture
-def model() -> Iterator[Model]:
-    """A model with its own worker."""
+@pytest.fixture(params=["at once", "later"])
+def model(request: pytest.FixtureRequest) -> Iterator[Model]:
+    """A model with its own worker, which appends prompts at once, or later as on a GPU."""
     made = Model()
+    made.worker._sequences._appends = Appends(LAYERS) if request.param == "later" else None
     yield made
     made.worker.close()
 
@@ -135,8 +137,9 @@ def test_requests_that_come_and_go_while_others_decode(model: Model) -> None:
         _check(model, outs[1], 0, 100 + step)
         _check(model, outs[2], 2, 30 + step)
     if by_decoder(model):
-        assert model.worker.statistics.attend_count == 2 * 5 * LAYERS
-        assert model.worker.statistics.device_time_us == 0
+        sums, _ = model.worker.take_statistics(wait=True)
+        assert sums.attend_count == 2 * 5 * LAYERS
+        assert sums.device_time_us == 0
     plan = StepPlan(
         [_request(1, 105, 1), _request(2, 35, 1), _request(3, 96, 3, source=Source(1, 96))]
     )
@@ -162,18 +165,32 @@ class StepDecoder:
         self._step: DecodeStep | None = None
         self.step_count = 0
         self.closed = False
+        # Rows whose outputs are NaN, as if the GPU had found elements that are not finite.
+        self.failing: list[int] = []
+        self.error: spillway_kv.SpillwayError | None = None
 
     def next(self) -> None:
         assert not self.closed
+        if self.error is not None:
+            raise self.error
         self._step = self._client.begin_step(self._sequences, policy=Policy(selector="all"))
         self.step_count += 1
 
     def _enqueue(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, wants_lse: bool
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        wants_lse: bool,
+        out: torch.Tensor | None = None,
     ) -> Any:
         assert self._step is not None
         assert not wants_lse
-        return self._step.attend(layer, q, k, v)
+        made, _ = self._step.attend(layer, q, k, v)
+        made[self.failing] = float("nan")
+        return (made if out is None else out.copy_(made)), None
 
     def finish(self) -> None:
         assert self._step is not None
@@ -275,6 +292,37 @@ def test_a_decoder_ends_where_its_requests_do_not_go_on(
     assert [(each.step_count, each.closed) for each in decoding] == [(3, True), (1, False)]
 
 
+@pytest.mark.skipif(on_gpu(), reason="a GPU has decoders of its own")
+def test_a_step_that_fails_on_the_gpu_is_known_with_its_tokens(
+    model: Model, decoding: list[StepDecoder]
+) -> None:
+    """The report of the step does not wait for the GPU. What was lost is read later."""
+    decoding[0].failing = [1]
+    report, outs = model.step(StepPlan([_request(1, 102, 1), _request(2, 32, 1, epoch=3)]), TEXTS)
+    assert not report.losses
+    _check(model, outs[1], 0, 102)
+    failures = model.worker.failures()
+    assert failures is not None
+    assert failures() == {2: Loss(3, "again", failures()[2].reason)}
+    # Without decoders, the report says everything.
+    model.step(StepPlan([_request(3, 0, 5)]), TEXTS)
+    assert model.worker.failures() is None
+
+
+@pytest.mark.skipif(on_gpu(), reason="a GPU has decoders of its own")
+def test_an_error_of_an_earlier_step_loses_only_what_it_has_cut(
+    model: Model, decoding: list[StepDecoder]
+) -> None:
+    """The engine has cut the sequence that failed. The others are served one by one."""
+    decoding[0].error = spillway_kv.OutOfRange("K/V that are not finite")
+    sequences = model.worker._sequences
+    decoding[0].close = lambda: sequences._sequences[2].truncate(30)  # type: ignore[method-assign]
+    report, outs = model.step(StepPlan([_request(1, 102, 1), _request(2, 32, 1)]), TEXTS)
+    assert {key: loss.kind for key, loss in report.losses.items()} == {2: "again"}
+    _check(model, outs[1], 0, 102)
+    assert (outs[2] == 0).all()
+
+
 def test_a_request_begins_with_anothers_rows(model: Model) -> None:
     """Its sequence is forked at a token, while the other request continues."""
     texts = {1: 0, 2: 100}
@@ -365,17 +413,20 @@ def test_values_that_are_not_finite_fail_alone(model: Model) -> None:
 
     model.rows = broken  # type: ignore[method-assign]
     report, outs = model.step(StepPlan([_request(1, 10, 1), _request(2, 10, 1)]), texts)
+    _check(model, outs[2], 2, 10)
     if by_decoder(model):
-        # A decoder does not say whose values they were. So both are computed again, and this shows
-        # it.
-        assert {loss.kind for loss in report.losses.values()} == {"again"}
-        assert set(report.losses) == {1, 2}
-        report, outs = model.step(StepPlan([_request(1, 0, 11), _request(2, 0, 11)]), texts)
-        outs[2] = outs[2][:, 10:]
+        failures = model.worker.failures()
+        assert failures is not None
+        assert {key: loss.kind for key, loss in failures().items()} == {1: "again"}
+        # Computed again, the prompt has the same values, which is known a step later.
+        plan = StepPlan([_request(1, 0, 11, epoch=1), _request(2, 11, 1)], dropped=[1])
+        report, outs = model.step(plan, texts)
+        _check(model, outs[2], 2, 11)
+        report, outs = model.step(StepPlan([_request(1, 11, 1), _request(2, 12, 1)]), texts)
+        _check(model, outs[2], 2, 12)
     assert report.losses[1].kind == "failed"
     assert set(report.losses) == {1}
     assert "finite" in report.losses[1].reason
-    _check(model, outs[2], 2, 10)
 
 
 def test_kept_sequences_make_room() -> None:
@@ -421,10 +472,12 @@ def test_a_sequence_with_which_a_request_begins_makes_no_room(model: Model) -> N
 def test_sparse_steps_are_counted(model: Model) -> None:
     """Attends, rows and certificates of decode steps are counted, but not those of prompts."""
     model.step(StepPlan([_request(1, 0, 7)]), {1: 1})
-    assert model.worker.prompt_token_count == 7
-    assert model.worker.statistics.attend_count == 0
+    statistics, prompt_token_count = model.worker.take_statistics(wait=True)
+    assert prompt_token_count == 7
+    assert statistics.attend_count == 0
     model.step(StepPlan([_request(1, 7, 1)]), {1: 1})
-    statistics = model.worker.statistics
+    statistics, prompt_token_count = model.worker.take_statistics(wait=True)
+    assert prompt_token_count == 0
     assert statistics.attend_count == LAYERS
     assert statistics.touched_row_count == statistics.visible_row_count == LAYERS * KV_HEADS * 8
     assert statistics.exact_count == LAYERS * HEADS

@@ -36,9 +36,9 @@ class Decoding:
     - rows and attends: appends and an attend for each layer, for the rest of a step whose decoder a
       restart of the daemon has ended.
 
-    Call `begin`, `attend` for each layer in order, and `finish`, or the next `begin`. A decoder is
-    kept from step to step while the sequences stay the same. It holds them: call `release` before
-    they are used in any other way. For one thread.
+    Call `begin`, `attend` for each layer in order, and `end`, `finish` or the next `begin`. A
+    decoder is kept from step to step while the sequences stay the same. It holds them: call
+    `release` before they are used in any other way. For one thread.
 
     Args:
         client: Client of the engine.
@@ -145,7 +145,14 @@ class Decoding:
                 self._refused.append(policy)
             return None
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Appends the new tokens' K and V at a layer, and attends.
 
         Args:
@@ -153,6 +160,7 @@ class Decoding:
             q: Queries [B, T, H_q, d] after the positional encoding.
             k: Keys [B, H_kv, T, d].
             v: Values, with the same shape.
+            out: Written and returned if it is given: contiguous, of q's dtype, shape and device.
 
         Returns:
             Output [B, T, H_q, d] on q's device.
@@ -164,14 +172,14 @@ class Decoding:
         self._last = []
         try:
             if self._decoder is not None:
-                return self._decoder.attend(layer, q, k, v)
+                return self._decoder.attend(layer, q, k, v, out)
             if self._step is not None:
-                out, _ = self._step.attend(layer, q, k, v)
+                made, _ = self._step.attend(layer, q, k, v)
                 self._count(layer).add_sums(self._step.sums())
-                return cast(torch.Tensor, out)
+                return _given(cast(torch.Tensor, made), out)
         except BaseException as error:
             self._repair(error)
-        return self._attend_rows(layer, q, k, v)
+        return _given(self._attend_rows(layer, q, k, v), out)
 
     def _repair(self, error: BaseException) -> None:
         """Ends what serves the step, and raises the error if the rest cannot be served without."""
@@ -219,6 +227,14 @@ class Decoding:
         if self._decoder is not None:
             raise ValueError("a step that a decoder serves has no results")
         return self._last if self._step is None else self._step.results()
+
+    def end(self) -> None:
+        """Ends the step without a wait for the GPU.
+
+        If a decoder serves it and it fails on the GPU, its outputs are NaN, and a later `begin` or
+        `finish` raises the error.
+        """
+        self._end_step()
 
     def finish(self) -> None:
         """Ends the step and waits for it. Its tokens then belong to the sequences.
@@ -273,13 +289,21 @@ class Decoding:
             for layer, sums in decoder.take():
                 self._count(layer).add_sums(sums)
 
-    def take_statistics(self) -> dict[int, LayerStatistics]:
-        """Returns the statistics of each layer since the last call. Waits for a finished step.
+    def take_statistics(self, *, wait: bool = True) -> dict[int, LayerStatistics]:
+        """Returns the statistics of each layer since the last call.
 
         A decoder's step that is not complete is counted later.
+
+        Args:
+            wait: Wait for the GPU to end the last step, so that it is counted.
         """
         if self._decoder is not None and self._decoder.between_steps:
-            self._decoder.decoder.finish()
+            if wait:
+                self._decoder.decoder.finish()
             self._take()
         taken, self._counted = self._counted, {}
         return taken
+
+
+def _given(made: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    return made if out is None else out.copy_(made)

@@ -64,11 +64,21 @@ class KeptDecoder:
         self._room -= self.decoder.token_count
         self._next_layer = 0
 
-    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Like `StreamDecoder.attend`, but returns only the output [B, T, H_q, d]."""
-        out, _ = self.decoder._enqueue(layer, q, k, v, wants_lse=False)
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Like `StreamDecoder.attend`, but returns only the output [B, T, H_q, d].
+
+        out: written and returned if it is given.
+        """
+        made, _ = self.decoder._enqueue(layer, q, k, v, wants_lse=False, out=out)
         self._next_layer = layer + 1
-        return out
+        return made
 
     def take(self) -> list[tuple[int, Sums]]:
         """Returns the sums of each layer, over steps that finished since the last call."""

@@ -15,6 +15,7 @@ The device holds two blocks and one chunk, whatever the length of the prompt.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
@@ -27,6 +28,7 @@ from spillway_kv.errors import SpillwayError
 from spillway_kv.prefill_kernels import (
     attention_in_parts,
     attention_with_lse,
+    joins,
     kernel_of,
     largest_part,
     merge,
@@ -103,6 +105,8 @@ class _Buffers:
         # Whether a daemon writes rows into the buffers in place.
         self.in_region = self._region is not None
         self.client = client
+        # Blocks that were fetched into the slots.
+        self.used_count = 0
         for slot in self.slots:
             # Kernels that used this memory before may still be queued.
             slot.note_read()
@@ -162,6 +166,61 @@ def _in_gpu_region(
     return region, region.tensor(shape, str(kind.dtype).removeprefix("torch."))
 
 
+class _Fetch:
+    """The fetches of the blocks of a layer."""
+
+    def __init__(
+        self,
+        pool: ThreadPoolExecutor,
+        buffers: _Buffers,
+        sequence: Rows,
+        layer: int,
+        blocks: list[tuple[int, int]],
+    ) -> None:
+        """Begins with the first blocks."""
+        self.what = (sequence, layer, blocks)
+        self._pool = pool
+        self._buffers = buffers
+        # Slots take turns, also from one layer to the next.
+        self._first = buffers.used_count
+        buffers.used_count += len(blocks)
+        self._futures: list[Future[None]] = []
+        for index in range(min(_SLOTS, len(blocks))):
+            self._begin(index)
+
+    def _slot(self, index: int) -> _Slot:
+        return self._buffers.slots[(self._first + index) % _SLOTS]
+
+    def _begin(self, index: int) -> None:
+        sequence, layer, blocks = self.what
+        self._futures.append(
+            self._pool.submit(
+                self._buffers.fill, self._slot(index), sequence, layer, *blocks[index]
+            )
+        )
+
+    def filled(self) -> Iterator[tuple[_Slot, int]]:
+        """Yields the slots of the blocks and their token counts, in order, once they are filled."""
+        blocks = self.what[2]
+        for index, (first, last) in enumerate(blocks):
+            self._futures[index].result()
+            yield self._slot(index), last - first
+            if index + _SLOTS < len(blocks):
+                self._begin(index + _SLOTS)
+
+    def drop(self) -> None:
+        """Waits until nothing writes to the buffers any more, and drops errors."""
+        for future in self._futures:
+            future.cancel()
+        wait(self._futures)
+        for future in self._futures:
+            # The error was raised already, or is a consequence of the one that was.
+            with contextlib.suppress(CancelledError):
+                future.exception()
+        for slot in self._buffers.slots:
+            slot.note_read()
+
+
 class Prefill:
     """Computes exact attention for chunks of prompts. Earlier K/V come from the engine.
 
@@ -177,16 +236,24 @@ class Prefill:
             "window" for a sliding window; empty before the first attend.
     """
 
-    def __init__(self, *, block_token_count: int = BLOCK_TOKEN_COUNT) -> None:
+    def __init__(
+        self, *, block_token_count: int = BLOCK_TOKEN_COUNT, joined_token_count: int = 0
+    ) -> None:
         """Allocates nothing yet.
 
         Args:
             block_token_count: Tokens that are fetched and attended at once, at least 1.
+            joined_token_count: The last block is attended in one call with a chunk of up to this
+                many tokens, if there is a kernel for that. It is faster, and needs that much more
+                memory.
         """
         if block_token_count < 1:
             raise ValueError(f"block_token_count is {block_token_count}, at least 1 is needed")
         self.block_token_count = block_token_count
+        self.joined_token_count = joined_token_count
         self.kernel = ""
+        # Fetches for the layer that is attended next.
+        self._ahead: _Fetch | None = None
         self._buffers: dict[_Kind, _Buffers] = {}
         self._pool: ThreadPoolExecutor | None = None
         self._busy = threading.Lock()
@@ -227,6 +294,7 @@ class Prefill:
         start: int,
         scale: float,
         window: int | None = None,
+        next_layer: int | None = None,
     ) -> torch.Tensor:
         """Attends causally for tokens [start, start + T), appended or not.
 
@@ -245,6 +313,8 @@ class Prefill:
             scale: Factor on q.k.
             window: Number of tokens that a query sees, including its own. None means all. The
                 rows before the chunk that this needs, at most window - 1, are fetched at once.
+            next_layer: A layer of the sequence that is attended next, with the same `start` and
+                shapes. Its rows are fetched meanwhile, so they must be appended already.
 
         Returns:
             Output [T, H_q, d], contiguous, of q's dtype.
@@ -261,12 +331,15 @@ class Prefill:
             with torch.no_grad():
                 if window is not None:
                     return self._attend_window(sequence, layer, q, k, v, start, scale, window)
-                return self._attend_all(sequence, layer, q, k, v, start, scale)
+                return self._attend_all(sequence, layer, q, k, v, start, scale, next_layer)
         finally:
             self._busy.release()
 
     def close(self) -> None:
         """Waits for queued work, and frees the buffers. The object may be used again."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            ahead.drop()
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.shutdown()
@@ -283,26 +356,55 @@ class Prefill:
         v: torch.Tensor,
         start: int,
         scale: float,
+        next_layer: int | None,
     ) -> torch.Tensor:
         blocks = [
             (at, min(at + self.block_token_count, start))
             for at in range(0, start, self.block_token_count)
         ]
-        with self._fetches(sequence, layer, k, blocks) as fetches:
-            self.kernel = kernel_of(q, k, causal=True)
-            own, lse = attention_with_lse(q, k, v, causal=True, scale=scale)
-            if not blocks:
-                return own.contiguous()
-            out = torch.empty(own.shape, dtype=torch.float32, device=own.device).copy_(own)
-            lse = lse.clone()
-            del own
-            for slot, count in fetches:
+        with self._fetches(sequence, layer, k, blocks, next_layer) as fetches:
+            joined = len(blocks) if k.shape[1] <= self.joined_token_count and joins(q, k) else 0
+            if not joined:
+                self.kernel = kernel_of(q, k, causal=True)
+                own, lse = attention_with_lse(q, k, v, causal=True, scale=scale)
+                if not blocks:
+                    return own.contiguous()
+                out = torch.empty(own.shape, dtype=torch.float32, device=own.device).copy_(own)
+                lse = lse.clone()
+                del own
+            for number, (slot, count) in enumerate(fetches, 1):
+                if number == joined:
+                    own, own_lse = self._attend_joined(slot, count, q, k, v, scale)
+                    slot.note_read()
+                    if number == 1:
+                        return own.contiguous()
+                    merge_into(out, lse, own, own_lse)
+                    continue
                 rows = slot.rows(count)
+                if number == 1 and joined:
+                    out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+                    lse = q.new_full(q.shape[:2], -math.inf, dtype=torch.float32)
                 self.kernel = kernel_of(*largest_part(q, rows[0]), causal=False)
                 for queries, part, part_lse in attention_in_parts(q, *rows, scale=scale):
                     merge_into(out[queries], lse[queries], part, part_lse)
                 slot.note_read()
         return out.to(q.dtype)
+
+    def _attend_joined(
+        self,
+        slot: _Slot,
+        count: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attends to the last block and to the chunk itself in one call."""
+        keys, values = slot.rows(count + k.shape[1])
+        keys[:, count:].copy_(k)
+        values[:, count:].copy_(v)
+        self.kernel = kernel_of(q, keys, causal=True)
+        return attention_with_lse(q, keys, values, causal=True, scale=scale)
 
     def _attend_window(
         self,
@@ -326,7 +428,12 @@ class Prefill:
 
     @contextlib.contextmanager
     def _fetches(
-        self, sequence: Rows, layer: int, k: torch.Tensor, blocks: list[tuple[int, int]]
+        self,
+        sequence: Rows,
+        layer: int,
+        k: torch.Tensor,
+        blocks: list[tuple[int, int]],
+        next_layer: int | None,
     ) -> Iterator[Iterator[tuple[_Slot, int]]]:
         """Fetches blocks, up to two ahead of the one that is being attended.
 
@@ -335,6 +442,10 @@ class Prefill:
             read a slot must be queued, and noted with `note_read`, before the next block is
             requested.
         """
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead.what != (sequence, layer, blocks):
+            ahead.drop()
+            ahead = None
         if not blocks:
             yield iter(())
             return
@@ -343,35 +454,13 @@ class Prefill:
             # One thread per slot, so that the overhead of one call overlaps with the copy of the
             # other.
             self._pool = ThreadPoolExecutor(_SLOTS, thread_name_prefix="spillway-prefill")
-        pool = self._pool
-        futures: list[Future[None]] = []
-
-        def begin(index: int) -> None:
-            slot = buffers.slots[index % _SLOTS]
-            futures.append(pool.submit(buffers.fill, slot, sequence, layer, *blocks[index]))
-
-        def filled() -> Iterator[tuple[_Slot, int]]:
-            for index, (first, last) in enumerate(blocks):
-                futures[index].result()
-                yield buffers.slots[index % _SLOTS], last - first
-                if index + _SLOTS < len(blocks):
-                    begin(index + _SLOTS)
-
+        fetch = ahead or _Fetch(self._pool, buffers, sequence, layer, blocks)
         try:
-            for index in range(min(_SLOTS, len(blocks))):
-                begin(index)
-            yield filled()
+            yield fetch.filled()
+            if next_layer is not None:
+                self._ahead = _Fetch(self._pool, buffers, sequence, next_layer, blocks)
         except BaseException:
-            for future in futures:
-                future.cancel()
-            # After this, nothing writes to the buffers any more.
-            wait(futures)
-            for future in futures:
-                # The error was raised already, or is a consequence of the one that was.
-                with contextlib.suppress(CancelledError):
-                    future.exception()
-            for slot in buffers.slots:
-                slot.note_read()
+            fetch.drop()
             raise
 
     def _buffers_for(self, sequence: Rows, k: torch.Tensor) -> _Buffers:
@@ -384,7 +473,9 @@ class Prefill:
             held.close()
             held = None
         if held is None:
-            held = self._buffers[kind] = _Buffers(kind, self.block_token_count, client)
+            held = self._buffers[kind] = _Buffers(
+                kind, self.block_token_count + self.joined_token_count, client
+            )
         return held
 
 

@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 _ATEN = torch.ops.aten
 # q [T, H_q, d], k and v [H_kv, L, d], causal, scale -> out [T, H_q, d], lse [T, H_q].
-_Kernel = Callable[
+Kernel = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, bool, float], tuple[torch.Tensor, torch.Tensor]
 ]
 
@@ -124,7 +124,8 @@ def _plain(
         stop = min(start + tile, token_count)
         logits = torch.matmul(_grouped(q[start:stop], kv_heads).float() * scale, keys)
         if causal:
-            seen = positions <= torch.arange(start, stop, device=q.device)[:, None]
+            last = torch.arange(start, stop, device=q.device) + (length - token_count)
+            seen = positions <= last[:, None]
             logits.masked_fill_(~seen, -math.inf)
         sums = logits.logsumexp(dim=-1, keepdim=True)
         part = torch.matmul(logits.sub_(sums).exp_(), values)
@@ -133,7 +134,7 @@ def _plain(
     return out, lse
 
 
-_KERNELS: dict[str, _Kernel] = {
+_KERNELS: dict[str, Kernel] = {
     "cudnn": _cudnn,
     "flash": _flash,
     "efficient": _efficient,
@@ -141,10 +142,12 @@ _KERNELS: dict[str, _Kernel] = {
     "plain": _plain,
 }
 # The checks that torch makes before it calls one of these kernels.
-_ALLOWED: dict[_Kernel, Callable[[SDPAParams, bool], bool]] = {
+_ALLOWED: dict[Kernel, Callable[[SDPAParams, bool], bool]] = {
     _cudnn: can_use_cudnn_attention,
     _flash: can_use_flash_attention,
 }
+# Those whose causal mask ends at the last key if there are more keys than queries.
+_JOINING = {"plain"}
 _TRIED: dict[str, tuple[str, ...]] = {
     "cuda": ("cudnn", "flash", "efficient"),
     "cpu": ("flash_cpu",),
@@ -185,7 +188,7 @@ def trials(
 
 
 def _refusal(
-    kernel: _Kernel, device: torch.device, dtype: torch.dtype, head_dim: int, group: int
+    kernel: Kernel, device: torch.device, dtype: torch.dtype, head_dim: int, group: int
 ) -> str:
     generator = torch.Generator().manual_seed(1)
 
@@ -197,7 +200,10 @@ def _refusal(
     q = made(_TRIED_TOKENS, 2 * group, head_dim)
     k, v = (made(2, 2 * _TRIED_TOKENS + 8, head_dim) for _ in range(2))
     tolerance = _TOLERANCES[dtype]
-    for causal, length in ((False, 2 * _TRIED_TOKENS), (True, _TRIED_TOKENS)):
+    tried = [(False, 2 * _TRIED_TOKENS), (True, _TRIED_TOKENS)]
+    if any(_KERNELS[name] is kernel for name in _JOINING):
+        tried.append((True, 2 * _TRIED_TOKENS))
+    for causal, length in tried:
         # A kernel that torch would not call for such tensors may crash the process.
         allowed = _ALLOWED.get(kernel)
         if allowed is not None:
@@ -216,6 +222,27 @@ def _refusal(
             if not (mine.float() - plain.float()).abs().max().item() <= tolerance:
                 return f"the {what} differs from plain arithmetic"
     return ""
+
+
+def add_kernel(device_type: str, name: str, kernel: Kernel) -> None:
+    """Adds a kernel, to be tried before all others. Does nothing if there is one of this name.
+
+    Args:
+        device_type: "cuda" or "cpu".
+        name: Its name in `Trial`.
+        kernel: The kernel. It serves all lengths, or raises RuntimeError. With a causal mask and
+            more keys than queries, the last query sees all keys.
+    """
+    if name not in _KERNELS:
+        _KERNELS[name] = kernel
+        _JOINING.add(name)
+        _TRIED[device_type] = (name, *_TRIED[device_type])
+        trials.cache_clear()
+
+
+def joins(q: torch.Tensor, k: torch.Tensor) -> bool:
+    """Whether causal attention of such tensors may have more keys than queries."""
+    return kernel_of(q, k, causal=True) in _JOINING
 
 
 def kernel_of(q: torch.Tensor, k: torch.Tensor, *, causal: bool) -> str:
@@ -250,14 +277,15 @@ def attention_with_lse(
         q: Queries [T, H_q, d].
         k: Keys [H_kv, L, d]; H_q is a multiple of H_kv.
         v: Values, with the same shape.
-        causal: Query i sees keys 0 to i, and L must be T. Otherwise each query sees all keys.
+        causal: Query i sees keys 0 to L - T + i. L must be T, unless the kernel `joins`. Otherwise
+            each query sees all keys.
         scale: Factor on q.k.
 
     Returns:
         Output [T, H_q, d] of q's dtype, and the natural log-sum-exp of the scaled logits
         [T, H_q], float32. Both may be views. Over no keys they are 0 and minus infinity.
     """
-    if causal and q.shape[0] != k.shape[1]:
+    if causal and q.shape[0] != k.shape[1] and not (q.shape[0] < k.shape[1] and joins(q, k)):
         raise ValueError(f"causal attention of {q.shape[0]} queries over {k.shape[1]} keys")
     if q.shape[0] == 0 or k.shape[1] == 0:
         return torch.zeros_like(q), q.new_full(q.shape[:2], -math.inf, dtype=torch.float32)
@@ -293,7 +321,7 @@ def largest_part(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 def _cuts(q: torch.Tensor, k: torch.Tensor) -> list[tuple[slice, slice]]:
     """Returns the queries and keys of each part."""
-    cut = "cudnn" in _taken(q, k)
+    cut = _taken(q, k)[0] == "cudnn"
     return [
         (queries, keys)
         for queries in _parts(q.shape[0], _CUDNN_QUERIES if cut else 0)
@@ -383,9 +411,12 @@ def window_attention(
 
 
 __all__ = [
+    "Kernel",
     "Trial",
+    "add_kernel",
     "attention_in_parts",
     "attention_with_lse",
+    "joins",
     "kernel_of",
     "largest_part",
     "merge",

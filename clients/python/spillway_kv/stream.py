@@ -183,8 +183,14 @@ class StreamDecoder(_Together):
         out_dtype: OutDType | None = None,
         *,
         wants_lse: bool,
+        out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The same as `attend`. Computes no log-sum-exp if it is not wanted."""
+        """The same as `attend`.
+
+        Computes no log-sum-exp if it is not wanted. Writes the output to `out` if it is given: a
+        contiguous tensor [B, T, H_q, d] of the output's dtype, aligned to 16 bytes. If all tensors
+        are in the same memory at every step, the engine launches the layer as one graph.
+        """
         self._check_open()
         # A model's tensors usually have the same form in every layer and step.
         form = (
@@ -205,7 +211,13 @@ class StreamDecoder(_Together):
             q, k, v = (_gpu_rows(x, what) for x, what in ((q, "q"), (k, "k"), (v, "v")))
             self._take_form(q, k, v, out_dtype)
             addresses = q.data_ptr(), k.data_ptr(), v.data_ptr()
-        out = torch.empty(q.shape, dtype=self._out_dtype, device=q.device)
+        if out is None:
+            out = torch.empty(q.shape, dtype=self._out_dtype, device=q.device)
+        elif out.dtype != self._out_dtype or out.shape != q.shape or not out.is_contiguous():
+            raise ValueError(
+                f"out is {out.dtype} {list(out.shape)} with strides {list(out.stride())}, not a "
+                f"contiguous {self._out_dtype} {list(q.shape)}"
+            )
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if wants_lse else None
         tensors = self._tensors
         tensors.q.data, tensors.k.data, tensors.v.data = addresses

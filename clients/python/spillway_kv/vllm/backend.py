@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionImpl,
@@ -17,11 +17,7 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, SlidingWindowSpec
 
-from spillway_kv.vllm import layers
-
-# Tokens that stay in vLLM's pool. Nothing reads them, but the plugin identifies requests by their
-# blocks. No model has a window of this size, so it identifies the pool groups of these layers.
-WINDOW_TOKEN_COUNT = 61
+from spillway_kv.vllm import layers, memory
 
 
 class SpillwayBackend(AttentionBackend):
@@ -53,13 +49,18 @@ class SpillwayBackend(AttentionBackend):
         """Replaces full attention by a window of the newest tokens, for vLLM's pool."""
         if not isinstance(spec, FullAttentionSpec):
             return spec
-        return SlidingWindowSpec(
+        window = SlidingWindowSpec(
             block_size=spec.block_size,
             num_kv_heads=spec.num_kv_heads,
             head_size=spec.head_size,
             dtype=spec.dtype,
-            sliding_window=WINDOW_TOKEN_COUNT,
+            sliding_window=memory.WINDOW_TOKEN_COUNT,
         )
+        if not layers.pool_is_thin():
+            return window
+        # Nothing reads the pool. Other layers' pages must have this size too, so it is only for
+        # models that have none.
+        return replace(window, num_head_slots=1, state_content_bytes=memory.THIN_BYTES)
 
 
 @dataclass
@@ -156,6 +157,9 @@ class SpillwayImpl(AttentionImpl[SpillwayMetadata]):
         for what, is_so in refused.items():
             if is_so:
                 raise ValueError(f"Spillway cannot serve this: a layer has {what}")
+        config = get_current_vllm_config_or_none()
+        layers.set_pool_is_thin(config is not None and memory.is_thin(config))
+        memory.note_available()
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = float(scale)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,13 +22,13 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from spillway_kv.quality import policy_of
-from spillway_kv.vllm import layers
-from spillway_kv.vllm.backend import WINDOW_TOKEN_COUNT, SpillwayBackend
+from spillway_kv.vllm import flash, layers, memory
+from spillway_kv.vllm.backend import SpillwayBackend
 from spillway_kv.vllm.metrics import SpillwayMetrics, SpillwayStats
 from spillway_kv.vllm.requests import Requests, Scheduled
 from spillway_kv.vllm.sequences import Shapes
 from spillway_kv.vllm.settings import Settings, settings_from
-from spillway_kv.vllm.step_plan import StepPlan, StepReport
+from spillway_kv.vllm.step_plan import Loss, StepPlan, StepReport
 from spillway_kv.vllm.worker import Worker
 
 if TYPE_CHECKING:
@@ -48,11 +48,33 @@ class PlanMetadata(KVConnectorMetadata):
     plan: StepPlan
 
 
-@dataclass
 class ReportMetadata(KVConnectorWorkerMetadata):
-    """A report on its way to the scheduler."""
+    """A report on its way to the scheduler.
 
-    report: StepReport = field(default_factory=StepReport)
+    The worker makes it before the GPU has run the step. vLLM reads or pickles it with the tokens
+    that the step has sampled, and thus later.
+
+    Args:
+        report: What is known so far.
+        failures: Returns what the GPU adds. Called once, when the report is read.
+    """
+
+    def __init__(
+        self, report: StepReport, failures: Callable[[], dict[int, Loss]] | None = None
+    ) -> None:
+        self._report = report
+        self._failures = failures
+
+    @property
+    def report(self) -> StepReport:
+        """The report. Only for use after the GPU has run the step."""
+        failures, self._failures = self._failures, None
+        if failures is not None:
+            self._report.losses = failures() | self._report.losses
+        return self._report
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ReportMetadata, (self.report,)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
         """Adds the report of another rank."""
@@ -73,6 +95,8 @@ class SpillwayConnector(KVConnectorBase_V1, SupportsHMA):
             drawn = vllm_config.kv_transfer_config.kv_connector_extra_config["seed"]
             self._settings = replace(self._settings, seed=drawn)
         self._report = StepReport()
+        self._failures: Callable[[], dict[int, Loss]] | None = None
+        self._pool_bytes = 0
         self._group, names = _our_group(kv_cache_config)
         if role == KVConnectorRole.SCHEDULER:
             self._block_size = kv_cache_config.kv_cache_groups[self._group].kv_cache_spec.block_size
@@ -89,12 +113,13 @@ class SpillwayConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Starts the engine, or connects to the daemon. Called when the layers are known."""
+        self._pool_bytes = sum(cache.nbytes for cache in kv_caches.values())
         self._open()
 
     def _open(self) -> layers.Attending:
         found = layers.attending()
         if found is None:
-            found = _open_attending(self._vllm_config, self._settings)
+            found = _open_attending(self._vllm_config, self._settings, self._pool_bytes)
             layers.set_attending(found)
         return found
 
@@ -104,7 +129,12 @@ class SpillwayConnector(KVConnectorBase_V1, SupportsHMA):
         self._open().plan(kv_connector_metadata.plan)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        """Does nothing: no K/V are loaded into vLLM's pool."""
+        """Begins the step, if vLLM says which requests are in the batch (V2 model runner).
+
+        The host is here while the GPU still runs the step before.
+        """
+        if "request_ids" in kwargs:
+            self._open().begin(kwargs["request_ids"])
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Does nothing: no K/V are loaded into vLLM's pool."""
@@ -115,13 +145,17 @@ class SpillwayConnector(KVConnectorBase_V1, SupportsHMA):
         """Does nothing: the layers themselves append K/V."""
 
     def wait_for_save(self) -> None:
-        """Ends the step."""
-        self._report = self._open().end()
+        """Ends the step on the host. The GPU may still run it."""
+        found = self._open()
+        self._report, self._failures = found.end(), found.worker.failures()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Returns what the step has lost, or None."""
         report, self._report = self._report, StepReport()
-        return ReportMetadata(report) if report.losses or report.gone else None
+        failures, self._failures = self._failures, None
+        if not (report.losses or report.gone or failures):
+            return None
+        return ReportMetadata(report, failures)
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Returns the counts since the last call."""
@@ -164,6 +198,8 @@ class SpillwayConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Plans a step."""
+        # Makes vLLM call `start_load_kv` before the model runs, and not after it.
+        scheduler_output.has_sync_kv_loads = True
         state = scheduler_output.kv_connector_block_state
         assert state is not None
         computed = {r.req_id: r.num_computed_tokens for r in scheduler_output.scheduled_new_reqs}
@@ -255,7 +291,7 @@ def _our_group(kv_cache_config: KVCacheConfig) -> tuple[int, list[str]]:
     names = {
         name: index
         for index, group in enumerate(kv_cache_config.kv_cache_groups)
-        if getattr(group.kv_cache_spec, "sliding_window", None) == WINDOW_TOKEN_COUNT
+        if getattr(group.kv_cache_spec, "sliding_window", None) == memory.WINDOW_TOKEN_COUNT
         for name in group.layer_names
     }
     if not names:
@@ -263,7 +299,9 @@ def _our_group(kv_cache_config: KVCacheConfig) -> tuple[int, list[str]]:
     return names[min(names, key=extract_layer_index)], list(names)
 
 
-def _open_attending(vllm_config: VllmConfig, settings: Settings) -> layers.Attending:
+def _open_attending(
+    vllm_config: VllmConfig, settings: Settings, pool_bytes: int
+) -> layers.Attending:
     """Starts this rank's engine for the layers that use the backend."""
     found = get_layers_from_vllm_config(vllm_config, Attention)
     ours = {n: layer for n, layer in found.items() if layer.attn_backend is SpillwayBackend}
@@ -288,6 +326,13 @@ def _open_attending(vllm_config: VllmConfig, settings: Settings) -> layers.Atten
     device = torch.device(vllm_config.device_config.device_type)
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
+    settings = memory.with_limits(settings, vllm_config, shape, device, pool_bytes)
+    flash.install()
+    flash.use_for(
+        shape.dtype, shape.head_dim, shape.query_head_count // shape.kv_head_count, device
+    )
     worker = Worker(settings, shape, device, policy_of(settings.quality))
     logger.info("Spillway serves %d of %d attention layers: %s", len(names), len(found), shape)
+    if settings.gpu_memory:
+        logger.info("Spillway's GPU memory: %s bytes", settings.gpu_memory)
     return layers.Attending(worker, names)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -60,51 +59,89 @@ class Group:
         self.together = True
         self._decoding = decoding
         self._decoder = decoder
-        self._begun = False
         first, last = rows[0].begin, rows[-1].begin
         # A slice makes no copy of the tensors.
         self._index: slice | torch.Tensor = slice(first, last + 1)
         if last - first + 1 != len(rows):
             self._index = torch.tensor([row.begin for row in rows], device="cpu")
+        # Whether each row's outputs of the last layer are finite, on the way to host memory.
+        self._finite: torch.Tensor | None = None
 
     @property
     def on_stream(self) -> bool:
         """Whether a decoder serves the step, so that failures on the GPU are known later."""
         return self._decoding.has_decoder
 
+    def begin(self, device: torch.device) -> None:
+        """Begins the step.
+
+        Args:
+            device: Device of the model's tensors.
+
+        Raises:
+            SpillwayError: The step cannot be served, or an earlier one has failed on the GPU.
+        """
+        self._decoding.begin(
+            [row.sequence for row in self.rows],
+            [row.plan.start for row in self.rows],
+            device=device,
+            policy=self.policy,
+            decoder=self._decoder,
+        )
+
     def attend(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        last: bool,
     ) -> None:
         """Appends and attends for all rows. Tensors are those of the batch, [N, H, d].
+
+        Args:
+            layer: The layer.
+            q: Queries.
+            k: Keys.
+            v: Values.
+            out: Written.
+            last: Whether it is the step's last layer.
 
         Raises:
             SpillwayError: The first failure. Some rows may have been appended.
         """
-        if not self._begun:
-            self._begun = True
-            self._decoding.begin(
-                [row.sequence for row in self.rows],
-                [row.plan.start for row in self.rows],
-                device=q.device,
-                policy=self.policy,
-                decoder=self._decoder,
-            )
         index = self._index
-        answer = self._decoding.attend(layer, q[index, None], k[index, :, None], v[index, :, None])
-        out[index] = answer[:, 0]
+        if q.shape[0] == len(self.rows):
+            # All rows of the batch, as in most steps.
+            q, k, v = q.unsqueeze(1), k.unsqueeze(2), v.unsqueeze(2)
+        else:
+            q, k, v = q[index, None], k[index, :, None], v[index, :, None]
+        if isinstance(index, slice):
+            # In place: vLLM's tensors are in the same memory at every step, so that the engine can
+            # launch the layer as one graph.
+            answer = self._decoding.attend(layer, q, k, v, out[index].unsqueeze(1))
+        else:
+            answer = self._decoding.attend(layer, q, k, v)
+            out[index] = answer[:, 0]
+        if last and self.on_stream:
+            # A layer that fails has outputs that are NaN, and so have all layers after it.
+            finite = answer[:, 0, 0, 0].isfinite()
+            self._finite = torch.empty(
+                len(self.rows), dtype=torch.bool, pin_memory=finite.device.type == "cuda"
+            )
+            self._finite.copy_(finite, non_blocking=True)
 
     def end(self) -> None:
-        """Ends the step and waits for it. Its tokens then belong to the sequences.
+        """Ends the step, without a wait for the GPU."""
+        self._decoding.end()
 
-        Raises:
-            SpillwayError: The step has failed, and this is known only now.
-        """
-        if self._begun:
-            self._decoding.finish()
-
-    def take_statistics(self) -> Iterable[LayerStatistics]:
-        """Returns the statistics of the layers since the last call."""
-        return self._decoding.take_statistics().values()
+    def failed_rows(self) -> list[Row]:
+        """Returns rows of which a layer has failed on the GPU. Only once the step has run there."""
+        if self._finite is None:
+            return []
+        return [row for row, ok in zip(self.rows, self._finite.tolist(), strict=True) if not ok]
 
 
 class Decodings:
@@ -118,7 +155,15 @@ class Decodings:
         self._client = client
         # Keys: the keys of the requests. Values: the decoding, and the length of each sequence.
         self._kept: dict[tuple[int, ...], tuple[Decoding, dict[int, int]]] = {}
+        # Those of the step that are not kept.
+        self._others: list[Decoding] = []
         self._refused: list[Policy | None] = []
+        self._counted: list[LayerStatistics] = []
+
+    @property
+    def any_kept(self) -> bool:
+        """Whether any is kept from step to step."""
+        return bool(self._kept)
 
     def begin(self, groups: list[list[PlannedRequest]], others: set[int]) -> set[int]:
         """Ends the decodings that the step's groups do not continue.
@@ -148,7 +193,8 @@ class Decodings:
     def group(self, rows: list[Row], policy: Policy | None, *, exact: bool) -> Group:
         """Returns a group for the step."""
         if exact:
-            return Group(Decoding(self._client), rows, policy, decoder=False)
+            self._others.append(Decoding(self._client))
+            return Group(self._others[-1], rows, policy, decoder=False)
         keys = tuple(row.plan.key for row in rows)
         if keys not in self._kept:
             self._kept[keys] = Decoding(self._client, self._refused), {}
@@ -169,3 +215,16 @@ class Decodings:
         kept = self._kept.pop(keys, None)
         if kept is not None:
             kept[0].abandon()
+            self._counted += kept[0].take_statistics(wait=False).values()
+
+    def take_statistics(self, *, wait: bool) -> list[LayerStatistics]:
+        """Returns statistics of layers since the last call.
+
+        Args:
+            wait: Wait for the GPU to end the last steps, so that they are counted.
+        """
+        taken, self._counted = self._counted, []
+        others, self._others = self._others, []
+        for decoding in [*others, *(decoding for decoding, _ in self._kept.values())]:
+            taken += decoding.take_statistics(wait=wait).values()
+        return taken

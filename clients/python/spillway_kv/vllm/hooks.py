@@ -42,6 +42,7 @@ def _configure_with_it() -> None:
         if not _is_chosen(self):
             return create(self, *args, **kwargs)
         from spillway_kv.vllm.guard import refusals  # noqa: PLC0415
+        from spillway_kv.vllm.memory import make_thin  # noqa: PLC0415
         from spillway_kv.vllm.settings import VARIABLES, settings_from  # noqa: PLC0415
 
         settings_from(os.environ)
@@ -51,6 +52,7 @@ def _configure_with_it() -> None:
         reasons = refusals(config)
         if reasons:
             raise ValueError("Spillway cannot serve this: " + "; ".join(reasons))
+        make_thin(config)
         scheduling = "Async" if config.scheduler_config.async_scheduling else ""
         config.scheduler_config.scheduler_cls = (
             f"spillway_kv.vllm.scheduler.Spillway{scheduling}Scheduler"

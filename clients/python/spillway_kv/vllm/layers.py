@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -37,6 +37,29 @@ class Attending:
         self._plan = plan
         self._begun = False
 
+    def begin(self, names: Sequence[str]) -> None:
+        """Prepares the sequences of the step, before the first layer.
+
+        Args:
+            names: vLLM's ids of the requests, in the order of their rows in the batch.
+
+        Raises:
+            RuntimeError: The requests are not those of the plan.
+        """
+        if self._plan is None:
+            return
+        requests = {request.name: request for request in self._plan.requests}
+        if requests.keys() != set(names) or len(names) != len(requests):
+            raise RuntimeError(
+                f"the batch has the requests {sorted(names)}, the plan {sorted(requests)}"
+            )
+        begins, position = {}, 0
+        for name in names:
+            begins[requests[name].key] = position
+            position += requests[name].token_count
+        self.worker.begin(self._plan, begins)
+        self._begun = True
+
     def attend(
         self,
         layer_name: str,
@@ -46,7 +69,7 @@ class Attending:
         v: torch.Tensor,
         out: torch.Tensor,
     ) -> None:
-        """Attends at a layer. The first layer of a step prepares the sequences."""
+        """Attends at a layer. If the step has not begun, this begins it."""
         if self._plan is None:
             # vLLM runs a batch that belongs to no request.
             out.zero_()
@@ -67,8 +90,8 @@ class Attending:
 def begins_of(plan: StepPlan, batch: Batch) -> dict[int, int]:
     """Returns the position of each request's first token in the batch, by key.
 
-    vLLM does not say which row belongs to which request. The block of a row's newest token tells:
-    only one request has this block.
+    vLLM's older model runner (V1) does not say which row belongs to which request. The block of a
+    row's newest token tells: only one request has this block.
 
     Raises:
         RuntimeError: The rows of the batch are not those of the plan.
@@ -85,6 +108,18 @@ def begins_of(plan: StepPlan, batch: Batch) -> dict[int, int]:
 
 
 _attending: Attending | None = None
+_pool_is_thin = False
+
+
+def pool_is_thin() -> bool:
+    """Whether vLLM's pool only has Spillway's layers, and can thus be nearly empty."""
+    return _pool_is_thin
+
+
+def set_pool_is_thin(value: bool) -> None:
+    """Sets it for this process, when its layers are made."""
+    global _pool_is_thin  # noqa: PLW0603
+    _pool_is_thin = value
 
 
 def attending() -> Attending | None:

@@ -11,7 +11,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from spillway_kv.attend_sums import LayerStatistics
 from spillway_kv.vllm.worker import Worker
 
 # Names and descriptions of the counters.
@@ -36,8 +35,7 @@ class SpillwayStats(KVConnectorStats):
     @staticmethod
     def taken_from(worker: Worker) -> SpillwayStats | None:
         """Takes a worker's sums and resets them. None if nothing was counted."""
-        sums, worker.statistics = worker.statistics, LayerStatistics()
-        prompt_tokens, worker.prompt_token_count = worker.prompt_token_count, 0
+        sums, prompt_tokens = worker.take_statistics()
         if not sums.attend_count and not prompt_tokens:
             return None
         return SpillwayStats(

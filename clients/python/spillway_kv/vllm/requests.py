@@ -154,6 +154,7 @@ class Requests:
                     decodes,
                     item.block,
                     source,
+                    item.name,
                 )
             )
             self._prefixes.set_rows(request.key, item.start + item.token_count, running=True)

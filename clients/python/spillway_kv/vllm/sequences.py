@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import time
@@ -16,6 +17,7 @@ import spillway_kv
 from spillway_kv.sequence import Sequence
 from spillway_kv.shared_model import shared_model
 from spillway_kv.tensors import DTypeName
+from spillway_kv.vllm.appends import Appends
 from spillway_kv.vllm.settings import PREFIX, Settings
 from spillway_kv.vllm.step_plan import LossKind, PlannedRequest, StepPlan
 
@@ -68,6 +70,8 @@ class Sequences:
         self._settings = settings
         self._shapes = shapes
         self.client = _connect(settings, device)
+        # Appends of prompts that go on while the model computes. None: they do not.
+        self._appends = Appends(shapes.layer_count) if device.type == "cuda" else None
         self._model: spillway_kv.Model | None = None
         self._sequences: dict[int, Sequence] = {}
         # Kept sequences, the first to be dropped first.
@@ -83,6 +87,8 @@ class Sequences:
 
     def close(self) -> None:
         """Deletes all sequences, and ends the engine or the connection."""
+        if self._appends is not None:
+            self._appends.close()
         for key in list(self._sequences):
             self.drop(key)
         self.client.close()
@@ -99,10 +105,59 @@ class Sequences:
     def ready(self, request: PlannedRequest) -> Sequence:
         """Returns the request's sequence, with as many tokens as planned.
 
+        Of a prompt that goes on, the last tokens may still be on their way (`settle`).
+
         Raises:
             Lost: The sequence is not available.
         """
+        if self._appends is not None:
+            goes_on = request.source is None and request.token_count > 1
+            if goes_on and self._appends.end_of(request.key) == request.start:
+                return self._sequences[request.key]
+            self.settle(request.key)
+            if request.source is not None:
+                # What it lacks is found when it is forked.
+                with contextlib.suppress(Lost):
+                    self.settle(request.source.key)
         return self.patiently(lambda: self._ready(request))
+
+    def append(
+        self,
+        request: PlannedRequest,
+        layer: int,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        share: float = 1.0,
+    ) -> None:
+        """Appends the request's new rows K and V [H_kv, T, d] to a layer.
+
+        From tensors on a GPU this copies them, and appends later (`settle`).
+
+        Args:
+            request: The request.
+            layer: The layer.
+            k: Keys.
+            v: Values.
+            share: Part of the step's prompt tokens that are the request's.
+
+        Raises:
+            Lost: They cannot be appended.
+        """
+        sequence, start = self._sequences[request.key], request.start
+        if self._appends is None:
+            self.patiently(lambda: sequence.append(layer, start, k, v))
+        else:
+            self._appends.add(request.key, sequence, layer, start, k, v, share=share)
+
+    def settle(self, key: int, layer: int | None = None) -> None:
+        """Waits until what was appended to a layer, or to all layers, is there.
+
+        Raises:
+            Lost: It could not be appended.
+        """
+        if self._appends is not None:
+            self._appends.settle(key, self.patiently, layer)
 
     def held(self, key: int) -> Sequence:
         """Returns a sequence that a decoder holds, without changing it."""
@@ -221,6 +276,8 @@ class Sequences:
     def drop(self, key: int) -> None:
         """Deletes a sequence. It is not an error if it does not exist."""
         self._kept.pop(key, None)
+        if self._appends is not None:
+            self._appends.forget(key)
         sequence = self._sequences.pop(key, None)
         if sequence is not None:
             try:

@@ -35,6 +35,7 @@ class PlannedRequest:
         decodes: Whether the policy of decode steps applies. A prompt is attended exactly.
         block: Block of its newest token in the pool. No other request of the step has this block.
         source: The sequence from which its first rows are taken. None: its own.
+        name: vLLM's id of the request.
     """
 
     key: int
@@ -44,6 +45,7 @@ class PlannedRequest:
     decodes: bool
     block: int
     source: Source | None = None
+    name: str = ""
 
 
 @dataclass

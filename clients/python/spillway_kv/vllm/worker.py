@@ -6,8 +6,8 @@ the rank.
 
 from __future__ import annotations
 
-import contextlib
 import logging
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import cast
@@ -17,8 +17,8 @@ import torch
 import spillway_kv
 from spillway_kv.attend_sums import LayerStatistics
 from spillway_kv.policy import Policy
-from spillway_kv.prefill import Prefill
 from spillway_kv.vllm.decoding import Decodings, Group, Row
+from spillway_kv.vllm.prompts import Prompts
 from spillway_kv.vllm.sequences import Lost, Sequences, Shapes
 from spillway_kv.vllm.settings import Settings
 from spillway_kv.vllm.step_plan import Loss, PlannedRequest, StepPlan, StepReport
@@ -26,6 +26,8 @@ from spillway_kv.vllm.step_plan import Loss, PlannedRequest, StepPlan, StepRepor
 _logger = logging.getLogger("vllm.spillway")
 
 _EXACT = Policy(selector="all")
+# How often counts of decoders are taken. It costs a call per layer.
+_COUNT_SECONDS = 0.25
 
 
 def _is_single(request: PlannedRequest) -> bool:
@@ -48,19 +50,20 @@ class Worker:
     def __init__(
         self, settings: Settings, shapes: Shapes, device: torch.device, policy: Policy | None
     ) -> None:
-        self._scale = shapes.scale
         self._policy = policy
+        self._device = device
+        self._last_layer = shapes.layer_count - 1
         self._sequences = Sequences(settings, shapes, device)
-        self._prefill = Prefill()
         self._decodings = Decodings(self._sequences.client)
+        self._prompts = Prompts(self._sequences, shapes.scale, shapes.layer_count)
         self._report = StepReport()
         self._groups: list[Group] = []
-        self._prompts: list[Row] = []
         self._single: list[tuple[Row, Policy | None]] = []
         # Positions in the batch of requests that were lost before the first layer.
         self._lost: list[slice] = []
-        self.statistics = LayerStatistics()
-        self.prompt_token_count = 0
+        self._statistics = LayerStatistics()
+        self._counted_at = time.monotonic()
+        self._prompt_token_count = 0
 
     @property
     def sequence_count(self) -> int:
@@ -69,7 +72,7 @@ class Worker:
 
     def close(self) -> None:
         """Deletes the sequences, and ends the engine or the connection to the daemon."""
-        self._prefill.close()
+        self._prompts.close()
         self._decodings.close()
         self._sequences.close()
 
@@ -81,7 +84,7 @@ class Worker:
             begins: Position in the batch of each request's first token, by key.
         """
         self._report = StepReport()
-        self._groups, self._prompts, self._single, self._lost = [], [], [], []
+        self._groups, self._single, self._lost = [], [], []
         requests = sorted(plan.requests, key=lambda request: begins[request.key])
         others = {r.source.key for r in requests if r.source is not None}
         together = [group for group, exact in self._together(requests) if not exact]
@@ -105,7 +108,13 @@ class Worker:
             policy = _EXACT if exact else self._policy
             members = [rows[r.key] for r in group]
             self._groups.append(self._decodings.group(members, policy, exact=exact))
-        self._prompts = [row for row in rows.values() if not _is_single(row.plan)]
+            try:
+                self._groups[-1].begin(self._device)
+            except spillway_kv.SpillwayError as error:
+                self._part_before(self._groups[-1], error)
+        prompts = [row for row in rows.values() if not _is_single(row.plan)]
+        self._prompt_token_count += sum(row.plan.token_count for row in prompts)
+        self._prompts.begin(prompts, self._device)
 
     def _together(
         self, requests: list[PlannedRequest]
@@ -133,15 +142,25 @@ class Worker:
             if group.together:
                 on_stream = group.on_stream
                 try:
-                    group.attend(layer, q, k, v, out)
+                    group.attend(layer, q, k, v, out, last=layer == self._last_layer)
                 except spillway_kv.SpillwayError as error:
                     self._part(group, layer, error, on_stream=on_stream)
         for row, policy in self._single:
             self._serve(row, out, partial(self._attend_one, row, policy, layer, q, k, v))
-        for row in self._prompts:
-            self._serve(row, out, partial(self._attend_prompt, row, layer, q, k, v))
+        self._prompts.attend(layer, q, k, v, out, self._lose_row)
         for lost in self._lost:
             out[lost].zero_()
+
+    def _part_before(self, group: Group, error: spillway_kv.SpillwayError) -> None:
+        """Serves the rows of a group one by one whose step could not begin."""
+        self._let_go(group, error)
+        for row in group.rows:
+            # A failed step on the GPU has cut the sequences.
+            try:
+                row.sequence = self._sequences.ready(row.plan)
+            except Lost as loss:
+                self._lose_row(row, loss)
+            self._single.append((row, group.policy))
 
     def _part(
         self, group: Group, layer: int, error: spillway_kv.SpillwayError, *, on_stream: bool
@@ -150,17 +169,18 @@ class Worker:
 
         on_stream: whether a decoder served them.
         """
-        _logger.warning("a step of %d requests: %s", len(group.rows), error)
-        group.together = False
-        with contextlib.suppress(spillway_kv.SpillwayError):
-            group.end()
-        self._decodings.let_go(group.rows)
+        self._let_go(group, error)
         if on_stream and layer > 0:
             # It is not known what its earlier layers have done on the GPU.
             for row in group.rows:
-                row.alive = False
-                self._lose(row.plan, Lost(error.message))
+                self._lose_row(row, Lost(error.message))
         self._single += [(row, group.policy) for row in group.rows]
+
+    def _let_go(self, group: Group, error: spillway_kv.SpillwayError) -> None:
+        _logger.warning("a step of %d requests: %s", len(group.rows), error)
+        group.together = False
+        group.end()
+        self._decodings.let_go(group.rows)
 
     def _serve(self, row: Row, out: torch.Tensor, serve: Callable[[], torch.Tensor]) -> None:
         """Writes the output of a request, or zeros if the request is or gets lost."""
@@ -169,8 +189,7 @@ class Worker:
                 out[row.begin : row.end] = self._sequences.patiently(serve)
                 return
             except Lost as loss:
-                row.alive = False
-                self._lose(row.plan, loss)
+                self._lose_row(row, loss)
         out[row.begin : row.end].zero_()
 
     def _attend_one(
@@ -186,47 +205,62 @@ class Worker:
         new = slice(row.begin, row.end)
         row.sequence.append(layer, row.plan.start, k[new].transpose(0, 1), v[new].transpose(0, 1))
         result = row.sequence.attend(layer, q[new], policy)
-        self.statistics.add(result)
+        self._statistics.add(result)
         return cast(torch.Tensor, result.out)
 
-    def _attend_prompt(
-        self, row: Row, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> torch.Tensor:
-        """Attends exactly for several tokens of one request, to all tokens before them."""
-        new = slice(row.begin, row.end)
-        keys, values = k[new].transpose(0, 1), v[new].transpose(0, 1)
-        row.sequence.append(layer, row.plan.start, keys, values)
-        if layer == 0:
-            self.prompt_token_count += row.plan.token_count
-        return self._prefill.attend(
-            row.sequence,
-            layer,
-            q[new],
-            keys,
-            values,
-            start=row.plan.start,
-            scale=self._scale,
-        )
-
     def end(self) -> StepReport:
-        """Ends the step.
+        """Ends the step, without a wait for the GPU.
 
         Returns:
-            The report: what was lost in the step.
+            The report: what was lost in the step, as far as it is known before the GPU has run it.
         """
         for group in self._groups:
             if group.together:
-                on_stream = group.on_stream
-                try:
-                    group.end()
-                except spillway_kv.SpillwayError as error:
-                    self._part(group, 1, error, on_stream=on_stream)
-            for statistics in group.take_statistics():
-                self.statistics.add_sums(statistics)
-        self._groups, self._prompts, self._single, self._lost = [], [], [], []
+                group.end()
+        self._single, self._lost = [], []
         report, self._report = self._report, StepReport()
         report.gone, self._sequences.gone = self._sequences.gone, set()
         return report
+
+    def failures(self) -> Callable[[], dict[int, Loss]] | None:
+        """Returns a function for the requests that the step loses on the GPU, by key.
+
+        It may be called in another thread, once the GPU has run the step. None if all losses are in
+        the report of `end`.
+        """
+        groups = [group for group in self._groups if group.together and group.on_stream]
+        if not groups:
+            return None
+
+        def failed() -> dict[int, Loss]:
+            reason = "K/V or queries that are not finite, or a failed GPU"
+            return {
+                row.plan.key: Loss(row.plan.epoch, "again", reason)
+                for group in groups
+                for row in group.failed_rows()
+            }
+
+        return failed
+
+    def take_statistics(self, *, wait: bool = False) -> tuple[LayerStatistics, int]:
+        """Returns the counts of attends since the last call, and of prompt tokens.
+
+        Args:
+            wait: Wait for the GPU, so that all steps are counted. Otherwise steps of decoders are
+                counted some time after they have ended.
+        """
+        now = time.monotonic()
+        if wait or not self._decodings.any_kept or now >= self._counted_at + _COUNT_SECONDS:
+            self._counted_at = now
+            for statistics in self._decodings.take_statistics(wait=wait):
+                self._statistics.add_sums(statistics)
+        sums, self._statistics = self._statistics, LayerStatistics()
+        prompt_tokens, self._prompt_token_count = self._prompt_token_count, 0
+        return sums, prompt_tokens
+
+    def _lose_row(self, row: Row, loss: Lost) -> None:
+        row.alive = False
+        self._lose(row.plan, loss)
 
     def _lose(self, request: PlannedRequest, loss: Lost) -> None:
         """Drops a request's rows, and adds the loss to the report."""

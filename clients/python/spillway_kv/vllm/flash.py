@@ -1,0 +1,95 @@
+"""vLLM's own FlashAttention for prompts, where vLLM has it."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from vllm.platforms import current_platform
+
+from spillway_kv import prefill_kernels
+from spillway_kv.vllm.prompts import set_varlen
+
+NAME = "vllm_flash"
+
+
+def install() -> None:
+    """Makes prompts use vLLM's FlashAttention on a GPU of Nvidia, if vLLM was built with it."""
+    if not current_platform.is_cuda():
+        return
+    prefill_kernels.add_kernel("cuda", NAME, _attend)
+
+
+def use_for(dtype: torch.dtype, head_dim: int, group: int, device: torch.device) -> bool:
+    """Uses it for several prompts in one call, if a trial shows that it serves such tensors."""
+    tried = prefill_kernels.trials(device, dtype, head_dim, group)
+    serves = any(trial.kernel == NAME and not trial.refusal for trial in tried)
+    set_varlen(_attend_varlen if serves else None)
+    return serves
+
+
+@functools.cache
+def _version(head_dim: int) -> int | None:
+    from vllm.v1.attention.backends.fa_utils import get_flash_attn_version  # noqa: PLC0415
+
+    return get_flash_attn_version(head_size=head_dim)
+
+
+def _attend_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    ends: torch.Tensor,
+    longest: int,
+    scale: float,
+) -> torch.Tensor:
+    """Causal attention of several prompts, see `prompts.Varlen`."""
+    return _flash(q, k, v, ends, ends, longest, longest, True, scale)[0]
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attends to k and v [H_kv, L, d] with q [T, H_q, d], see `prefill_kernels.Kernel`."""
+    count, length = q.shape[0], k.shape[1]
+    # Made on the GPU, without a wait for a copy.
+    ends = torch.arange(0, 2 * count, count, dtype=torch.int32, device=q.device)
+    key_ends = torch.arange(0, 2 * length, length, dtype=torch.int32, device=q.device)
+    keys, values = k.transpose(0, 1), v.transpose(0, 1)
+    return _flash(q, keys, values, ends, key_ends, count, length, causal, scale)
+
+
+def _flash(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    ends: torch.Tensor,
+    key_ends: torch.Tensor,
+    longest: int,
+    longest_keys: int,
+    causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    try:
+        from vllm.v1.attention.backends.fa_utils import (  # noqa: PLC0415
+            flash_attn_varlen_func,
+        )
+    except ImportError as error:
+        raise RuntimeError(f"vLLM has no FlashAttention: {error}") from None
+    version = _version(q.shape[2])
+    if version is None:
+        raise RuntimeError("vLLM has no FlashAttention for this GPU")
+    out, lse = flash_attn_varlen_func(
+        q=q,
+        k=k,
+        v=v,
+        cu_seqlens_q=ends,
+        cu_seqlens_k=key_ends,
+        max_seqlen_q=longest,
+        max_seqlen_k=longest_keys,
+        softmax_scale=scale,
+        causal=causal,
+        return_softmax_lse=True,
+        fa_version=version,
+    )
+    return out, lse.transpose(0, 1)

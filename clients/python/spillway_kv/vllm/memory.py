@@ -1,0 +1,143 @@
+"""GPU memory: a pool for vLLM that takes nearly none, and the rest for the engine."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from spillway_kv import prefill
+from spillway_kv.vllm.appends import BYTES_MAX, COLLECTED_BYTES
+from spillway_kv.vllm.prompts import JOINED_TOKEN_COUNT
+from spillway_kv.vllm.sequences import Shapes
+from spillway_kv.vllm.settings import Settings
+
+# Tokens that stay in vLLM's pool. Nothing reads them, but vLLM's scheduler counts blocks, and its
+# older model runner identifies requests by them. No model has a window of this size, so it
+# identifies the pool groups of these layers.
+WINDOW_TOKEN_COUNT = 61
+# Bytes of a token and layer in a pool that only Spillway's layers use.
+THIN_BYTES = 16
+# Key in the connector's configuration.
+THIN = "thin_pool"
+
+_MARK = "_spillway_noted"
+_available: int | None = None
+
+
+def only_full_attention(model: Any) -> bool:
+    """Whether all layers of a model have full attention, as far as its configuration says.
+
+    Args:
+        model: vLLM's `ModelConfig`.
+    """
+    text = model.hf_text_config
+    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
+    return (
+        kinds == {"full_attention"}
+        and model.get_sliding_window() is None
+        and not model.is_hybrid
+        and not model.is_attention_free
+        and getattr(text, "attention_chunk_size", None) is None
+    )
+
+
+def block_count(config: Any) -> int:
+    """Returns how many blocks of the pool the requests need at most.
+
+    Twice what vLLM demands before it admits a request, because a prompt that is being computed may
+    hold as much; and the window of each running request.
+
+    Args:
+        config: The complete `VllmConfig`.
+    """
+    block_size = config.cache_config.block_size
+    window = WINDOW_TOKEN_COUNT - 1
+    admission = -(-(window + config.max_in_flight_tokens) // block_size) + 1
+    running = window // block_size + 3
+    return 1 + 2 * admission + running * config.scheduler_config.max_num_seqs
+
+
+def make_thin(config: Any) -> None:
+    """Gives vLLM a pool of `THIN_BYTES` a token and layer, if no other layer needs it.
+
+    Args:
+        config: The complete `VllmConfig`.
+    """
+    if not only_full_attention(config.model_config):
+        return
+    config.kv_transfer_config.kv_connector_extra_config[THIN] = True
+    if config.cache_config.num_gpu_blocks_override is None:
+        config.cache_config.num_gpu_blocks_override = block_count(config)
+
+
+def is_thin(config: Any) -> bool:
+    """Whether the pool is thin."""
+    transfer = config.kv_transfer_config
+    return transfer is not None and bool(transfer.kv_connector_extra_config.get(THIN))
+
+
+def note_available() -> None:
+    """Makes vLLM's worker on a GPU tell how much memory it finds for K/V. Called before it does."""
+    module = sys.modules.get("vllm.v1.worker.gpu_worker")
+    if module is None or getattr(module, _MARK, False):
+        return
+    setattr(module, _MARK, True)
+    determine = module.Worker.determine_available_memory
+
+    @functools.wraps(determine)
+    def determine_available_memory(self: Any, *args: Any, **kwargs: Any) -> int:
+        global _available  # noqa: PLW0603
+        _available = determine(self, *args, **kwargs)
+        return _available
+
+    module.Worker.determine_available_memory = determine_available_memory
+
+
+def with_limits(
+    settings: Settings, config: Any, shapes: Shapes, device: torch.device, pool_bytes: int
+) -> Settings:
+    """Gives an embedded engine the GPU memory that vLLM found for K/V, unless the user has set it.
+
+    What the pool takes, and what prompts take besides, stays free.
+
+    Args:
+        settings: The settings.
+        config: The complete `VllmConfig`.
+        shapes: Shapes of this rank's layers.
+        device: Device of the model's tensors.
+        pool_bytes: Bytes of vLLM's pool.
+
+    Raises:
+        ValueError: No memory is left.
+    """
+    if not settings.embedded or settings.gpu_memory or _available is None:
+        return settings
+    if device.type != "cuda" or settings.device == "cpu":
+        return settings
+    chunk = config.scheduler_config.max_num_batched_tokens
+    buffers = prefill.buffer_bytes(
+        kv_heads=shapes.kv_head_count,
+        head_dim=shapes.head_dim,
+        dtype=shapes.dtype,
+        block_token_count=prefill.BLOCK_TOKEN_COUNT + JOINED_TOKEN_COUNT,
+    )
+    appends = BYTES_MAX + COLLECTED_BYTES
+    attends = prefill.attend_bytes(
+        query_heads=shapes.query_head_count,
+        head_dim=shapes.head_dim,
+        token_count=chunk,
+        dtype=shapes.dtype,
+    )
+    limit = _available - pool_bytes - appends - buffers - attends
+    if limit <= 0:
+        raise ValueError(
+            f"--gpu-memory-utilization {config.cache_config.gpu_memory_utilization}: vLLM finds "
+            f"{_available >> 20} MiB for K/V, of which its pool takes {pool_bytes >> 20} MiB and "
+            f"prompts of {chunk} tokens {(appends + buffers + attends) >> 20} MiB; nothing is "
+            "left for codes of keys. Raise it, or lower --max-num-batched-tokens"
+        )
+    return replace(settings, gpu_memory=str(limit))
