@@ -158,6 +158,7 @@ def report(
         print(f"The code word {prompt.code_word} was {found}.")
     second_count = both["prompt_tokens"] - first["prompt_tokens"]
     outputs = sum(both[f"outputs_{kind}"] for kind in ("exact", "statistical", "none"))
+    error = both["certified_error_millionths"] / both["certified_errors"] / 1e6
     lines = {
         "K/V rows read by decode steps": f"{both['rows_read']:,.0f} of {both['rows_visible']:,.0f}"
         f", {both['rows_read'] / both['rows_visible']:.1%}",
@@ -165,7 +166,7 @@ def report(
         "  all rows read": f"{both['outputs_exact'] / outputs:.2%}",
         "  error at most 0.1 in 90 % of them": f"{both['outputs_statistical'] / outputs:.2%}",
         "  no error bound": f"{both['outputs_none'] / outputs:.2%}",
-        "mean certified error": f"{both['certified_error_sum'] / both['certified_errors']:.3f}",
+        "mean certified error": f"{error:.3f}",
         "prompt tokens of the first question": f"{first['prompt_tokens']:,.0f} computed",
         "prompt tokens of the second question": f"{second_count:,.0f} computed"
         f", {both['reused_tokens']:,.0f} reused",

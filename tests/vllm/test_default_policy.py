@@ -58,7 +58,7 @@ def test_agreement_with_exact_attention(
         print(
             f"\n{len(pairs)} tokens: agreement {agreement:.4f}; {sparse:.1%} of outputs sparse, "
             f"{counts['rows_read'] / counts['rows_visible']:.1%} of the rows read, mean certified "
-            f"error {counts['certified_error_sum'] / counts['certified_errors']:.4f}, "
+            f"error {counts['certified_error_millionths'] / counts['certified_errors'] / 1e6:.4f}, "
             f"{counts['outputs_none']:.0f} of {outputs:.0f} promise nothing"
         )
     assert len(pairs) == 512

@@ -52,7 +52,7 @@ class ReportMetadata(KVConnectorWorkerMetadata):
     """A report on its way to the scheduler.
 
     The worker makes it before the GPU has run the step. vLLM reads or pickles it with the tokens
-    that the step has sampled, and thus later.
+    that the step has sampled, and thus later, so that there is nothing to wait for.
 
     Args:
         report: What is known so far.
@@ -67,7 +67,7 @@ class ReportMetadata(KVConnectorWorkerMetadata):
 
     @property
     def report(self) -> StepReport:
-        """The report. Only for use after the GPU has run the step."""
+        """The report. Waits until the GPU has run the step."""
         failures, self._failures = self._failures, None
         if failures is not None:
             self._report.losses = failures() | self._report.losses

@@ -64,8 +64,10 @@ class Group:
         self._index: slice | torch.Tensor = slice(first, last + 1)
         if last - first + 1 != len(rows):
             self._index = torch.tensor([row.begin for row in rows], device="cpu")
-        # Whether each row's outputs of the last layer are finite, on the way to host memory.
+        # Whether each row's outputs of the last layer are finite, on the way to host memory, and
+        # when they have arrived.
         self._finite: torch.Tensor | None = None
+        self._arrived: torch.cuda.Event | None = None
 
     @property
     def on_stream(self) -> bool:
@@ -128,19 +130,23 @@ class Group:
         if last and self.on_stream:
             # A layer that fails has outputs that are NaN, and so have all layers after it.
             finite = answer[:, 0, 0, 0].isfinite()
-            self._finite = torch.empty(
-                len(self.rows), dtype=torch.bool, pin_memory=finite.device.type == "cuda"
-            )
+            on_gpu = finite.device.type == "cuda"
+            self._finite = torch.empty(len(self.rows), dtype=torch.bool, pin_memory=on_gpu)
             self._finite.copy_(finite, non_blocking=True)
+            if on_gpu:
+                self._arrived = torch.cuda.Event()
+                self._arrived.record()
 
     def end(self) -> None:
         """Ends the step, without a wait for the GPU."""
         self._decoding.end()
 
     def failed_rows(self) -> list[Row]:
-        """Returns rows of which a layer has failed on the GPU. Only once the step has run there."""
+        """Returns rows of which a layer has failed on the GPU. Waits until the step has run."""
         if self._finite is None:
             return []
+        if self._arrived is not None:
+            self._arrived.synchronize()
         return [row for row, ok in zip(self.rows, self._finite.tolist(), strict=True) if not ok]
 
 

@@ -42,9 +42,10 @@ def _attend_varlen(
     ends: torch.Tensor,
     longest: int,
     scale: float,
-) -> torch.Tensor:
+    out: torch.Tensor,
+) -> None:
     """Causal attention of several prompts, see `prompts.Varlen`."""
-    return _flash(q, k, v, ends, ends, longest, longest, True, scale)[0]
+    _flash(q, k, v, ends, ends, longest, longest, True, scale, out)
 
 
 def _attend(
@@ -69,6 +70,7 @@ def _flash(
     longest_keys: int,
     causal: bool,
     scale: float,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     try:
         from vllm.v1.attention.backends.fa_utils import (  # noqa: PLC0415
@@ -79,7 +81,7 @@ def _flash(
     version = _version(q.shape[2])
     if version is None:
         raise RuntimeError("vLLM has no FlashAttention for this GPU")
-    out, lse = flash_attn_varlen_func(
+    made, lse = flash_attn_varlen_func(
         q=q,
         k=k,
         v=v,
@@ -90,6 +92,7 @@ def _flash(
         softmax_scale=scale,
         causal=causal,
         return_softmax_lse=True,
+        out=out,
         fa_version=version,
     )
-    return out, lse.transpose(0, 1)
+    return made, lse.transpose(0, 1)

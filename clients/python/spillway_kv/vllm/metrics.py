@@ -21,7 +21,8 @@ SUMS = {
     "outputs_exact": "Outputs of a query head that are exact",
     "outputs_statistical": "Outputs of a query head whose error is bounded with a probability",
     "outputs_none": "Outputs of a query head of which nothing is promised",
-    "certified_error_sum": "Sum of the relative errors that certificates give",
+    # A whole number: vLLM's LLM.get_metrics() cuts fractions of counters.
+    "certified_error_millionths": "Sum of relative errors that certificates give, in millionths",
     "certified_errors": "Number of relative errors that certificates give",
     "prompt_tokens": "Prompt tokens that were attended exactly",
     "reused_tokens": "Prompt tokens whose K/V came from another sequence",
@@ -46,7 +47,7 @@ class SpillwayStats(KVConnectorStats):
                 "outputs_exact": sums.exact_count,
                 "outputs_statistical": sums.statistical_count,
                 "outputs_none": sums.none_count,
-                "certified_error_sum": sums.certified_error_sum,
+                "certified_error_millionths": round(1e6 * sums.certified_error_sum),
                 "certified_errors": sums.certified_error_count,
                 "prompt_tokens": prompt_tokens,
             }
@@ -75,7 +76,7 @@ class SpillwayStats(KVConnectorStats):
             "K/V rows read": data["rows_read"],
             "of those visible": f"{data['rows_read'] / max(data['rows_visible'], 1):.2%}",
             "mean certified error": round(
-                data["certified_error_sum"] / max(data["certified_errors"], 1), 5
+                data["certified_error_millionths"] / max(data["certified_errors"], 1) / 1e6, 5
             ),
             "outputs without a promise": data["outputs_none"],
             "prompt tokens": data["prompt_tokens"],

@@ -16,9 +16,9 @@ JOINED_TOKEN_COUNT = 8192
 
 # Causal attention of several prompts in one call: q [N, H_q, d], k and v [N, H_kv, d], the
 # beginnings of the prompts and the end of the last (int32 [P + 1], on the device), the largest
-# number of tokens, scale -> out [N, H_q, d].
+# number of tokens, scale, out [N, H_q, d], which is written.
 Varlen = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, float], torch.Tensor
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, float, torch.Tensor], None
 ]
 
 _varlen: Varlen | None = None
@@ -165,7 +165,7 @@ class _Run:
         """Attends causally."""
         if _varlen is not None and self._ends is not None:
             whole = self._whole
-            out[whole] = _varlen(q[whole], k[whole], v[whole], self._ends, self._longest, scale)
+            _varlen(q[whole], k[whole], v[whole], self._ends, self._longest, scale, out[whole])
             return
         for place in self._places:
             keys, values = k[place].transpose(0, 1), v[place].transpose(0, 1)

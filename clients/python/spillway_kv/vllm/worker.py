@@ -225,8 +225,8 @@ class Worker:
     def failures(self) -> Callable[[], dict[int, Loss]] | None:
         """Returns a function for the requests that the step loses on the GPU, by key.
 
-        It may be called in another thread, once the GPU has run the step. None if all losses are in
-        the report of `end`.
+        It may be called in another thread, and waits until the GPU has run the step. None if all
+        losses are in the report of `end`.
         """
         groups = [group for group in self._groups if group.together and group.on_stream]
         if not groups:
