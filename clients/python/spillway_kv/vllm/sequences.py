@@ -97,10 +97,16 @@ class Sequences:
         """Drops and keeps the sequences as planned."""
         for key in plan.dropped:
             self.drop(key)
-        for key in plan.kept:
-            if key in self._sequences:
-                self._kept[key] = None
         self._sources = {r.source.key for r in plan.requests if r.source is not None}
+        for key in plan.kept:
+            if key not in self._sequences:
+                continue
+            try:
+                self.settle(key)
+                self._kept[key] = None
+            except Lost:
+                self.drop(key)
+                self.gone.add(key)
 
     def ready(self, request: PlannedRequest) -> Sequence:
         """Returns the request's sequence, with as many tokens as planned.
