@@ -290,11 +290,14 @@ def registering(unpacked: Path, tmp_path: Path, version: str, program: str) -> l
     return said
 
 
-def test_the_plugin_does_nothing_unless_it_is_chosen(unpacked: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", ["0.32.4", "0.33.0"])
+def test_the_plugin_does_nothing_unless_it_is_chosen(
+    unpacked: Path, tmp_path: Path, version: str
+) -> None:
     said = registering(
         unpacked,
         tmp_path,
-        "0.32.4",
+        version,
         "from vllm.engine.arg_utils import EngineArgs\n"
         "from vllm.platforms import current_platform\n"
         "from vllm.v1.attention.backends.registry import registered\n"
@@ -310,7 +313,7 @@ def test_the_plugin_does_nothing_unless_it_is_chosen(unpacked: Path, tmp_path: P
     ]
 
 
-@pytest.mark.parametrize("version", ["0.31.0", "0.33.0", "0.320.1"])
+@pytest.mark.parametrize("version", ["0.31.0", "0.34.0", "0.320.1"])
 def test_with_another_vllm_only_the_choice_is_an_error(
     unpacked: Path, tmp_path: Path, version: str
 ) -> None:
@@ -328,7 +331,7 @@ def test_with_another_vllm_only_the_choice_is_an_error(
     assert said == [
         ["spillway_kv", "spillway_kv.vllm"],
         [],
-        "--attention-backend CUSTOM: Spillway's backend is for vLLM 0.32, and this is vLLM "
+        "--attention-backend CUSTOM: Spillway's backend is for vLLM 0.32 and 0.33, and this is vLLM "
         + version,
     ]
 

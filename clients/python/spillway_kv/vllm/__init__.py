@@ -7,19 +7,20 @@ see `spillway_kv.vllm.settings`.
 
 from __future__ import annotations
 
-# The vLLM interfaces that this package uses change between minor versions.
-VLLM_MINOR = "0.32"
+# The vLLM interfaces that this package uses change between minor versions. Those that it uses are
+# the same in these (tests/python/vllm_contracts).
+VLLM_MINORS = ("0.32", "0.33")
 
 
 def register() -> None:
     """Names the backend CUSTOM. vLLM calls this in each of its processes.
 
     Loads two small modules. The others are loaded if the backend is chosen. With another minor
-    version of vLLM, choosing it is an error that names both versions.
+    version of vLLM, choosing it is an error that names the versions.
     """
     from vllm.version import __version__  # noqa: PLC0415
 
-    if f"{__version__}.".startswith(f"{VLLM_MINOR}."):
+    if f"{__version__}.".startswith(tuple(f"{minor}." for minor in VLLM_MINORS)):
         from spillway_kv.vllm.hooks import install  # noqa: PLC0415
 
         install()

@@ -2,9 +2,9 @@
 
 from vllm.version import __version__
 
-from spillway_kv.vllm import VLLM_MINOR
+from spillway_kv.vllm import VLLM_MINORS
 
 raise ImportError(
-    f"--attention-backend CUSTOM: Spillway's backend is for vLLM {VLLM_MINOR}, and this is vLLM "
-    f"{__version__}"
+    f"--attention-backend CUSTOM: Spillway's backend is for vLLM {' and '.join(VLLM_MINORS)}, and "
+    f"this is vLLM {__version__}"
 )
