@@ -331,8 +331,8 @@ def test_with_another_vllm_only_the_choice_is_an_error(
     assert said == [
         ["spillway_kv", "spillway_kv.vllm"],
         [],
-        "--attention-backend CUSTOM: Spillway's backend is for vLLM 0.32 and 0.33, and this is vLLM "
-        + version,
+        "--attention-backend CUSTOM: Spillway's backend is for vLLM 0.32 and 0.33, and this is "
+        f"vLLM {version}",
     ]
 
 

@@ -304,6 +304,139 @@ def test_chunks(dtype: torch.dtype, group: int, head_dim: int, block: int) -> No
     assert prefill.buffer_bytes == 0
 
 
+@pytest.fixture
+def only_plain(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Plain arithmetic is the only kernel. It takes more keys than queries with a causal mask."""
+    monkeypatch.setattr(prefill_kernels, "_TRIED", {})
+    trials.cache_clear()
+    yield
+    trials.cache_clear()
+
+
+@pytest.mark.usefixtures("only_plain")
+@pytest.mark.parametrize("block", [50, 100, 1000])
+def test_a_chunk_is_attended_in_one_call_with_the_last_block(
+    block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chunk that has no room behind the block is attended in a call of its own."""
+    calls: list[tuple[int, int, bool]] = []
+    real = prefill_kernels.attention_with_lse
+
+    def noted(q: torch.Tensor, k: torch.Tensor, *more: Any, causal: bool, **other: Any) -> Any:
+        calls.append((q.shape[0], k.shape[1], causal))
+        return real(q, k, *more, causal=causal, **other)
+
+    monkeypatch.setattr(prefill_kernels, "attention_with_lse", noted)
+    monkeypatch.setattr("spillway_kv.prefill.attention_with_lse", noted)
+    k, v = made(2, 2, 300, 16)
+    q = made(300, 4, 16, seed=5)
+    wanted, _ = reference(q, k, v, 0.25, causal(300, 300))
+    with Prefill(block_token_count=block, joined_token_count=60) as prefill:
+        for start, end in ((120, 180), (100, 150), (200, 300)):
+            part = slice(start, end)
+            calls.clear()
+            out = prefill.attend(
+                Held(k, v), 3, q[part], k[:, part], v[:, part], start=start, scale=0.25
+            )
+            assert out.is_contiguous()
+            expect(out, wanted[part], torch.float32)
+            count, last = end - start, start % block or min(block, start)
+            masked = [call for call in calls if call[2]]
+            assert masked == [(count, last + count if count <= 60 else count, True)]
+        assert prefill.buffer_bytes == buffer_bytes(
+            kv_heads=2, head_dim=16, dtype=torch.float32, block_token_count=block + 60
+        )
+
+
+class Layers(Held):
+    """A sequence with other K and V in each layer."""
+
+    def __init__(self, rows: list[torch.Tensor]) -> None:
+        super().__init__(*rows[0])
+        self.rows = rows
+        self.layers: list[int] = []
+        self.fails = -1
+
+    def fetch(self, layer: int, start: int = 0, end: int | None = None, **more: Any) -> Any:
+        self.layers.append(layer)
+        if layer == self.fails:
+            raise spillway_kv.Unavailable("gone")
+        into = more["into"]
+        into[0].copy_(self.rows[layer][0][:, start:end])
+        into[1].copy_(self.rows[layer][1][:, start:end])
+        return into
+
+
+def _eventually(held: Layers, expected: list[int]) -> None:
+    for _ in range(500):
+        if held.layers == expected:
+            return
+        time.sleep(0.01)
+    assert held.layers == expected
+
+
+@pytest.mark.parametrize("block", [40, 100, 1000])
+def test_rows_of_the_next_layer_are_fetched_meanwhile(block: int) -> None:
+    """They are used if that layer comes next, and dropped if another one does."""
+    rows = [made(2, 2, 150, 16, seed=seed) for seed in range(4)]
+    q = made(50, 4, 16, seed=9)
+    held = Layers(rows)
+    count = -(-100 // block)
+
+    def attend(prefill: Prefill, layer: int, next_layer: int | None, start: int = 100) -> None:
+        k, v = rows[layer]
+        new = slice(start, start + 50)
+        out = prefill.attend(
+            held, layer, q, k[:, new], v[:, new], start=start, scale=0.25, next_layer=next_layer
+        )
+        wanted = reference(q, k[:, : new.stop], v[:, : new.stop], 0.25, causal(50, new.stop))
+        expect(out, wanted[0], torch.float32)
+
+    with Prefill(block_token_count=block) as prefill:
+        attend(prefill, 0, 1)
+        ahead = min(count, 2)
+        _eventually(held, [0] * count + [1] * ahead)
+        attend(prefill, 1, None)
+        assert held.layers == [0] * count + [1] * count
+        attend(prefill, 2, 3)
+        # Another layer, and another start.
+        attend(prefill, 0, 3)
+        attend(prefill, 3, None, start=60)
+        held.layers.clear()
+        held.fails = 1
+        attend(prefill, 0, 1)
+        attend(prefill, 2, 1)
+        with pytest.raises(spillway_kv.Unavailable, match="gone"):
+            attend(prefill, 1, None)
+        held.fails = -1
+        attend(prefill, 1, 2)
+
+
+def test_a_kernel_of_somebody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is tried before all others, and serves if its results are right."""
+    monkeypatch.setattr(prefill_kernels, "_KERNELS", dict(prefill_kernels._KERNELS))
+    monkeypatch.setattr(prefill_kernels, "_TRIED", dict(prefill_kernels._TRIED))
+    monkeypatch.setattr(prefill_kernels, "_JOINING", set(prefill_kernels._JOINING))
+    q, k = made(30, 4, 16), made(2, 30, 16)
+    served_before = kernel_of(q, k, causal=True)
+
+    def from_the_first_key(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k, v, masked, scale = args
+        return prefill_kernels._plain(q, k[:, : q.shape[0]] if masked else k, v, masked, scale)
+
+    try:
+        prefill_kernels.add_kernel(DEVICE.type, "wrong", from_the_first_key)
+        assert kernel_of(q, k, causal=True) == served_before
+        prefill_kernels.add_kernel(DEVICE.type, "theirs", lambda *a: prefill_kernels._plain(*a))
+        prefill_kernels.add_kernel(DEVICE.type, "theirs", from_the_first_key)
+        assert kernel_of(q, k, causal=True) == "theirs"
+        assert prefill_kernels.joins(q, k)
+        out, _ = attention_with_lse(q[:10], k, k, causal=True, scale=0.25)
+        expect(out, reference(q[:10], k, k, 0.25, causal(10, 30))[0], torch.float32)
+    finally:
+        trials.cache_clear()
+
+
 def test_kernel_is_told() -> None:
     k, v = made(2, 2, 100, 64)
     q = made(100, 4, 64)

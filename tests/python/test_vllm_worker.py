@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,9 +14,10 @@ from spillway_kv._native import Sums
 from spillway_kv.decoding import Decoding
 from spillway_kv.lab import serving
 from spillway_kv.policy import Policy
+from spillway_kv.prefill_kernels import attention_with_lse
 from spillway_kv.step import DecodeStep
 from spillway_kv.vllm.appends import Appends
-from spillway_kv.vllm.layers import begins_of
+from spillway_kv.vllm.layers import Attending, begins_of
 from spillway_kv.vllm.sequences import Lost, Shapes
 from spillway_kv.vllm.settings import Settings
 from spillway_kv.vllm.step_plan import Loss, PlannedRequest, Source, StepPlan
@@ -119,6 +121,45 @@ def test_chunks_and_decode_steps_in_one_batch(model: Model) -> None:
         _check(model, outs[key], texts[key], start)
     assert not report.losses
     assert not report.gone
+
+
+def test_prompts_that_begin_together_are_attended_in_one_call(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a kernel for several prompts is there. One that goes on is attended on its own."""
+    calls: list[tuple[list[int], int]] = []
+
+    def varlen(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        ends: torch.Tensor,
+        longest: int,
+        scale: float,
+        out: torch.Tensor,
+    ) -> None:
+        calls.append((ends.tolist(), longest))
+        for begin, end in pairwise(ends.tolist()):
+            keys, values = (x[begin:end].transpose(0, 1) for x in (k, v))
+            out[begin:end], _ = attention_with_lse(
+                q[begin:end], keys, values, causal=True, scale=scale
+            )
+
+    monkeypatch.setattr("spillway_kv.vllm.prompts._varlen", varlen)
+    texts = {key: key for key in range(1, 6)}
+    _, outs = model.step(
+        StepPlan([_request(1, 0, 40), _request(2, 0, 1), _request(3, 0, 33)]), texts
+    )
+    for key in (1, 2, 3):
+        _check(model, outs[key], key, 0)
+    assert calls == [([0, 40, 41, 74], 40)] * LAYERS
+    calls.clear()
+    plan = StepPlan([_request(1, 40, 1), _request(4, 0, 5), _request(2, 1, 7), _request(5, 0, 6)])
+    report, outs = model.step(plan, texts)
+    for key, start in ((1, 40), (2, 1), (4, 0), (5, 0)):
+        _check(model, outs[key], key, start)
+    assert calls == [([0, 5], 5), ([0, 6], 6)] * LAYERS
+    assert not report.losses
 
 
 def by_decoder(model: Model) -> bool:
@@ -316,7 +357,11 @@ def test_an_error_of_an_earlier_step_loses_only_what_it_has_cut(
     """The engine has cut the sequence that failed. The others are served one by one."""
     decoding[0].error = spillway_kv.OutOfRange("K/V that are not finite")
     sequences = model.worker._sequences
-    decoding[0].close = lambda: sequences._sequences[2].truncate(30)  # type: ignore[method-assign]
+
+    def close() -> None:
+        sequences._sequences[2].truncate(30)
+
+    decoding[0].close = close  # type: ignore[method-assign]
     report, outs = model.step(StepPlan([_request(1, 102, 1), _request(2, 32, 1)]), TEXTS)
     assert {key: loss.kind for key, loss in report.losses.items()} == {2: "again"}
     _check(model, outs[1], 0, 102)
@@ -498,6 +543,29 @@ class _Batch:
 
     def newest_blocks(self) -> list[tuple[int, int]]:
         return self._rows
+
+
+class _FakeWorker:
+    def __init__(self) -> None:
+        self.begun: list[dict[int, int]] = []
+
+    def begin(self, plan: StepPlan, begins: dict[int, int]) -> None:
+        self.begun.append(begins)
+
+
+def test_a_step_begins_when_the_runner_tells_its_requests() -> None:
+    """Their order in the batch is the runner's, not the plan's."""
+    worker: Any = _FakeWorker()
+    attending = Attending(worker, [])
+    attending.begin(["a"])
+    assert worker.begun == []
+    requests = [_request(4, 0, 3, name="a"), _request(9, 5, 1, name="b")]
+    attending.plan(StepPlan(requests))
+    attending.begin(["b", "a"])
+    assert worker.begun == [{9: 0, 4: 1}]
+    for names in (["a"], ["a", "c"], ["a", "b", "b"]):
+        with pytest.raises(RuntimeError, match=r"the plan \['a', 'b'\]"):
+            attending.begin(names)
 
 
 def test_rows_are_told_by_their_newest_blocks() -> None:

@@ -1,0 +1,169 @@
+"""The bench of vLLM with and without Spillway, as far as it runs without vLLM."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from spillway_kv.vllm import bench
+
+
+def test_times_of_two_requests() -> None:
+    """Decoding counts from the last first token to the first end."""
+    recorder = bench.Recorder()
+    recorder.add("a", 0.0)
+    recorder.add("b", 0.5)
+    for name, at, count in [
+        ("a", 1.0, 1),
+        ("b", 2.0, 1),
+        ("a", 3.0, 1),
+        ("b", 3.0, 1),
+        ("a", 4.0, 2),
+        ("b", 4.0, 1),
+        ("b", 6.0, 1),
+    ]:
+        recorder.note(name, at, count)
+    made = recorder.summary()
+    assert made["seconds"] == 6.0
+    assert made["first_token_first"] == 1.0
+    assert made["first_token_last"] == 1.5
+    # From 2 to 4: tokens at 3 (two) and at 4 (three).
+    assert made["decode_tokens_per_second"] == 2.5
+    assert made["step_median"] == 1.0
+    # a: 3 seconds for 3 tokens after the first, b: 4 seconds for 3.
+    assert made["token_p50"] == pytest.approx(4 / 3)
+    assert made["output_tokens_per_second"] == pytest.approx(8 / 6)
+
+
+def test_one_token_each_has_no_decoding() -> None:
+    recorder = bench.Recorder()
+    recorder.add("a", 0.0)
+    recorder.note("a", 1.0, 1)
+    made = recorder.summary()
+    assert made["decode_tokens_per_second"] is None
+    assert made["token_p50"] is None
+    assert made["step_median"] is None
+
+
+def test_percentiles() -> None:
+    values = [5.0, 1.0, 3.0, 2.0, 4.0]
+    assert bench.percentile(values, 0.5) == 3.0
+    assert bench.percentile(values, 0.99) == 5.0
+    assert bench.percentile([7.0], 0.5) == 7.0
+
+
+def test_texts_differ() -> None:
+    """Pieces follow each other, and the second round begins elsewhere."""
+    texts = bench.Texts(range(100))
+    taken = [tuple(texts.take(30)) for _ in range(8)]
+    assert taken[:3] == [tuple(range(30)), tuple(range(30, 60)), tuple(range(60, 90))]
+    assert len(set(taken)) == 8
+    with pytest.raises(ValueError, match="101 tokens, but the text has 100"):
+        texts.take(101)
+
+
+def test_arrivals_have_the_rate() -> None:
+    times = bench.arrivals(4.0, 4000, seed=1)
+    assert times == sorted(times)
+    # The time of 4,000 arrivals has a standard deviation of 16 s / 63.
+    assert times[-1] == pytest.approx(1000, abs=80)
+    assert times == bench.arrivals(4.0, 4000, seed=1)
+    assert times != bench.arrivals(4.0, 4000, seed=2)
+
+
+def test_counts() -> None:
+    counts = Counter(
+        rows_read=10,
+        rows_visible=100,
+        certified_errors=4,
+        certified_error_millionths=200_000,
+        outputs_none=1,
+        outputs_statistical=3,
+    )
+    assert bench._of_counts(counts) == {
+        "rows_read": 0.1,
+        "certified_error": 0.05,
+        "without_a_promise": 0.25,
+    }
+    assert bench._of_counts(Counter()) == {}
+
+
+def test_medians() -> None:
+    runs: list[dict[str, Any]] = [{"a": 3.0, "b": 1.0}, {"a": 1.0, "b": None}, {"a": 2.0, "b": 1.0}]
+    assert bench.medians(runs) == {"a": 2.0, "b": None}
+
+
+def _result(engine: str, **median: Any) -> dict[str, Any]:
+    case = {"tokens": 4096, "requests": 16, "new_tokens": 8}
+    return {"engine": engine, "case": case, "median": median}
+
+
+def test_tables() -> None:
+    made = bench.table(
+        [
+            _result("stock", first_token_first=0.5, seconds=2.0),
+            _result("default", first_token_first=0.25, seconds=3.0, rows_read=0.1),
+        ]
+    )
+    assert made.splitlines() == [
+        "| tokens | requests | engine | first token, s | all, s | rows read |",
+        "|---|---|---|---|---|---|",
+        "| 4,096 | 16 | stock | 0.500 | 2.00 |  |",
+        "| 4,096 | 16 | default | 0.250 | 3.00 | 10.0% |",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--cases", "4096"], "'4096' is not like 4096x16"),
+        (["--cases", "0x1"], "'0x1' is not like"),
+        (["--together"], "set kv_cache_memory_bytes"),
+    ],
+)
+def test_wrong_arguments(arguments: list[str], message: str) -> None:
+    with pytest.raises(SystemExit, match=message):
+        bench.main(["--model", "m", *arguments])
+
+
+class FakeProcess:
+    """An engine that answers at once."""
+
+    served: list[tuple[str, Any]]
+
+    def __init__(self, name: str, *_: Any) -> None:
+        self.name = name
+
+    def wait(self) -> None:
+        pass
+
+    def run(self, case: dict[str, Any]) -> dict[str, Any]:
+        self.served.append((self.name, case))
+        # The first run is slow.
+        return {"seconds": 90.0 if case["seed"] == 0 else 4.0 + case["seed"]}
+
+    def close(self) -> None:
+        self.served.append((self.name, "closed"))
+
+
+def test_engines_get_the_same_cases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first run is not counted. The rates of arrivals follow from the first engine."""
+    FakeProcess.served = []
+    monkeypatch.setattr(bench, "Process", FakeProcess)
+    output = tmp_path / "made.json"
+    arguments = ["--model", "m", "--cases", "100x1,200x4", "--arrivals", "0.5", "--repeats", "3"]
+    bench.main([*arguments, "--output", str(output)])
+    made = json.loads(output.read_text())
+    assert made["options"] == {"model": "m", "max_model_len": 200 + 128}
+    first, second = ([r for r in made["results"] if r["engine"] == e] for e in ("stock", "default"))
+    assert [each["case"] for each in first] == [each["case"] for each in second]
+    assert [each["median"]["seconds"] for each in first] == [6.0, 6.0, 6.0]
+    # 4 requests in 6 seconds, and half of that.
+    assert first[2]["case"]["requests"] == 8
+    assert first[2]["case"]["rate"] == pytest.approx(1 / 3)
+    names = [name for name, _ in FakeProcess.served]
+    assert names == ["stock"] * 13 + ["default"] * 13
+    assert [what for _, what in FakeProcess.served].count("closed") == 2

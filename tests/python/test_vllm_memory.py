@@ -1,0 +1,118 @@
+"""GPU memory of the plugin, tested without vLLM."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from spillway_kv.vllm import memory
+from spillway_kv.vllm.sequences import Shapes
+from spillway_kv.vllm.settings import Settings
+
+GPU = torch.device("cuda", 0)
+SHAPES = Shapes(28, 12, 2, 128, torch.bfloat16, 0.1)
+
+
+class Model(SimpleNamespace):
+    """The parts of vLLM's ModelConfig that are read."""
+
+    def get_sliding_window(self) -> int | None:
+        window: int | None = self.sliding_window
+        return window
+
+
+def _model(**more: Any) -> Model:
+    text = SimpleNamespace(**{name: more.pop(name) for name in list(more) if name in TEXT})
+    given = {"sliding_window": None, "is_hybrid": False, "is_attention_free": False, **more}
+    return Model(hf_text_config=text, **given)
+
+
+TEXT = ("layer_types", "attention_chunk_size")
+
+
+def _config(model: Model | None = None, **more: Any) -> Any:
+    given = {
+        "block_size": 16,
+        "num_gpu_blocks_override": None,
+        "gpu_memory_utilization": 0.92,
+        "max_num_batched_tokens": 8192,
+        "max_num_seqs": 32,
+        **more,
+    }
+    return SimpleNamespace(
+        model_config=model or _model(),
+        cache_config=SimpleNamespace(**given),
+        scheduler_config=SimpleNamespace(**given),
+        kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}),
+        max_in_flight_tokens=2 * given["max_num_batched_tokens"],
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, True),
+        ({"layer_types": ["full_attention", "full_attention"]}, True),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, False),
+        ({"sliding_window": 4096}, False),
+        ({"is_hybrid": True}, False),
+        ({"is_attention_free": True}, False),
+        ({"attention_chunk_size": 8192}, False),
+    ],
+)
+def test_only_models_without_other_layers_have_a_thin_pool(
+    given: dict[str, Any], expected: bool
+) -> None:
+    config = _config(_model(**given))
+    memory.make_thin(config)
+    assert memory.is_thin(config) is expected
+    assert (config.cache_config.num_gpu_blocks_override is not None) is expected
+
+
+def test_the_pool_has_blocks_for_all_requests() -> None:
+    """Twice vLLM's admission limit of 1,029 blocks, and 6 blocks for each running request."""
+    config = _config()
+    memory.make_thin(config)
+    assert config.cache_config.num_gpu_blocks_override == 1 + 2 * 1029 + 6 * 32
+    set_by_user = _config(num_gpu_blocks_override=7)
+    memory.make_thin(set_by_user)
+    assert set_by_user.cache_config.num_gpu_blocks_override == 7
+
+
+def _limits(settings: Settings, available: int | None, device: torch.device = GPU) -> Settings:
+    before, memory._available = memory._available, available
+    try:
+        return memory.with_limits(settings, _config(), SHAPES, device, pool_bytes=1 << 20)
+    finally:
+        memory._available = before
+
+
+def test_the_engine_gets_what_vllm_found() -> None:
+    """Without the pool (1 MiB), appends (384 MiB), the buffers of chunks, and their attends."""
+    buffers = 2 * 2 * 2 * (16384 + 8192) * 128 * 2
+    attends = 12 * 8192 * (128 * 8 + 32) + (32 << 20)
+    expected = (20 << 30) - (1 << 20) - (384 << 20) - buffers - attends
+    assert _limits(Settings(), 20 << 30).gpu_memory == str(expected)
+
+
+@pytest.mark.parametrize(
+    ("settings", "available", "device"),
+    [
+        (Settings(gpu_memory="8GiB"), 20 << 30, GPU),
+        (Settings(target="unix:/x"), 20 << 30, GPU),
+        (Settings(device="cpu"), 20 << 30, GPU),
+        (Settings(), None, GPU),
+        (Settings(), 20 << 30, torch.device("cpu")),
+    ],
+)
+def test_other_engines_keep_their_settings(
+    settings: Settings, available: int | None, device: torch.device
+) -> None:
+    assert _limits(settings, available, device) is settings
+
+
+def test_no_memory_is_an_error_that_says_what_takes_it() -> None:
+    with pytest.raises(ValueError, match=r"0\.92: vLLM finds 300 MiB .* 8192 tokens 563 MiB"):
+        _limits(Settings(), 300 << 20)
