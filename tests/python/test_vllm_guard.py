@@ -52,12 +52,22 @@ def _config(**more: Any) -> Any:
 def test_what_is_served() -> None:
     assert refusals(_config()) == []
     assert refusals(_config(cache_dtype="bfloat16", head_size=256, query_heads=128)) == []
+    drafts = SimpleNamespace(method="ngram", num_speculative_tokens=15)
+    assert refusals(_config(speculative_config=drafts)) == []
 
 
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ({"speculative_config": object()}, "speculative decoding (--speculative-config)"),
+        (
+            {"speculative_config": SimpleNamespace(method="eagle", num_speculative_tokens=3)},
+            "speculative decoding by eagle (--speculative-config); n-grams are served, the method "
+            "ngram",
+        ),
+        (
+            {"speculative_config": SimpleNamespace(method="ngram", num_speculative_tokens=16)},
+            "16 drafts at a time (--speculative-config), which are more than 15",
+        ),
         (
             {"pipeline_parallel_size": 4},
             "pipeline parallelism (--pipeline-parallel-size 4); tensor parallelism is served",

@@ -350,6 +350,35 @@ def test_a_request_does_not_fail_because_all_kept_sequences_have_disappeared() -
     assert requests.matched("a", 128, others_running=False) == 0
 
 
+def test_drafts() -> None:
+    """They decode as one token does. The rows of rejected ones are not kept."""
+    requests = Requests(4)
+    prompt = list(range(100))
+    requests.add("a", prompt, 100, "")
+    requests.plan([Scheduled("a", 0, 100, block=1)], [])
+    # One token and three drafts, of which two are right; then another three, which are all wrong.
+    (planned,) = requests.plan([Scheduled("a", 100, 4, block=2, draft_count=3)], []).requests
+    assert planned == PlannedRequest(1, 0, 100, 4, decodes=True, block=2, name="a")
+    (planned,) = requests.plan([Scheduled("a", 127, 4, block=2, draft_count=3)], []).requests
+    assert planned.decodes
+    # The tokens end with the one that was taken instead of the first draft.
+    requests.finish("a", [*prompt, *range(200, 228), 7])
+    requests.add("b", [*prompt, *range(200, 228), 7, 8], 130, "")
+    assert requests.matched("b", 130, others_running=False) == 128
+    requests.finish("b", None)
+    # Of 128 tokens, the row of the last one is a draft's.
+    requests.add("c", [9] * 70, 70, "")
+    requests.plan([Scheduled("c", 0, 70, block=1)], [])
+    requests.plan([Scheduled("c", 126, 4, block=2, draft_count=3)], [])
+    requests.finish("c", [9] * 128)
+    requests.add("d", [9] * 140, 140, "")
+    assert requests.matched("d", 140, others_running=False) == 64
+    # Several tokens without drafts, after the prompt, are not a decode step.
+    requests.add("e", [5] * 10, 10, "")
+    (planned,) = requests.plan([Scheduled("e", 12, 4, block=1)], []).requests
+    assert not planned.decodes
+
+
 def test_ranks_reports_are_one() -> None:
     """If one rank lacks memory, this counts."""
     report = StepReport({1: Loss(0, "again", "gone")}, {5})

@@ -275,6 +275,52 @@ def decoding(model: Model, monkeypatch: pytest.MonkeyPatch) -> list[StepDecoder]
     return opened
 
 
+def test_drafts_are_attended_together(model: Model) -> None:
+    """Requests with as many drafts share a step. Rows of rejected ones are cut by the next step."""
+    texts = {1: 1, 2: 2, 3: 3, 4: 4}
+    model.step(StepPlan([_request(key, 0, 20 * key) for key in texts]), texts)
+    model.worker.take_statistics(wait=True)
+    rows = Model.rows
+    # Of the first request's drafts one is right, of the third's none.
+    right = {1: 22, 3: 61}
+
+    def drafted(text: int, position: int, layer: int) -> tuple[torch.Tensor, ...]:
+        return rows(text if position < right.get(text, 1000) else 50, position, layer)
+
+    model.rows = drafted  # type: ignore[method-assign]
+    plan = StepPlan(
+        [
+            _request(1, 20, 4, decodes=True),
+            _request(2, 40, 1),
+            _request(3, 60, 4, decodes=True),
+            _request(4, 80, 3, decodes=True),
+        ]
+    )
+    report, outs = model.step(plan, texts)
+    model.rows = rows  # type: ignore[method-assign]
+    assert not report.losses
+    for key in texts:
+        start = 20 * key
+        _check(model, outs[key][:, : right.get(key, 1000) - start], key, start)
+    sums, prompt_token_count = model.worker.take_statistics(wait=True)
+    assert prompt_token_count == 0
+    # An attend for each token and layer.
+    assert sums.attend_count == (4 + 1 + 4 + 3) * LAYERS
+    assert sums.exact_count == (4 + 1 + 4 + 3) * LAYERS * HEADS
+    plan = StepPlan(
+        [
+            _request(3, 61, 2, decodes=True),
+            _request(1, 22, 4, decodes=True),
+            _request(2, 41, 2, decodes=True),
+            _request(4, 83, 1),
+        ]
+    )
+    report, outs = model.step(plan, texts)
+    assert not report.losses
+    for key, start in ((3, 61), (1, 22), (2, 41), (4, 83)):
+        _check(model, outs[key], key, start)
+
+
 @pytest.mark.skipif(on_gpu(), reason="a GPU has decoders of its own")
 @pytest.mark.parametrize("forked", [1, 2])
 def test_a_decoder_ends_where_one_of_its_sequences_is_forked(

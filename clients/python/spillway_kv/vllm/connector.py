@@ -209,7 +209,8 @@ class SpillwayConnector(KVConnectorBase_V1, SupportsHMA):
         for name, count in scheduler_output.num_scheduled_tokens.items():
             blocks = state.resolve_block_ids(name)[self._group]
             newest = (computed[name] + count - 1) // self._block_size
-            scheduled.append(Scheduled(name, computed[name], count, blocks[newest]))
+            drafts = len(scheduler_output.scheduled_spec_decode_tokens.get(name, ()))
+            scheduled.append(Scheduled(name, computed[name], count, blocks[newest], drafts))
         preempted = set(scheduler_output.preempted_req_ids or ())
         self._running -= preempted | scheduler_output.finished_req_ids
         self._running.update(computed)

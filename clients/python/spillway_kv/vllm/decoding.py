@@ -1,4 +1,4 @@
-"""Decode steps of several requests with one token each. Does not import vLLM."""
+"""Decode steps of several requests. Does not import vLLM."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Row:
 
 
 class Group:
-    """Rows with one token each that attend with the same policy.
+    """Rows with the same number of tokens that attend with the same policy.
 
     Attributes:
         rows: The rows, in the order of the batch.
@@ -59,11 +59,13 @@ class Group:
         self.together = True
         self._decoding = decoding
         self._decoder = decoder
-        first, last = rows[0].begin, rows[-1].begin
+        self._token_count = rows[0].plan.token_count
+        begin, end = rows[0].begin, rows[-1].end
         # A slice makes no copy of the tensors.
-        self._index: slice | torch.Tensor = slice(first, last + 1)
-        if last - first + 1 != len(rows):
-            self._index = torch.tensor([row.begin for row in rows], device="cpu")
+        self._index: slice | torch.Tensor = slice(begin, end)
+        if end - begin != len(rows) * self._token_count:
+            places = [torch.arange(row.begin, row.end, device="cpu") for row in rows]
+            self._index = torch.cat(places)
         # Whether each row's outputs of the last layer are finite, on the way to host memory, and
         # when they have arrived.
         self._finite: torch.Tensor | None = None
@@ -88,6 +90,7 @@ class Group:
             [row.plan.start for row in self.rows],
             device=device,
             policy=self.policy,
+            token_count=self._token_count,
             decoder=self._decoder,
         )
 
@@ -114,22 +117,22 @@ class Group:
         Raises:
             SpillwayError: The first failure. Some rows may have been appended.
         """
-        index = self._index
-        if q.shape[0] == len(self.rows):
-            # All rows of the batch, as in most steps.
-            q, k, v = q.unsqueeze(1), k.unsqueeze(2), v.unsqueeze(2)
-        else:
-            q, k, v = q[index, None], k[index, :, None], v[index, :, None]
+        index, shape = self._index, (len(self.rows), self._token_count)
+        if q.shape[0] != shape[0] * shape[1]:
+            # Not all tokens of the batch, as in most steps.
+            q, k, v = q[index], k[index], v[index]
+        q, k, v = (x.view(*shape, *x.shape[1:]) for x in (q, k, v))
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
         if isinstance(index, slice):
             # In place: vLLM's tensors are in the same memory at every step, so that the engine can
             # launch the layer as one graph.
-            answer = self._decoding.attend(layer, q, k, v, out[index].unsqueeze(1))
+            answer = self._decoding.attend(layer, q, k, v, out[index].view(q.shape))
         else:
             answer = self._decoding.attend(layer, q, k, v)
-            out[index] = answer[:, 0]
+            out[index] = answer.flatten(0, 1)
         if last and self.on_stream:
             # A layer that fails has outputs that are NaN, and so have all layers after it.
-            finite = answer[:, 0, 0, 0].isfinite()
+            finite = answer[:, -1, 0, 0].isfinite()
             on_gpu = finite.device.type == "cuda"
             self._finite = torch.empty(len(self.rows), dtype=torch.bool, pin_memory=on_gpu)
             self._finite.copy_(finite, non_blocking=True)
@@ -205,8 +208,10 @@ class Decodings:
         if keys not in self._kept:
             self._kept[keys] = Decoding(self._client, self._refused), {}
         decoding, counts = self._kept[keys]
-        counts.update({row.plan.key: row.plan.start + 1 for row in rows})
-        return Group(decoding, rows, policy, decoder=True)
+        counts.update({row.plan.key: row.plan.start + row.plan.token_count for row in rows})
+        # After drafts, the lengths follow from which of them were right. A decoder would have to be
+        # opened anew at each step.
+        return Group(decoding, rows, policy, decoder=rows[0].plan.token_count == 1)
 
     def let_go(self, rows: list[Row]) -> None:
         """Ends what serves a group, so that its sequences can be used in other ways."""

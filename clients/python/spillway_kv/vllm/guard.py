@@ -7,6 +7,8 @@ from typing import Any
 # Limits of the engine on shapes.
 _HEAD_DIM_MAX = 256
 _GROUP_MAX = 16
+# A step takes 16 tokens of a sequence at most.
+DRAFT_COUNT_MAX = 15
 
 
 def refusals(config: Any) -> list[str]:
@@ -20,8 +22,7 @@ def refusals(config: Any) -> list[str]:
     """
     model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
     reasons = []
-    if config.speculative_config is not None:
-        reasons.append("speculative decoding (--speculative-config)")
+    reasons += _of_speculation(config.speculative_config)
     if parallel.pipeline_parallel_size > 1:
         reasons.append(
             f"pipeline parallelism (--pipeline-parallel-size {parallel.pipeline_parallel_size}); "
@@ -39,6 +40,24 @@ def refusals(config: Any) -> list[str]:
     if model.runner_type != "generate":
         reasons.append(f"a model that does not generate (--runner {model.runner_type})")
     return reasons + _of_model(model)
+
+
+def _of_speculation(speculative: Any) -> list[str]:
+    """The same for speculative decoding."""
+    if speculative is None:
+        return []
+    reasons = []
+    if speculative.method != "ngram":
+        reasons.append(
+            f"speculative decoding by {speculative.method} (--speculative-config); n-grams are "
+            "served, the method ngram"
+        )
+    if speculative.num_speculative_tokens > DRAFT_COUNT_MAX:
+        reasons.append(
+            f"{speculative.num_speculative_tokens} drafts at a time (--speculative-config), which "
+            f"are more than {DRAFT_COUNT_MAX}"
+        )
+    return reasons
 
 
 def _own_names(dtype: Any) -> tuple[str, ...]:

@@ -110,6 +110,14 @@ def _prepare(args: EngineArgs) -> None:
             f"--scheduler-cls {args.scheduler_cls}: Spillway needs a scheduler of its own; "
             "leave the option out"
         )
+    if args.speculative_config is not None:
+        if args.async_scheduling:
+            raise ValueError(
+                "--async-scheduling with --speculative-config: Spillway's steps begin where the "
+                "accepted drafts end, which is known only after the step before; leave the option "
+                "out"
+            )
+        args.async_scheduling = False
     args.enable_prefix_caching = False
     args.kv_transfer_config = KVTransferConfig(
         kv_connector=_CONNECTOR,

@@ -27,6 +27,8 @@ class _Request:
     comparable: bool
     epoch: int = 0
     source: Source | None = None
+    # Whether its last step had drafts.
+    drafted: bool = False
     # Number of finished requests when it last lacked memory. None: it did not.
     starved_at: int | None = None
 
@@ -40,12 +42,14 @@ class Scheduled:
         start: Number of tokens computed before.
         token_count: Number of new tokens.
         block: Block of its newest token in the pool.
+        draft_count: How many of the new tokens are drafts of speculative decoding.
     """
 
     name: str
     start: int
     token_count: int
     block: int
+    draft_count: int = 0
 
 
 class Requests:
@@ -144,7 +148,9 @@ class Requests:
                 self.reused_token_count += source.token_count
             else:
                 source = None
-            decodes = item.token_count == 1 and item.start >= request.prompt_token_count
+            request.drafted = item.draft_count > 0
+            one_or_drafts = item.token_count == 1 + item.draft_count
+            decodes = one_or_drafts and item.start >= request.prompt_token_count
             plan.requests.append(
                 PlannedRequest(
                     request.key,
@@ -177,7 +183,8 @@ class Requests:
             self._prefixes.forget(request.key)
             self._dropped.append(request.key)
             return
-        rows = min(rows, len(tokens))
+        # The row of the last token may be that of a draft that was rejected for it.
+        rows = min(rows, len(tokens) - request.drafted)
         hashes = block_hashes(request.salt, tokens, self._prefixes.hashes(request.key))
         dropped = self._prefixes.keep(request.key, hashes, rows)
         self._dropped += dropped

@@ -117,7 +117,7 @@ class Sequences:
             Lost: The sequence is not available.
         """
         if self._appends is not None:
-            goes_on = request.source is None and request.token_count > 1
+            goes_on = request.source is None and request.token_count > 1 and not request.decodes
             if goes_on and self._appends.end_of(request.key) == request.start:
                 return self._sequences[request.key]
             self.settle(request.key)

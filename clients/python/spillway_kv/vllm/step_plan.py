@@ -32,7 +32,8 @@ class PlannedRequest:
         epoch: How often its rows have been lost. Reports about an earlier epoch are ignored.
         start: Number of tokens before this step.
         token_count: Number of new tokens.
-        decodes: Whether the policy of decode steps applies. A prompt is attended exactly.
+        decodes: Whether the policy of decode steps applies, to one token or to one and drafts after
+            it. A prompt is attended exactly.
         block: Block of its newest token in the pool. No other request of the step has this block.
         source: The sequence from which its first rows are taken. None: its own.
         name: vLLM's id of the request.

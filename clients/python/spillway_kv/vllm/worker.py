@@ -30,9 +30,9 @@ _EXACT = Policy(selector="all")
 _COUNT_SECONDS = 0.25
 
 
-def _is_single(request: PlannedRequest) -> bool:
-    """Whether the request has one token after others, so that a decode step can attend it."""
-    return request.token_count == 1 and request.start > 0
+def _is_step(request: PlannedRequest) -> bool:
+    """Whether a decode step can attend the request: it has one token after others, or drafts."""
+    return request.start > 0 and (request.decodes or request.token_count == 1)
 
 
 class Worker:
@@ -112,17 +112,20 @@ class Worker:
                 self._groups[-1].begin(self._device)
             except spillway_kv.SpillwayError as error:
                 self._part_before(self._groups[-1], error)
-        prompts = [row for row in rows.values() if not _is_single(row.plan)]
+        prompts = [row for row in rows.values() if not _is_step(row.plan)]
         self._prompt_token_count += sum(row.plan.token_count for row in prompts)
         self._prompts.begin(prompts, self._device)
 
     def _together(
         self, requests: list[PlannedRequest]
     ) -> Iterator[tuple[list[PlannedRequest], bool]]:
-        """Yields groups of one-token requests that attend together, and whether they do exactly."""
+        """Yields groups of requests whose steps are made together, and whether they are exact."""
         limit = self._sequences.client.server_info.limits.attend_item_count_max
-        for exact in (False, True):
-            alike = [r for r in requests if _is_single(r) and r.decodes is not exact]
+        kinds: dict[tuple[bool, int], list[PlannedRequest]] = {}
+        for request in requests:
+            if _is_step(request):
+                kinds.setdefault((not request.decodes, request.token_count), []).append(request)
+        for (exact, _), alike in sorted(kinds.items(), key=lambda kind: kind[0]):
             for first in range(0, len(alike), limit):
                 yield alike[first : first + limit], exact
 
@@ -201,7 +204,7 @@ class Worker:
         k: torch.Tensor,
         v: torch.Tensor,
     ) -> torch.Tensor:
-        """Attends for one token of one request. Its rows may have been appended already."""
+        """Attends for the tokens of one request. Its rows may have been appended already."""
         new = slice(row.begin, row.end)
         row.sequence.append(layer, row.plan.start, k[new].transpose(0, 1), v[new].transpose(0, 1))
         result = row.sequence.attend(layer, q[new], policy)

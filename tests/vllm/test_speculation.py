@@ -1,0 +1,66 @@
+"""Speculative decoding by n-grams: the tokens are those of stock vLLM."""
+
+from __future__ import annotations
+
+import pytest
+from comparison import Comparison
+from conftest import SMOLLM2
+from engines import running
+
+_SPECULATION = {
+    "method": "ngram",
+    "num_speculative_tokens": 4,
+    "prompt_lookup_max": 3,
+    "prompt_lookup_min": 1,
+}
+_ARGUMENTS = {"max_model_len": 4096, "max_num_batched_tokens": 512, "max_num_seqs": 8}
+_NEW_TOKENS = 48
+
+
+def test_tokens_are_stock_vllms(
+    model_folder, text_tokens, tmp_path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Prompts that repeat themselves, so that drafts are right, of several lengths; one abort."""
+    folder = model_folder(SMOLLM2)
+    schedule = [
+        {
+            "arrives": 3 * index,
+            "prompt": text_tokens[500 * index :][: 60 + 40 * index] * 3,
+            "max_tokens": _NEW_TOKENS,
+            "aborted": 30 if index == 2 else None,
+        }
+        for index in range(8)
+    ]
+    # The same beginning as the first one, so that its rows are reused.
+    schedule.append({**schedule[0], "arrives": 70, "prompt": [*schedule[0]["prompt"], 7, 8]})
+    environment = {"VLLM_SPILLWAY_QUALITY": "exact", "VLLM_SPILLWAY_MEMORY": "1GiB"}
+    with (
+        running(folder, tmp_path / "plain.log", **_ARGUMENTS) as plain,
+        running(
+            folder,
+            tmp_path / "ours.log",
+            environment,
+            attention_backend="CUSTOM",
+            speculative_config=_SPECULATION,
+            **_ARGUMENTS,
+        ) as ours,
+    ):
+        seen = Comparison()
+        expected, got = plain.ask(schedule), ours.ask(schedule)
+        seen.add(schedule, expected, got)
+        # A text that goes on as it began.
+        alone = [{"arrives": 0, "prompt": text_tokens[:90] * 4, "max_tokens": 64}]
+        expected, got = plain.ask(alone), ours.ask(alone)
+        seen.add(alone, expected, got)
+        counts = ours.ask("counts")
+    with capsys.disabled():
+        print(
+            f"\nn-grams: {seen.token_count} tokens as stock's; 64 tokens in {got['steps']} steps, "
+            f"without drafts in {expected['steps']}"
+        )
+    assert not seen.differing
+    assert seen.token_count > 5 * _NEW_TOKENS
+    # Several tokens a step: many drafts were right.
+    assert got["steps"] < 0.6 * expected["steps"]
+    assert counts["outputs_statistical"] == counts["outputs_none"] == 0
+    assert counts["reused_tokens"] > 0
