@@ -23,8 +23,15 @@ def _config(folder: Path, **arguments: Any) -> Any:
     ("arguments", "expected"),
     [
         (
-            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
-            "speculative decoding .--speculative-config.",
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 16}},
+            "16 drafts at a time .--speculative-config., which are more than 15",
+        ),
+        (
+            {
+                "speculative_config": {"method": "ngram", "num_speculative_tokens": 2},
+                "async_scheduling": True,
+            },
+            "--async-scheduling with --speculative-config: .*leave the option out",
         ),
         ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2"),
         ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8"),
@@ -37,6 +44,25 @@ def test_options(model_folder, arguments: dict[str, Any], expected: str) -> None
     """Options that do not work with the backend."""
     with pytest.raises(ValueError, match=expected):
         _config(model_folder("llama"), attention_backend="CUSTOM", **arguments)
+
+
+def test_other_drafters_than_n_grams(model_folder) -> None:
+    folder = model_folder("llama")
+    drafts = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 2}
+    with pytest.raises(
+        ValueError, match="speculative decoding by draft_model .*; n-grams are serv"
+    ):
+        _config(folder, attention_backend="CUSTOM", speculative_config=drafts)
+
+
+def test_the_pool_is_nearly_empty(model_folder) -> None:
+    """Unless the model has other layers, whose pages must have the same size."""
+    config = _config(model_folder("llama"), attention_backend="CUSTOM")
+    assert config.cache_config.num_gpu_blocks_override > config.scheduler_config.max_num_seqs
+    assert config.kv_transfer_config.kv_connector_extra_config["thin_pool"]
+    config = _config(model_folder("gemma3"), attention_backend="CUSTOM")
+    assert config.cache_config.num_gpu_blocks_override is None
+    assert "thin_pool" not in config.kv_transfer_config.kv_connector_extra_config
 
 
 def test_without_the_option_nothing_changes(model_folder) -> None:
