@@ -81,10 +81,17 @@ def test_the_pool_has_blocks_for_all_requests() -> None:
     assert set_by_user.cache_config.num_gpu_blocks_override == 7
 
 
-def _limits(settings: Settings, available: int | None, device: torch.device = GPU) -> Settings:
+def _limits(
+    settings: Settings,
+    available: int | None,
+    device: torch.device = GPU,
+    model: Model | None = None,
+) -> Settings:
+    config = _config(model)
+    memory.make_thin(config)
     before, memory._available = memory._available, available
     try:
-        return memory.with_limits(settings, _config(), SHAPES, device, pool_bytes=1 << 20)
+        return memory.with_limits(settings, config, SHAPES, device, pool_bytes=1 << 20)
     finally:
         memory._available = before
 
@@ -111,6 +118,11 @@ def test_other_engines_keep_their_settings(
     settings: Settings, available: int | None, device: torch.device
 ) -> None:
     assert _limits(settings, available, device) is settings
+
+
+def test_where_the_pool_has_the_memory_the_engine_has_its_own_default() -> None:
+    model = _model(layer_types=["full_attention", "sliding_attention"])
+    assert _limits(Settings(), 20 << 30, model=model).gpu_memory == ""
 
 
 def test_no_memory_is_an_error_that_says_what_takes_it() -> None:

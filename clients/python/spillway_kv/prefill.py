@@ -249,6 +249,8 @@ class Prefill:
         """
         if block_token_count < 1:
             raise ValueError(f"block_token_count is {block_token_count}, at least 1 is needed")
+        if joined_token_count < 0:
+            raise ValueError(f"joined_token_count is {joined_token_count}, below 0")
         self.block_token_count = block_token_count
         self.joined_token_count = joined_token_count
         self.kernel = ""
@@ -363,6 +365,7 @@ class Prefill:
             for at in range(0, start, self.block_token_count)
         ]
         with self._fetches(sequence, layer, k, blocks, next_layer) as fetches:
+            # Which block is attended together with the chunk.
             joined = len(blocks) if k.shape[1] <= self.joined_token_count and joins(q, k) else 0
             if not joined:
                 self.kernel = kernel_of(q, k, causal=True)
@@ -372,6 +375,9 @@ class Prefill:
                 out = torch.empty(own.shape, dtype=torch.float32, device=own.device).copy_(own)
                 lse = lse.clone()
                 del own
+            elif joined > 1:
+                out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+                lse = q.new_full(q.shape[:2], -math.inf, dtype=torch.float32)
             for number, (slot, count) in enumerate(fetches, 1):
                 if number == joined:
                     own, own_lse = self._attend_joined(slot, count, q, k, v, scale)
@@ -381,9 +387,6 @@ class Prefill:
                     merge_into(out, lse, own, own_lse)
                     continue
                 rows = slot.rows(count)
-                if number == 1 and joined:
-                    out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
-                    lse = q.new_full(q.shape[:2], -math.inf, dtype=torch.float32)
                 self.kernel = kernel_of(*largest_part(q, rows[0]), causal=False)
                 for queries, part, part_lse in attention_in_parts(q, *rows, scale=scale):
                     merge_into(out[queries], lse[queries], part, part_lse)

@@ -134,7 +134,9 @@ class Group:
             # A layer that fails has outputs that are NaN, and so have all layers after it.
             finite = answer[:, -1, 0, 0].isfinite()
             on_gpu = finite.device.type == "cuda"
-            self._finite = torch.empty(len(self.rows), dtype=torch.bool, pin_memory=on_gpu)
+            self._finite = torch.empty(
+                len(self.rows), dtype=torch.bool, device="cpu", pin_memory=on_gpu
+            )
             self._finite.copy_(finite, non_blocking=True)
             if on_gpu:
                 self._arrived = torch.cuda.Event()

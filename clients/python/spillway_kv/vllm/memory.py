@@ -102,7 +102,8 @@ def with_limits(
 ) -> Settings:
     """Gives an embedded engine the GPU memory that vLLM found for K/V, unless the user has set it.
 
-    What the pool takes, and what prompts take besides, stays free.
+    What the pool takes, and what prompts take besides, stays free. A pool that is not thin has all
+    of that memory, and the engine has its own default.
 
     Args:
         settings: The settings.
@@ -116,7 +117,7 @@ def with_limits(
     """
     if not settings.embedded or settings.gpu_memory or _available is None:
         return settings
-    if device.type != "cuda" or settings.device == "cpu":
+    if device.type != "cuda" or settings.device == "cpu" or not is_thin(config):
         return settings
     chunk = config.scheduler_config.max_num_batched_tokens
     buffers = prefill.buffer_bytes(
