@@ -122,6 +122,10 @@ def test_tables() -> None:
         (["--cases", "4096"], "'4096' is not like 4096x16"),
         (["--cases", "0x1"], "'0x1' is not like"),
         (["--together"], "set kv_cache_memory_bytes"),
+        (["--engines", "stock,best"], "'best' is not one of stock, exact, high, default, fast"),
+        (["--repeats", "0"], "--repeats is 0, at least 1"),
+        (["--new-tokens", "0"], "--new-tokens is 0, at least 1"),
+        ([], "vLLM is not installed in this environment"),
     ],
 )
 def test_wrong_arguments(arguments: list[str], message: str) -> None:
@@ -153,6 +157,7 @@ def test_engines_get_the_same_cases(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """The first run is not counted. The rates of arrivals follow from the first engine."""
     FakeProcess.served = []
     monkeypatch.setattr(bench, "Process", FakeProcess)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     output = tmp_path / "made.json"
     arguments = ["--model", "m", "--cases", "100x1,200x4", "--arrivals", "0.5", "--repeats", "3"]
     bench.main([*arguments, "--output", str(output)])

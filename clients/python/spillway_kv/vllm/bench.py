@@ -13,6 +13,7 @@ milliseconds of a step, GPU memory in use, and the rows and errors that Spillway
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import random
@@ -27,7 +28,10 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from spillway_kv.quality import QUALITIES
+
 STOCK = "stock"
+ENGINES = (STOCK, *QUALITIES)
 _GIB = 1 << 30
 
 
@@ -241,7 +245,7 @@ class Process:
         line = self._process.stdout.readline()
         if not line:
             end = "\n".join(self._log.read_text(errors="replace").splitlines()[-12:])
-            raise RuntimeError(f"the engine {self.name} has ended; {self._log} ends with\n{end}")
+            raise SystemExit(f"the engine {self.name} has ended; {self._log} ends with\n{end}")
         return line
 
     def wait(self) -> None:
@@ -334,9 +338,12 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m spillway_kv.vllm.bench",
         description=(__doc__ or "").partition("\n")[0],
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--model", required=True, help="the model's name or folder")
-    parser.add_argument("--engines", default="stock,default", help="which to compare")
+    parser.add_argument(
+        "--engines", default="stock,default", help=f"which to compare, of {', '.join(ENGINES)}"
+    )
     parser.add_argument(
         "--cases",
         default="4096x1,4096x16,16384x1,16384x16",
@@ -386,7 +393,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "takes the memory of another"
         )
     names = [name for name in parsed.engines.split(",") if name]
+    for name in names:
+        if name not in ENGINES:
+            raise SystemExit(f"--engines: {name!r} is not one of {', '.join(ENGINES)}")
+    for option, value in (("--new-tokens", parsed.new_tokens), ("--repeats", parsed.repeats)):
+        if value < 1:
+            raise SystemExit(f"{option} is {value}, at least 1 is needed")
     cases = _cases(parsed.cases, parsed.new_tokens)
+    if importlib.util.find_spec("vllm") is None:
+        raise SystemExit("vLLM is not installed in this environment: pip install 'vllm>=0.32'")
     longest = max(case["tokens"] for case in cases) + parsed.new_tokens
     if "max_model_len" not in options:
         options["max_model_len"] = longest
