@@ -27,6 +27,7 @@ PASSED = (
     ("vllm.config.model", "ModelConfig"),
     ("vllm.config.parallel", "ParallelConfig"),
     ("vllm.config.scheduler", "SchedulerConfig"),
+    ("vllm.config.speculative", "SpeculativeConfig"),
     ("vllm.v1.core.sched.output", "CachedRequestData"),
     ("vllm.v1.core.sched.output", "KVConnectorBlockState"),
     ("vllm.v1.core.sched.output", "NewRequestData"),
