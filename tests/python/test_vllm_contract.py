@@ -74,7 +74,16 @@ ATTRIBUTES = {
         "is_hybrid",
     },
     "vllm.config:VllmConfig": {"kv_transfer_config", "max_in_flight_tokens"},
-    "vllm.engine.arg_utils:EngineArgs": {"attention_backend", "create_engine_config"},
+    "vllm.engine.arg_utils:EngineArgs": {
+        "async_scheduling",
+        "attention_backend",
+        "create_engine_config",
+        "spec_method",
+        "spec_model",
+        "spec_tokens",
+        "speculative_config",
+    },
+    "vllm.v1.request:Request": {"drop_stale_output", "num_stale_output_tokens", "status"},
 }
 
 

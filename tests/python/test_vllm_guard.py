@@ -34,6 +34,7 @@ def _config(**more: Any) -> Any:
         "query_heads": 32,
         "cache_dtype": "auto",
         "speculative_config": None,
+        "async_scheduling": False,
         "pipeline_parallel_size": 1,
         "decode_context_parallel_size": 1,
         "prefill_context_parallel_size": 1,
@@ -46,6 +47,7 @@ def _config(**more: Any) -> Any:
         parallel_config=SimpleNamespace(**given),
         cache_config=SimpleNamespace(**given),
         speculative_config=given["speculative_config"],
+        scheduler_config=SimpleNamespace(async_scheduling=given["async_scheduling"]),
     )
 
 
@@ -67,6 +69,13 @@ def test_what_is_served() -> None:
         (
             {"speculative_config": SimpleNamespace(method="ngram", num_speculative_tokens=16)},
             "16 drafts at a time (--speculative-config), which are more than 15",
+        ),
+        (
+            {
+                "speculative_config": SimpleNamespace(method="ngram", num_speculative_tokens=2),
+                "async_scheduling": True,
+            },
+            "speculative decoding with --async-scheduling",
         ),
         (
             {"pipeline_parallel_size": 4},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -36,6 +37,11 @@ class Model:
         serving.prefer_library(binary())
         settings = settings or Settings(memory=memory, device=str(DEVICE))
         self.worker = Worker(settings, SHAPES, DEVICE, Policy(selector="all"))
+
+    def append_later(self, later: bool) -> None:
+        """Whether prompts are appended later, as on a GPU, or at once."""
+        sequences = self.worker._sequences
+        sequences._appends = Appends(LAYERS, sequences.patiently) if later else None
 
     @staticmethod
     def rows(text: int, position: int, layer: int) -> tuple[torch.Tensor, ...]:
@@ -91,7 +97,7 @@ class Model:
 def model(request: pytest.FixtureRequest) -> Iterator[Model]:
     """A model with its own worker, which appends prompts at once, or later as on a GPU."""
     made = Model()
-    made.worker._sequences._appends = Appends(LAYERS) if request.param == "later" else None
+    made.append_later(request.param == "later")
     yield made
     made.worker.close()
 
@@ -464,6 +470,72 @@ def test_a_missing_sequence_to_begin_with_is_reported(model: Model) -> None:
     assert report.gone == {1}
 
 
+@pytest.mark.skipif(on_gpu(), reason="prompts on a GPU are appended later")
+def test_a_fork_finds_that_the_rows_of_a_running_prompt_are_gone(model: Model) -> None:
+    """The prompt itself was ready before. Both are computed again."""
+    texts = {1: 0, 2: 100}
+    model.step(StepPlan([_request(1, 0, 100)]), texts)
+    model.worker._sequences.settle(1)
+    model.worker._sequences.client.get_sequence(model.worker._sequences._sequences[1].name).delete()
+    plan = StepPlan([_request(1, 100, 5), _request(2, 64, 3, source=Source(1, 64))])
+    report, outs = model.step(plan, texts)
+    assert {key: loss.kind for key, loss in report.losses.items()} == {1: "again", 2: "again"}
+    assert report.gone == {1}
+    assert (outs[1] == 0).all()
+    assert (outs[2] == 0).all()
+
+
+def test_what_a_running_prompt_lacks_is_its_own_loss(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It lacks memory, which a fork of it finds out first."""
+    texts = {1: 0, 2: 100}
+    model.append_later(True)
+    append = spillway_kv.Sequence.append
+    full = True
+
+    def appended(self: spillway_kv.Sequence, *arguments: Any, **more: Any) -> Any:
+        if full:
+            raise spillway_kv.ResourceExhausted("the memory limit is reached")
+        return append(self, *arguments, **more)
+
+    monkeypatch.setattr(spillway_kv.Sequence, "append", appended)
+    report, _ = model.step(StepPlan([_request(1, 0, 100)]), texts)
+    assert not report.losses
+    # It holds its K/V until it is known that they cannot be appended.
+    appends = model.worker._sequences._appends
+    assert appends is not None
+    plan = StepPlan([_request(1, 100, 5), _request(2, 64, 3, source=Source(1, 64))])
+    report, _ = model.step(plan, texts)
+    assert {key: loss.kind for key, loss in report.losses.items()} == {1: "memory", 2: "again"}
+    assert appends.end_of(1) is None
+    full = False
+    report, outs = model.step(StepPlan([_request(1, 0, 105, epoch=1)], dropped=[1]), texts)
+    assert not report.losses
+    _check(model, outs[1], 0, 0)
+
+
+def test_failed_appends_hold_no_memory(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are tried once more before others are started, and then dropped."""
+    monkeypatch.setattr("spillway_kv.vllm.appends.COLLECTED_BYTES", 1)
+    model.append_later(True)
+    appends = model.worker._sequences._appends
+    assert appends is not None
+
+    def appended(*_: Any, **__: Any) -> None:
+        raise spillway_kv.ResourceExhausted("the memory limit is reached")
+
+    monkeypatch.setattr(spillway_kv.Sequence, "append", appended)
+    for key in range(1, 6):
+        model.step(StepPlan([_request(key, 0, 40)]), {key: key})
+        for append in list(appends._order):
+            while not appends._future(append).done():
+                time.sleep(0.001)
+    held = [append for of in appends._of.values() for append in of if append._rows is not None]
+    # Those of the last layer: there was none after it.
+    assert len(held) == 1
+
+
 def test_sequences_go_when_told(model: Model) -> None:
     """Sequences are dropped before the step, and kept ones stay."""
     texts = {1: 1, 2: 2}
@@ -528,7 +600,7 @@ def test_kept_sequences_make_room(later: bool) -> None:
     Where prompts are appended later, this is known a step later.
     """
     model = Model("8MiB")
-    model.worker._sequences._appends = Appends(LAYERS) if later else None
+    model.append_later(later)
     try:
         texts = {key: key for key in range(1, 30)}
         gone: set[int] = set()

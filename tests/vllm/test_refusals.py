@@ -33,6 +33,10 @@ def _config(folder: Path, **arguments: Any) -> Any:
             },
             "--async-scheduling with --speculative-config: .*leave the option out",
         ),
+        (
+            {"spec_method": "ngram", "spec_tokens": 2, "async_scheduling": True},
+            "--async-scheduling with --speculative-config: .*leave the option out",
+        ),
         ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2"),
         ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8"),
         ({"enable_prefix_caching": True}, "--enable-prefix-caching: .*KEPT_SEQUENCES"),

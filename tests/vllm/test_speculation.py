@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from comparison import Comparison
 from conftest import SMOLLM2
 from engines import running
+from models import VOCABULARY
 
 _SPECULATION = {
     "method": "ngram",
@@ -64,3 +67,36 @@ def test_tokens_are_stock_vllms(
     assert got["steps"] < 0.6 * expected["steps"]
     assert counts["outputs_statistical"] == counts["outputs_none"] == 0
     assert counts["reused_tokens"] > 0
+
+
+def test_no_token_of_a_lost_step_is_delivered(model_folder, tmp_path) -> None:
+    """Requests that lack memory are computed again, also where drafts are right now and then."""
+    draw = random.Random(5)
+    schedule = [
+        {
+            "arrives": 0,
+            "prompt": [draw.randrange(1, VOCABULARY) for _ in range(length)] * 2,
+            "max_tokens": 32,
+        }
+        for length in [30, 100, 350] * 4
+    ]
+    arguments = {"max_model_len": 2048, "max_num_batched_tokens": 128, "max_num_seqs": 8}
+    environment = {"VLLM_SPILLWAY_QUALITY": "exact", "VLLM_SPILLWAY_MEMORY": "8MiB"}
+    folder = model_folder("llama")
+    with (
+        running(folder, tmp_path / "plain.log", **arguments) as plain,
+        running(
+            folder,
+            tmp_path / "ours.log",
+            environment,
+            attention_backend="CUSTOM",
+            speculative_config=_SPECULATION,
+            **arguments,
+        ) as ours,
+    ):
+        seen = Comparison()
+        seen.add(schedule, plain.ask(schedule), ours.ask(schedule))
+        counts = ours.ask("counts")
+    assert not seen.differing
+    assert seen.token_count > 200
+    assert counts["num_preemptions"] >= 1

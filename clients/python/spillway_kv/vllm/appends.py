@@ -20,8 +20,12 @@ COLLECTED_BYTES = 128 << 20
 BYTES_MAX = 256 << 20
 
 
+# Calls a function that may be called again after a failure, and may free memory before it does.
+Patiently = Callable[[Callable[[], None]], None]
+
+
 class _Append:
-    """An append to consecutive layers. It holds K/V until it has succeeded."""
+    """An append to consecutive layers. It holds K/V until it has ended."""
 
     def __init__(
         self,
@@ -45,6 +49,7 @@ class _Append:
             (2, layer_count, *shape), dtype=dtype, device=device
         )
         self.byte_count = self._rows.nbytes
+        self._error: Exception | None = None
         self._made = torch.cuda.Event() if device.type == "cuda" else None
 
     @property
@@ -68,20 +73,47 @@ class _Append:
     def run(self, stream: torch.cuda.Stream | None) -> None:
         """Appends on a stream, in a thread."""
         if stream is None or self._made is None:
-            self.again()
+            self._append()
             return
         with torch.cuda.device(self.device), torch.cuda.stream(stream):
             stream.wait_event(self._made)
-            self.again()
+            self._append()
 
-    def again(self) -> None:
-        """Appends on the current stream. Does nothing if it has succeeded."""
-        if self._rows is None:
-            return
+    def _append(self) -> None:
+        assert self._rows is not None
         k, v = self._rows[:, : len(self.layers)]
         if not self.sequence._takes_from_gpu(k):
             k, v = k.cpu(), v.cpu()
         self.sequence.append(self.layers.start, self._start, k, v)
+        self._rows = None
+
+    def conclude(self, patiently: Patiently) -> None:
+        """Waits for it. If it has failed, appends again in this thread.
+
+        Args:
+            patiently: Calls the second append. What it raises is the append's error.
+        """
+        assert self.future is not None
+        wait([self.future])
+        # Answers may have arrived in another order than the engine gave them.
+        self.sequence._forget()
+        if self._rows is None:
+            return
+        try:
+            patiently(self._append)
+        except Exception as error:
+            self._error = error
+            self._rows = None
+
+    def check(self) -> None:
+        """Raises the error of the append, if it has failed. It must be concluded."""
+        if self._error is not None:
+            raise self._error
+
+    def drop(self) -> None:
+        """Waits for it, if it has begun, and drops its error and its K/V."""
+        if self.future is not None:
+            wait([self.future])
         self._rows = None
 
 
@@ -90,15 +122,19 @@ class Appends:
 
     Args:
         layer_count: Layers of the model.
+        patiently: Calls an append that has failed once more, in the caller's thread, and raises
+            what its sequence is lost for.
     """
 
-    def __init__(self, layer_count: int) -> None:
+    def __init__(self, layer_count: int, patiently: Patiently) -> None:
         self._layer_count = layer_count
+        self._patiently = patiently
         self._pool = ThreadPoolExecutor(_THREAD_COUNT, thread_name_prefix="spillway-append")
         self._streams = threading.local()
-        # The appends of each sequence. Only the last one may take more layers.
+        # The appends of each sequence that were not settled. Only the last one may take more
+        # layers.
         self._of: dict[int, deque[_Append]] = {}
-        # Those that run or wait, in the order in which they began.
+        # Those that hold K/V, in the order in which they began.
         self._order: deque[_Append] = deque()
 
     def add(
@@ -138,11 +174,12 @@ class Appends:
 
     def _start(self, append: _Append) -> None:
         append.close()
+        # One that has failed is appended again here, so that it does not hold its K/V any longer.
         while self._order and (
             self._future(self._order[0]).done()
             or self._waiting_bytes() + append.byte_count > BYTES_MAX
         ):
-            wait([self._future(self._order.popleft())])
+            self._order.popleft().conclude(self._patiently)
         append.future = self._pool.submit(self._run, append)
         self._order.append(append)
 
@@ -165,36 +202,33 @@ class Appends:
         appends = self._of.get(key)
         return appends[-1].end if appends else None
 
-    def settle(
-        self, key: int, retry: Callable[[Callable[[], None]], None], layer: int | None = None
-    ) -> None:
+    def settle(self, key: int, layer: int | None = None) -> None:
         """Waits until what was added is appended.
 
         Args:
             key: Key of the sequence.
-            retry: Called with each append that has failed, a function that appends again.
             layer: Only what was added to this layer. None means all layers.
+
+        Raises:
+            Exception: What `patiently` has raised for one of them. Until `forget` is called, this
+                raises it again.
         """
         appends = self._of.get(key)
         if appends is None:
             return
-        chosen = [append for append in appends if layer is None or layer in append.layers]
-        for append in chosen:
+        for append in [each for each in appends if layer is None or layer in each.layers]:
             if append.future is None:
                 self._start(append)
+            append.conclude(self._patiently)
+            append.check()
             appends.remove(append)
         if not appends:
             del self._of[key]
-        wait([self._future(append) for append in chosen])
-        for append in chosen:
-            # Answers may have arrived in another order than the engine gave them.
-            append.sequence._forget()
-            if self._future(append).exception() is not None:
-                retry(append.again)
 
     def forget(self, key: int) -> None:
         """Waits for the appends of a sequence, and drops their errors."""
-        self.settle(key, lambda again: None)
+        for append in self._of.pop(key, ()):
+            append.drop()
 
     def close(self) -> None:
         """Waits for the appends that have begun, and drops their errors."""

@@ -97,6 +97,7 @@ class SpillwayConnector(KVConnectorBase_V1, SupportsHMA):
         self._report = StepReport()
         self._failures: Callable[[], dict[int, Loss]] | None = None
         self._pool_bytes = 0
+        self._in_step = False
         self._group, names = _our_group(kv_cache_config)
         if role == KVConnectorRole.SCHEDULER:
             self._block_size = kv_cache_config.kv_cache_groups[self._group].kv_cache_spec.block_size
@@ -126,6 +127,7 @@ class SpillwayConnector(KVConnectorBase_V1, SupportsHMA):
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Stores the step's plan. vLLM calls this before anything else of the step."""
         assert isinstance(kv_connector_metadata, PlanMetadata)
+        self._in_step = True
         self._open().plan(kv_connector_metadata.plan)
 
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
@@ -146,11 +148,21 @@ class SpillwayConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         """Ends the step on the host. The GPU may still run it."""
-        found = self._open()
-        self._report, self._failures = found.end(), found.worker.failures()
+        self._end()
+
+    def _end(self) -> None:
+        """Ends the step, once."""
+        if self._in_step:
+            self._in_step = False
+            found = self._open()
+            self._report, self._failures = found.end(), found.worker.failures()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Returns what the step has lost, or None."""
+        """Returns what the step has lost, or None.
+
+        With drafts, vLLM calls this before `wait_for_save`. The model has run.
+        """
+        self._end()
         report, self._report = self._report, StepReport()
         failures, self._failures = self._failures, None
         if not (report.losses or report.gone or failures):

@@ -23,6 +23,8 @@ def refusals(config: Any) -> list[str]:
     model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
     reasons = []
     reasons += _of_speculation(config.speculative_config)
+    if config.speculative_config is not None and config.scheduler_config.async_scheduling:
+        reasons.append("speculative decoding with --async-scheduling")
     if parallel.pipeline_parallel_size > 1:
         reasons.append(
             f"pipeline parallelism (--pipeline-parallel-size {parallel.pipeline_parallel_size}); "

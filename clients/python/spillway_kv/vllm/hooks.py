@@ -110,7 +110,9 @@ def _prepare(args: EngineArgs) -> None:
             f"--scheduler-cls {args.scheduler_cls}: Spillway needs a scheduler of its own; "
             "leave the option out"
         )
-    if args.speculative_config is not None:
+    # What it becomes is read later; `refusals` looks at the result.
+    speculation = (args.speculative_config, args.spec_method, args.spec_model, args.spec_tokens)
+    if any(given is not None for given in speculation):
         if args.async_scheduling:
             raise ValueError(
                 "--async-scheduling with --speculative-config: Spillway's steps begin where the "

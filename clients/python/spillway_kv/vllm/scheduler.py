@@ -32,6 +32,9 @@ class _Recovering:
                 self.running.remove(request)
                 # The output that the step sampled for this request is not valid.
                 self._preempt_request(request, time.monotonic(), drop_stale_output=True)
+            elif request.num_stale_output_tokens > 0:
+                # vLLM has preempted it since, and would still deliver that output.
+                request.drop_stale_output = True
         outputs = super().update_from_output(  # type: ignore[misc]
             scheduler_output, model_runner_output
         )

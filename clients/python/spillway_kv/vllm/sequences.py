@@ -71,7 +71,9 @@ class Sequences:
         self._shapes = shapes
         self.client = _connect(settings, device)
         # Appends of prompts that go on while the model computes. None: they do not.
-        self._appends = Appends(shapes.layer_count) if device.type == "cuda" else None
+        self._appends = (
+            Appends(shapes.layer_count, self.patiently) if device.type == "cuda" else None
+        )
         self._model: spillway_kv.Model | None = None
         self._sequences: dict[int, Sequence] = {}
         # Kept sequences, the first to be dropped first.
@@ -150,7 +152,10 @@ class Sequences:
         Raises:
             Lost: They cannot be appended.
         """
-        sequence, start = self._sequences[request.key], request.start
+        sequence, start = self._sequences.get(request.key), request.start
+        if sequence is None:
+            # Another request of the step, which was to begin with its rows, has found this out.
+            raise Lost("its sequence is gone")
         if self._appends is None:
             self.patiently(lambda: sequence.append(layer, start, k, v))
         else:
@@ -163,7 +168,7 @@ class Sequences:
             Lost: It could not be appended.
         """
         if self._appends is not None:
-            self._appends.settle(key, self.patiently, layer)
+            self._appends.settle(key, layer)
 
     def held(self, key: int) -> Sequence:
         """Returns a sequence that a decoder holds, without changing it."""
