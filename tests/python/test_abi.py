@@ -16,6 +16,9 @@ from spillway_kv.lab.serving import prefer_library
 
 HEADER = Path(__file__).resolve().parents[2] / "clients/c/spillway.h"
 
+if not HEADER.exists():
+    pytest.skip("no checkout here, only what a bundle has of it", allow_module_level=True)
+
 # Python's structs by the header's names.
 STRUCTS = {
     "spillway_sums": _native.Sums,
