@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 from comparison import Comparison
 from conftest import SMOLLM2
-from engines import running
+from engines import Engine, running
 from models import VOCABULARY
 
 _SPECULATION = {
@@ -18,6 +22,26 @@ _SPECULATION = {
 }
 _ARGUMENTS = {"max_model_len": 4096, "max_num_batched_tokens": 512, "max_num_seqs": 8}
 _NEW_TOKENS = 48
+
+
+@contextmanager
+def _without_and_with_drafts(
+    folder: Path, logs: Path, memory: str, arguments: dict[str, Any]
+) -> Iterator[tuple[Engine, Engine]]:
+    """Runs stock vLLM without drafts, and the plugin with drafts and exact attention."""
+    environment = {"VLLM_SPILLWAY_QUALITY": "exact", "VLLM_SPILLWAY_MEMORY": memory}
+    with (
+        running(folder, logs / "plain.log", **arguments) as plain,
+        running(
+            folder,
+            logs / "ours.log",
+            environment,
+            attention_backend="CUSTOM",
+            speculative_config=_SPECULATION,
+            **arguments,
+        ) as ours,
+    ):
+        yield plain, ours
 
 
 def test_tokens_are_stock_vllms(
@@ -36,18 +60,7 @@ def test_tokens_are_stock_vllms(
     ]
     # The same beginning as the first one, so that its rows are reused.
     schedule.append({**schedule[0], "arrives": 70, "prompt": [*schedule[0]["prompt"], 7, 8]})
-    environment = {"VLLM_SPILLWAY_QUALITY": "exact", "VLLM_SPILLWAY_MEMORY": "1GiB"}
-    with (
-        running(folder, tmp_path / "plain.log", **_ARGUMENTS) as plain,
-        running(
-            folder,
-            tmp_path / "ours.log",
-            environment,
-            attention_backend="CUSTOM",
-            speculative_config=_SPECULATION,
-            **_ARGUMENTS,
-        ) as ours,
-    ):
+    with _without_and_with_drafts(folder, tmp_path, "1GiB", _ARGUMENTS) as (plain, ours):
         seen = Comparison()
         expected, got = plain.ask(schedule), ours.ask(schedule)
         seen.add(schedule, expected, got)
@@ -81,19 +94,8 @@ def test_no_token_of_a_lost_step_is_delivered(model_folder, tmp_path) -> None:
         for length in [30, 100, 350] * 4
     ]
     arguments = {"max_model_len": 2048, "max_num_batched_tokens": 128, "max_num_seqs": 8}
-    environment = {"VLLM_SPILLWAY_QUALITY": "exact", "VLLM_SPILLWAY_MEMORY": "8MiB"}
     folder = model_folder("llama")
-    with (
-        running(folder, tmp_path / "plain.log", **arguments) as plain,
-        running(
-            folder,
-            tmp_path / "ours.log",
-            environment,
-            attention_backend="CUSTOM",
-            speculative_config=_SPECULATION,
-            **arguments,
-        ) as ours,
-    ):
+    with _without_and_with_drafts(folder, tmp_path, "8MiB", arguments) as (plain, ours):
         seen = Comparison()
         seen.add(schedule, plain.ask(schedule), ours.ask(schedule))
         counts = ours.ask("counts")

@@ -340,7 +340,6 @@ def _open_attending(
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
     settings = memory.with_limits(settings, vllm_config, shape, device, pool_bytes)
-    flash.install()
     flash.use_for(
         shape.dtype, shape.head_dim, shape.query_head_count // shape.kv_head_count, device
     )

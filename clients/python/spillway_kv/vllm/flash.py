@@ -13,19 +13,20 @@ from spillway_kv.vllm.prompts import set_varlen
 NAME = "vllm_flash"
 
 
-def install() -> None:
-    """Makes prompts use vLLM's FlashAttention on a GPU of Nvidia, if vLLM was built with it."""
-    if not current_platform.is_cuda():
-        return
-    prefill_kernels.add_kernel("cuda", NAME, _attend)
+def use_for(dtype: torch.dtype, head_dim: int, group: int, device: torch.device) -> None:
+    """Makes prompts use it, on a GPU of Nvidia, if a trial shows that it serves such tensors.
 
-
-def use_for(dtype: torch.dtype, head_dim: int, group: int, device: torch.device) -> bool:
-    """Uses it for several prompts in one call, if a trial shows that it serves such tensors."""
+    Args:
+        dtype: Dtype of q, k and v.
+        head_dim: Elements of a key.
+        group: Number of query heads per KV head.
+        device: Device of the tensors.
+    """
+    if current_platform.is_cuda():
+        prefill_kernels.add_kernel("cuda", NAME, _attend)
     tried = prefill_kernels.trials(device, dtype, head_dim, group)
     serves = any(trial.kernel == NAME and not trial.refusal for trial in tried)
     set_varlen(_attend_varlen if serves else None)
-    return serves
 
 
 @functools.cache
