@@ -1,8 +1,8 @@
 """Times decode steps on a CUDA stream of the caller, eagerly and in a CUDA graph.
 
-Four layers of 32 query heads over 8 KV heads of 128, bf16, over model-like K/V
-(bench/trace_data.py), one sequence or several, default policy. These ways take turns in
-each round, over sequences with the same rows:
+Four layers in bf16 over model-like K/V (bench/trace_data.py), one sequence or several,
+default policy; 32 query heads over 8 KV heads of 128 unless --heads, --kv-heads or --dim
+say otherwise. These ways take turns in each round, over sequences with the same rows:
 
 - job: `Client.begin_step` with tensors in host memory. Its time is that of the engine's
   kernels, between two events on the engine's own stream.
@@ -19,6 +19,13 @@ layer. `next` and `attend` are times on the host, per step and per layer. Before
 timed, the outputs of all ways except sdpa must be equal. Their error compared with sdpa is
 printed with the times. One JSON object per line.
 
+With --kernels, also the kernels of `graph` and `resident` by name: how long they run, and how
+long each of them keeps the others waiting. Kernels begin while those before them run, so the
+first is more than the layer's time in sum, and the second is that time.
+
+KV heads of 64 are halves of those of the data, KV heads of 256 are two of them. A group of
+more than four takes the queries of further tokens too.
+
     python bench/trace_data.py --tokens 131072 --output FOLDER
     python bench/gpu/decoder.py FOLDER --tokens 131072
 """
@@ -27,9 +34,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,33 +48,70 @@ import spillway_kv
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-LAYERS, HEADS, KV_HEADS, DIM = 4, 32, 8, 128
+LAYERS = 4
+# The data's.
+KV_HEADS, GROUP, DIM = 8, 4, 128
 STEPS = 24
 ROUNDS = 5
+KERNEL_STEPS = 8
+# The GPU pauses longer than that between steps.
+PAUSE_US_MAX = 50
+# Tokens that are decoded: a warm-up, the rounds, and the steps whose kernels are timed.
+DECODED = STEPS * (ROUNDS + 2) + KERNEL_STEPS
 WAYS = ("job", "eager", "graph", "halves", "resident")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A layer's heads."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+
+    @property
+    def group(self) -> int:
+        return self.heads // self.kv_heads
 
 
 class Trace:
     """K, V and a query at one length. Each layer has the KV heads in another order."""
 
-    def __init__(self, folder: Path, tokens: int) -> None:
+    def __init__(self, folder: Path, tokens: int, shape: Shape) -> None:
         meta = json.loads((folder / "meta.json").read_text())
-        shape = (KV_HEADS, meta["token_count"], DIM)
+        of_file = (KV_HEADS, meta["token_count"], DIM)
         rows = [
-            torch.from_numpy(np.fromfile(folder / name, np.int16).reshape(shape)[:, :tokens].copy())
+            np.fromfile(folder / name, np.int16).reshape(of_file)[:, :tokens].copy()
             for name in ("k.bf16", "v.bf16")
         ]
-        self.k, self.v = (x.view(torch.bfloat16) for x in rows)
+        k, v = (torch.from_numpy(x).view(torch.bfloat16) for x in rows)
         queries = np.fromfile(folder / "queries.f32", np.float32)
-        of_length = queries.reshape(-1, meta["queries_per_length"], HEADS, DIM)
-        q = of_length[meta["lengths"].index(tokens), 0]
-        self.q = torch.from_numpy(q.copy()).bfloat16()
+        of_length = queries.reshape(-1, meta["queries_per_length"], KV_HEADS, GROUP, DIM)
+        q = torch.from_numpy(of_length[meta["lengths"].index(tokens)].copy()).bfloat16()
+        q = q.transpose(0, 1).reshape(KV_HEADS, -1, DIM)  # the queries of all tokens
+        if shape.group > q.shape[1]:
+            raise SystemExit(f"--heads: the data has {q.shape[1]} queries for each KV head")
+        # [H_kv, N, d]
+        self.k, self.v, of_heads = (_of_dim(x, shape.dim) for x in (k, v, q[:, : shape.group]))
+        if shape.kv_heads > len(self.k):
+            raise SystemExit(f"--kv-heads: the data has {len(self.k)} of {shape.dim}")
+        self.q = of_heads
         self.tokens = tokens
+        self.shape = shape
 
     def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q [H_q, d], k and v [H_kv, N, d]."""
-        q = self.q.view(KV_HEADS, HEADS // KV_HEADS, DIM).roll(layer, 0).reshape(HEADS, DIM)
-        return q, self.k.roll(layer, 0), self.v.roll(layer, 0)
+        q, k, v = (x.roll(layer, 0)[: self.shape.kv_heads] for x in (self.q, self.k, self.v))
+        return q.reshape(self.shape.heads, self.shape.dim), k, v
+
+
+def _of_dim(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Makes heads of another dimension from [heads, n, 128]."""
+    heads, n, _ = x.shape
+    if dim <= DIM:
+        return x.view(heads, n, DIM // dim, dim).transpose(1, 2).reshape(-1, n, dim).contiguous()
+    joined = x.view(heads * DIM // dim, dim // DIM, n, DIM).transpose(1, 2)
+    return joined.reshape(-1, n, dim).contiguous()
 
 
 def report(**fields: object) -> None:
@@ -95,7 +142,7 @@ class Way:
         self.client = client
         self.sequences = [client.create_sequence(model, policy=policy) for _ in range(count)]
         self.new: list[tuple[torch.Tensor, ...]] = []  # per layer: q, and k and v of all steps
-        start = trace.tokens - STEPS * (ROUNDS + 2)
+        start = trace.tokens - DECODED
         for layer in range(LAYERS):
             q, k, v = trace.layer(layer)
             for sequence in self.sequences:
@@ -196,6 +243,52 @@ class Captured(Way):
         taken = timed(self.graph.replay)
         return [out.clone() for out in self.outs], taken / LAYERS
 
+    def kernels(self) -> list[dict[str, Any]]:
+        """Kernels of a layer by name: calls, microseconds, and those that others wait for it."""
+        activities = [torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as profile:
+            for _ in range(KERNEL_STEPS):
+                self.prepare()
+                self.graph.replay()
+                torch.cuda.synchronize()
+        runs = sorted(
+            (
+                (e.time_range.end, e.time_range.start, _kernel_name(e.name))
+                for e in profile.events()
+                if "spillway::cuda::" in e.name and "TableUpdate" not in e.name
+            ),
+        )
+        found: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+        last = 0.0
+        for end, start, name in runs:
+            of_name = found[name]
+            of_name[0] += 1
+            of_name[1] += end - start
+            # What no earlier kernel hides.
+            of_name[2] += end - max(last, start)
+            if 0 < start - last < PAUSE_US_MAX:
+                found["(pauses)"][0] += 1
+                found["(pauses)"][2] += start - last
+            last = end
+        per_layer = KERNEL_STEPS * LAYERS
+        return sorted(
+            (
+                {
+                    "kernel": name,
+                    "calls": round(calls / per_layer, 2),
+                    "us": round(us / per_layer, 1),
+                    "alone_us": round(alone / per_layer, 1),
+                }
+                for name, (calls, us, alone) in found.items()
+            ),
+            key=lambda row: -row["alone_us"],
+        )
+
+
+def _kernel_name(name: str) -> str:
+    found = re.search(r"spillway::cuda::(?:\(anonymous namespace\)::)?(\w+)", name)
+    return found[1] if found else name
+
 
 class Halves(Way):
     def __init__(self, *arguments: Any) -> None:
@@ -263,9 +356,8 @@ def exact(trace: Trace, layer: int, tokens: int) -> torch.Tensor:
     """Attention [H_q, d] of the layer's query over the first `tokens` tokens, float32."""
     q, k, v = (x.cuda() for x in trace.layer(layer))
     outs = []
-    for h in range(KV_HEADS):
-        of_head = q.view(KV_HEADS, -1, DIM)[h].float()
-        logits = of_head @ k[h, :tokens].float().T / DIM**0.5
+    for h, of_head in enumerate(q.view(len(k), -1, q.shape[-1]).float()):
+        logits = of_head @ k[h, :tokens].float().T / q.shape[-1] ** 0.5
         outs.append(logits.softmax(-1) @ v[h, :tokens].float())
     return torch.cat(outs)
 
@@ -281,13 +373,15 @@ def measure(
     count: int,
     names: Sequence[str],
     policy: spillway_kv.Policy,
+    with_kernels: bool,
 ) -> None:
+    shape = trace.shape
     model, resident_model = (
         engine.create_model(
             layer_count=LAYERS,
-            query_head_count=HEADS,
-            kv_head_count=KV_HEADS,
-            head_dim=DIM,
+            query_head_count=shape.heads,
+            kv_head_count=shape.kv_heads,
+            head_dim=shape.dim,
             dtype="bfloat16",
         )
         for engine in (client, resident)
@@ -303,9 +397,9 @@ def measure(
     ways = {name: make[name]() for name in names}
     streams = [name for name in names if name != "job"]
     (gpu,) = resident.get_server_info().devices
-    row_bytes = LAYERS * count * KV_HEADS * trace.tokens * 4 * DIM
-    assert "resident" not in ways or gpu.resident_used_bytes > 0.9 * row_bytes, gpu
-    start = trace.tokens - STEPS * (ROUNDS + 2)
+    rows_bytes = _row_bytes(shape) * trace.tokens * count
+    assert "resident" not in ways or gpu.resident_used_bytes > 0.9 * rows_bytes, gpu
+    start = trace.tokens - DECODED
     for step in range(2 * STEPS):  # warm-up, in which outputs are checked
         outs = {name: way.step()[0] for name, way in ways.items()}
         for layer in range(LAYERS):
@@ -327,12 +421,13 @@ def measure(
             times[name] += [way.step()[1] for _ in range(STEPS)]
         times["sdpa"] += [sdpa.step() for _ in range(STEPS)]
     job = statistics.median(times["job"])
-    moved_bytes = ways["job"].moved_row_count * 4 * DIM
+    moved_bytes = ways["job"].moved_row_count * 4 * shape.dim
     for name, all_of in times.items():
         way = ways.get(name)
         report(
             tokens=trace.tokens,
             sequences=count,
+            heads=f"{shape.heads}/{shape.kv_heads} x {shape.dim}",
             way=name if name != "sdpa" else f"sdpa {sdpa.backend.name}",
             layer_us=round(statistics.median(all_of), 1),
             p90_us=round(float(np.percentile(all_of, 90)), 1),
@@ -350,10 +445,18 @@ def measure(
             rounds=ROUNDS,
             steps=STEPS,
         )
+    for name in ("graph", "resident") if with_kernels else ():
+        for row in ways[name].kernels() if name in ways else ():
+            report(tokens=trace.tokens, sequences=count, way=name, **row)
     for way in ways.values():
         way.close()
     client.delete_model(model)
     resident.delete_model(resident_model)
+
+
+def _row_bytes(shape: Shape) -> int:
+    """Bytes of K/V of a token, in all layers."""
+    return LAYERS * shape.kv_heads * shape.dim * 4
 
 
 def main() -> None:
@@ -361,6 +464,10 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="of bench/trace_data.py")
     parser.add_argument("--tokens", type=int, nargs="+", default=[131072])
     parser.add_argument("--sequences", type=int, nargs="+", default=[1])
+    parser.add_argument("--heads", type=int, default=32, help="query heads")
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--dim", type=int, default=128, choices=(64, 128, 256))
+    parser.add_argument("--kernels", action="store_true", help="also times kernels by name")
     parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS, help="job among them")
     parser.add_argument("--top", type=float, help="this share of the rows, in place of the default")
     parser.add_argument("--device", default="cuda:0")
@@ -368,8 +475,14 @@ def main() -> None:
     policy = spillway_kv.Policy()
     if arguments.top is not None:
         policy = spillway_kv.Policy(heavy=spillway_kv.TopK(fraction=arguments.top), tail="none")
+    shape = Shape(arguments.heads, arguments.kv_heads, arguments.dim)
+    if shape.heads % shape.kv_heads != 0:
+        raise SystemExit(f"--heads {shape.heads} is not a multiple of --kv-heads {shape.kv_heads}")
     report(gpu=torch.cuda.get_device_name(), torch=torch.__version__)
     for tokens in arguments.tokens:
+        # Room for all rows of the largest batch, in whole slabs of each sequence.
+        rows = _row_bytes(shape) * tokens * max(arguments.sequences)
+        resident_limit = f"{(rows + rows // 8 >> 20) + 2048}MiB"
         settings = {
             "memory.limit": "100GiB",
             "device.name": arguments.device,
@@ -378,12 +491,12 @@ def main() -> None:
         with (
             spillway_kv.connect("embedded:", settings=settings) as client,
             spillway_kv.connect(
-                "embedded:", settings=settings | {"device.gpu_resident_limit": "68GiB"}
+                "embedded:", settings=settings | {"device.gpu_resident_limit": resident_limit}
             ) as resident,
         ):
-            trace = Trace(arguments.folder, tokens)
+            trace = Trace(arguments.folder, tokens, shape)
             for count in arguments.sequences:
-                measure(client, resident, trace, count, arguments.ways, policy)
+                measure(client, resident, trace, count, arguments.ways, policy, arguments.kernels)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,8 @@ namespace {
 // rows are read in place.
 constexpr int64_t kStagingBytes = int64_t{32} << 20;
 constexpr int64_t kStagingRowsMin = 8192;
+// In a step whose units would not fit into one wave otherwise.
+constexpr int64_t kStagingRowsLeast = 1024;
 // Blocks that gather rows. More SMs have more addresses in flight than the GPU can translate; see
 // docs/link.md.
 constexpr int kGatherBlocks = 8;
@@ -95,6 +97,26 @@ void SparsePipeline::LayOutWave(const Policy& policy, int64_t unit_count, UnitWa
   }
 }
 
+int64_t SparsePipeline::StagingRows(const AttendShape& shape, int64_t n, int64_t taken) const {
+  const int64_t most = std::min(kStagingBytes, context_->wave_bytes() / 4) / shape.row_bytes;
+  const int64_t share_bytes = context_->wave_bytes() / context_->unit_count();
+  if (context_->step() == nullptr) {
+    // A quarter of the rows. More if all units of the job still fit into one wave, because waves
+    // run one after the other.
+    return std::min({n, std::max({n / 4, kStagingRowsMin, share_bytes / 2 / shape.row_bytes}),
+                     most});
+  }
+  // A step keeps its memory, so it takes no more. It takes less, down to a sixteenth of the rows,
+  // if then all units fit into one wave.
+  const int64_t of_wave = 2 * int64_t{sizeof(UnitRequest)} +
+                          2 * int64_t{shape.group} * shape.head_dim * int64_t{sizeof(float)};
+  const int64_t room = lane_count() * share_bytes - taken - of_wave - 8 * kLaneAlignment;
+  const int64_t fits = room / (shape.row_bytes + int64_t{sizeof(std::byte*)});
+  const int64_t wanted = std::max(n / 4, kStagingRowsMin);
+  const int64_t least = std::max(n / 16, kStagingRowsLeast);
+  return std::min({n, std::clamp(fits, std::min(least, wanted), wanted), most});
+}
+
 void SparsePipeline::LayOutUnit(const UnitWave& wave, int64_t i, const Unit& unit, UnitRequest& r,
                                 Carver& workspace) const {
   const AttendShape& shape = wave.shape;
@@ -103,6 +125,7 @@ void SparsePipeline::LayOutUnit(const UnitWave& wave, int64_t i, const Unit& uni
   const int64_t n = context_->TokenCapacity(r.n);
   const int64_t segments = (n + kSegmentTokens - 1) / kSegmentTokens;
   const int64_t padded = segments * kSegmentTokens;
+  const int64_t before = workspace.bytes();
   r.q = wave.device_q + i * group * shape.head_dim;
   r.bins = workspace.Take<uint16_t>(padded);
   r.histogram = workspace.Take<uint32_t>(bins_max);
@@ -131,18 +154,11 @@ void SparsePipeline::LayOutUnit(const UnitWave& wave, int64_t i, const Unit& uni
   r.segment_table = workspace.Take<uint32_t>(segments * kSegmentColumns);
   r.list = workspace.Take<uint32_t>(n);
   r.sources = workspace.Take<const std::byte*>(n);
-  const int64_t staging_bytes = std::min(kStagingBytes, context_->wave_bytes() / 4);
-  // A quarter of the rows. More if all units of the job still fit into one wave, because waves run
-  // one after the other. A step keeps its memory, so it takes no more.
-  const int64_t share_bytes = context_->wave_bytes() / context_->unit_count() / 2;
-  const int64_t rows_max =
-      std::min(n, std::max({n / 4, kStagingRowsMin,
-                            context_->step() != nullptr ? 0 : share_bytes / shape.row_bytes}));
-  r.staging_rows = std::min(rows_max, staging_bytes / shape.row_bytes);
-  r.staging = workspace.Take<std::byte>(r.staging_rows * shape.row_bytes);
-  r.gather = workspace.Take<const std::byte*>(r.staging_rows);
   r.partials = workspace.Take<float>(kPhases * kSplitMax * PartialFloats(group, shape.head_dim));
   r.state = workspace.Take<UnitState>(1);
+  r.staging_rows = StagingRows(shape, n, workspace.bytes() - before);
+  r.staging = workspace.Take<std::byte>(r.staging_rows * shape.row_bytes);
+  r.gather = workspace.Take<const std::byte*>(r.staging_rows);
   if (wave.methods.shape == nullptr) return;
   const float* const centre = context_->index(unit.item).centre(unit.kv_head);
   context_->model().methods()->LayOut(wave.methods, context_->attend(unit.item).policy, i,

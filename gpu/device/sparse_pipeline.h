@@ -84,6 +84,8 @@ class SparsePipeline {
   // has beside the units' own memory.
   void LayOutWave(const Policy& policy, int64_t unit_count, UnitWave& wave, Carver& requests,
                   Carver& results, Carver& workspace) const;
+  // Rows that a unit of n tokens gathers in GPU memory. taken: bytes of its other own memory.
+  int64_t StagingRows(const AttendShape& shape, int64_t n, int64_t taken) const;
   // Takes the own memory of unit i. n, begin and end of the request are set.
   void LayOutUnit(const UnitWave& wave, int64_t i, const Unit& unit, UnitRequest& request,
                   Carver& workspace) const;

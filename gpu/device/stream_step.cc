@@ -4,6 +4,7 @@
 #include <array>
 #include <cstring>
 #include <future>
+#include <iterator>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -18,6 +19,7 @@
 #include "gpu/device/step_checks.h"
 #include "gpu/device/wave_kernels.h"
 #include "gpu/kernels/step_append.h"
+#include "host/base/parallel.h"
 #include "host/base/status_macros.h"
 #include "host/device/results.h"
 #include "host/memory/layer_record.h"
@@ -63,6 +65,14 @@ struct Slot {
 struct LayerGraph {
   StepTensors tensors;
   Graph graph;  // captured the second time
+};
+
+// What comes of writing one layer of an announcement.
+struct LayerFill {
+  absl::Status status;
+  std::vector<TableUpdate> updates;
+  std::vector<Wave> waves;
+  std::vector<DenseWave> dense_waves;
 };
 
 // Bytes of one layer: what is uploaded, and what is returned.
@@ -135,6 +145,11 @@ class CudaStreamStep final : public StreamStep {
   absl::Status CheckFits(LayerRun& run, int64_t request_bytes) const;
   // Writes an announcement to a slot, and updates the tables.
   absl::Status Fill(Slot& slot, cudaStream_t stream);
+  // Writes a planned layer.
+  absl::Status FillLayer(Slot& slot, LayerRun& run, LayerFill& filled);
+  // Calls f(layer) for all layers, which several threads share if there is much to do.
+  template <typename F>
+  void InParallel(F f) const;
   absl::Status AppendLayer(LayerRun& run, std::vector<TableUpdate>& updates);
   absl::Status UpdateTables(Slot& slot, const std::vector<TableUpdate>& updates,
                             cudaStream_t stream) const;
@@ -454,6 +469,37 @@ absl::Status CudaStreamStep::Announce(void* on) {
   return absl::OkStatus();
 }
 
+template <typename F>
+void CudaStreamStep::InParallel(F f) const {
+  const auto layer_count = static_cast<size_t>(spec().layer_count);
+  // Waking workers takes longer than few units.
+  constexpr int64_t kUnitsMin = 32;
+  const int64_t units =
+      spec().layer_count * item_count() * options_.token_count * spec().kv_head_count;
+  if (units < kUnitsMin) {
+    for (size_t layer = 0; layer < layer_count; ++layer) f(layer);
+    return;
+  }
+  Isolated([&] { ParallelFor(size_t{0}, layer_count, f); });
+}
+
+absl::Status CudaStreamStep::FillLayer(Slot& slot, LayerRun& run, LayerFill& filled) {
+  const int layer = run.job.layer;
+  Carver requests(reinterpret_cast<std::byte*>(slot.header) + 256 + layer * layer_bytes_.requests);
+  Carver results(slot.results + layer * layer_bytes_.results);
+  run.targets =
+      requests.Take<RowTarget>(item_count() * options_.token_count * spec().kv_head_count);
+  run.encodes = requests.Take<StepEncode>(item_count());
+  run.lengths = requests.Take<StepLength>(item_count());
+  RETURN_IF_ERROR(CheckFits(run, requests.bytes()));
+  RETURN_IF_ERROR(AppendLayer(run, filled.updates));
+  run.sparse.Prepare(requests, results, workspace_);
+  run.dense.Prepare(requests, results, workspace_);
+  filled.waves = run.sparse.Views();
+  filled.dense_waves = run.dense.Views();
+  return absl::OkStatus();
+}
+
 absl::Status CudaStreamStep::Fill(Slot& slot, cudaStream_t stream) {
   const auto number = static_cast<uint32_t>(announced_count_ + 1);
   StepContext step;
@@ -470,26 +516,22 @@ absl::Status CudaStreamStep::Fill(Slot& slot, cudaStream_t stream) {
     lengths.push_back(part.rows->front().token_count() + options_.token_count);
     for (LayerRows& rows : *part.rows) rows.Commit(lengths.back());
   }
+  // Layers have nothing in common, so threads share them.
+  const auto layer_count = static_cast<size_t>(spec().layer_count);
+  std::vector<LayerFill> filled(layer_count);
+  slot.layers.resize(layer_count);
+  InParallel([&](size_t layer) {
+    slot.layers[layer] = Plan(static_cast<int>(layer), lengths, step, std::nullopt);
+    filled[layer].status = FillLayer(slot, *slot.layers[layer], filled[layer]);
+  });
   std::vector<TableUpdate> updates;
   std::vector<Wave> waves;
   std::vector<DenseWave> dense_waves;
-  slot.layers.clear();
-  for (int layer = 0; layer < spec().layer_count; ++layer) {
-    std::unique_ptr<LayerRun> run = Plan(layer, lengths, step, std::nullopt);
-    Carver requests(reinterpret_cast<std::byte*>(slot.header) + 256 +
-                    layer * layer_bytes_.requests);
-    Carver results(slot.results + layer * layer_bytes_.results);
-    run->targets =
-        requests.Take<RowTarget>(item_count() * options_.token_count * spec().kv_head_count);
-    run->encodes = requests.Take<StepEncode>(item_count());
-    run->lengths = requests.Take<StepLength>(item_count());
-    RETURN_IF_ERROR(CheckFits(*run, requests.bytes()));
-    RETURN_IF_ERROR(AppendLayer(*run, updates));
-    run->sparse.Prepare(requests, results, workspace_);
-    run->dense.Prepare(requests, results, workspace_);
-    for (Wave& wave : run->sparse.Views()) waves.push_back(std::move(wave));
-    for (DenseWave& wave : run->dense.Views()) dense_waves.push_back(wave);
-    slot.layers.push_back(std::move(run));
+  for (LayerFill& of_layer : filled) {
+    RETURN_IF_ERROR(of_layer.status);
+    std::ranges::move(of_layer.updates, std::back_inserter(updates));
+    std::ranges::move(of_layer.waves, std::back_inserter(waves));
+    std::ranges::move(of_layer.dense_waves, std::back_inserter(dense_waves));
   }
   if (version_ == 0 || waves != waves_ || dense_waves != dense_waves_) {
     ++version_;
@@ -604,9 +646,12 @@ absl::StatusOr<StreamStep::Outcome> CudaStreamStep::Settle() {
   SPILLWAY_CUDA_RETURN_IF_ERROR(cudaEventSynchronize(slot.done.get()));
   Outcome outcome;
   outcome.parts.resize(options_.parts.size());
+  InParallel([&](size_t layer) {
+    const LayerRun& run = *slot.layers[layer];
+    run.sparse.Collect();
+    run.dense.Collect();
+  });
   for (const std::unique_ptr<LayerRun>& run : slot.layers) {
-    run->sparse.Collect();
-    run->dense.Collect();
     run->context.CollectTimes();
     outcome.ran |= run->step.ran;
     for (size_t i = 0; i < outcome.parts.size(); ++i) {

@@ -283,7 +283,7 @@ struct UnitRequest {
 inline constexpr int kProjectedPairs = kProjectionDims * (kProjectionDims + 1) / 2;
 
 // A split's sums: SoftmaxSums [G], then as floats sum x v and sum x^2 v, [G][d] each, and sum x^2
-// y_a y_b [G][kProjectedPairs]. Values are in units of HeadStatistics::value_unit. In floats:
+// y_a y_b [G][kProjectedPairs]. Of exact rows, sums of x^2 are not set. Values are in units of HeadStatistics::value_unit. In floats:
 inline constexpr int kSumsFloats = sizeof(SoftmaxSums) / sizeof(float);
 SPILLWAY_HOST_DEVICE inline int64_t PartialFloats(int group, int head_dim) {
   return int64_t{group} * (kSumsFloats + 2 * head_dim + kProjectedPairs);

@@ -31,7 +31,7 @@ __global__ void DenseFoldKernel(DenseWave wave) {
     if (stop) return;
     const int64_t first = s * u.split_rows;
     ValueSums<kDenseQueryRows, false> values;
-    FoldRows<kDenseQueryRows, false>(
+    FoldRows<kDenseQueryRows, false, 4>(
         fold, min(u.split_rows, limit - first),
         [&](int64_t j) { return RowAddress(u.row_pages, wave.row_bytes, first - wave.first + j); },
         [&](int r, int64_t j) { return first + j < u.visible[r]; },

@@ -116,7 +116,7 @@ __device__ inline void SettleBudgets(const AttendShape& shape, const UnitRequest
 
 // Computes the budgets of phase 1. Grid (heads, units); the last block of a unit settles them.
 // Shared memory: HeadSumsBytes().
-__global__ void __launch_bounds__(kEstimateThreads)
+__global__ void __launch_bounds__(kEstimateThreads, kEstimateBlocksPerSm)
     BudgetKernel(AttendShape shape, const UnitRequest* units) {
   extern __shared__ __align__(16) float totals[];
   __shared__ HeadSums head;
@@ -177,7 +177,7 @@ __device__ inline HeadCertificate WriteHead(const AttendShape& shape, const Unit
 // Writes output and certificate. Grid (heads, units). With draws_again, heads whose error is too
 // large set budgets of phase 2, and the unit's last block settles them.
 // Shared memory: HeadSumsBytes().
-__global__ void __launch_bounds__(kEstimateThreads)
+__global__ void __launch_bounds__(kEstimateThreads, kEstimateBlocksPerSm)
     FinishKernel(AttendShape shape, bool draws_again, CallerTensors step,
                  const UnitRequest* units) {
   extern __shared__ __align__(16) float totals[];
@@ -206,7 +206,7 @@ __global__ void __launch_bounds__(kEstimateThreads)
 }
 
 // The same after the third draw, for units that had one.
-__global__ void __launch_bounds__(kEstimateThreads)
+__global__ void __launch_bounds__(kEstimateThreads, kEstimateBlocksPerSm)
     FinishAgainKernel(AttendShape shape, CallerTensors step, const UnitRequest* units) {
   extern __shared__ __align__(16) float totals[];
   __shared__ HeadSums head;

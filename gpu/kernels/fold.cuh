@@ -21,7 +21,7 @@ struct FoldShape {
   DType dtype;
   int head_dim;
   int rows;  // query rows in use, <= kRows
-  // With moments: values are multiplied by inverse_unit, and projected.
+  // Values are multiplied by inverse_unit and, with moments, projected.
   float inverse_unit = 1;
   const ProjectionSigns* signs = nullptr;
 };
@@ -71,8 +71,8 @@ __device__ inline void LoadOfRows(const float* from, float (&x)[kRows]) {
 // row i. bad(i): called for a visible logit that is not finite.
 // weigh(r, i, k, l): what replaces a visible logit l; k is the row's key. queries: [kRows][d],
 // scaled. memory: the rest of FoldFloats(). Needs one thread per dimension and, with moments, per
-// entry of kProjectedPairs.
-template <int kRows, bool kMoments, typename RowAt, typename Visible, typename Bad, typename Weigh>
+// entry of kProjectedPairs. kInFlight: see LoadTile().
+template <int kRows, bool kMoments, int kInFlight, typename RowAt, typename Visible, typename Bad, typename Weigh>
 __device__ inline void FoldRows(const FoldShape& shape, int64_t count, RowAt row_at,
                                 Visible visible, Bad bad, Weigh weigh, const float* queries,
                                 float* memory, SoftmaxSums* sums,
@@ -93,13 +93,10 @@ __device__ inline void FoldRows(const FoldShape& shape, int64_t count, RowAt row
     const int m = static_cast<int>(min(static_cast<int64_t>(tile_rows), count - at));
     __syncthreads();
     const auto in_units = [&](int element, float4 x) {
-      if (!kMoments) return x;
       const float factor = element < d ? 1.0f : shape.inverse_unit;
       return make_float4(x.x * factor, x.y * factor, x.z * factor, x.w * factor);
     };
-    // With moments, a tile of head_dim 128 in 16 bits is loaded in one go: rows may be across the
-    // link.
-    LoadTile<kMoments ? 7 : 4>(
+    LoadTile<kInFlight>(
         shape.dtype, 2 * d, m, [&](int i) { return row_at(at + i); }, in_units, tile);
     __syncthreads();
     // Computes the logits of each row and, with moments, its value's squared norm and projection.
@@ -205,8 +202,8 @@ struct PlainLogits {
   }
 };
 
-// Folds the splits of a phase of a sparse attend. Grid (blocks, units). Shared memory:
-// FoldFloats().
+// Folds the splits of a phase of a sparse attend: without moments those of exact rows. Grid
+// (blocks, units). Shared memory: FoldFloats().
 template <int kRows, typename Weigh>
 __global__ void FoldKernel(AttendShape shape, typename Weigh::Context context, int phase,
                            const UnitRequest* units) {
@@ -225,11 +222,11 @@ __global__ void FoldKernel(AttendShape shape, typename Weigh::Context context, i
   }
   const Weigh weigh(context);
   const FoldShape fold = {shape.dtype, d, shape.group, 1 / ValueUnit(u), &u.signs};
-  for (int i = blockIdx.x; i < state.split_count[phase]; i += gridDim.x) {
-    const KvSplit split = state.splits[phase][i];
-    if (threadIdx.x < kRows) sums[threadIdx.x] = SoftmaxSums::Empty();
-    ValueSums<kRows, true> values;
-    FoldRows<kRows, true>(
+  // A tile of head_dim 128 in 16 bits is loaded in one go: rows may be across the link.
+  constexpr int kInFlight = 7;
+  const auto run = [&]<bool kMoments>(const KvSplit& split, float* out) {
+    ValueSums<kRows, kMoments> values;
+    FoldRows<kRows, kMoments, kInFlight>(
         fold, split.count, [&](int64_t j) { return u.sources[split.first + j]; },
         [](int, int64_t) { return true; },
         [&](int64_t j) { atomicMin(&state.error_token, u.list[split.first + j]); },
@@ -238,7 +235,6 @@ __global__ void FoldKernel(AttendShape shape, typename Weigh::Context context, i
         },
         queries, rest, sums, values);
     __syncthreads();
-    float* out = u.partials + (int64_t{phase} * kSplitMax + i) * PartialFloats(shape.group, d);
     if (threadIdx.x < shape.group) {
       reinterpret_cast<SoftmaxSums*>(out)[threadIdx.x] = sums[threadIdx.x];
     }
@@ -250,13 +246,24 @@ __global__ void FoldKernel(AttendShape shape, typename Weigh::Context context, i
       if (r >= shape.group) break;
       if (threadIdx.x < d) {
         value[r * d + threadIdx.x] = values.value[r];
-        value_sq[r * d + threadIdx.x] = values.value_sq[r];
+        if (kMoments) value_sq[r * d + threadIdx.x] = values.value_sq[r];
       }
-      if (threadIdx.x < kProjectedPairs) {
+      if (kMoments && threadIdx.x < kProjectedPairs) {
         projected[r * kProjectedPairs + threadIdx.x] = values.projected[r];
       }
     }
     __syncthreads();
+  };
+  for (int i = blockIdx.x; i < state.split_count[phase]; i += gridDim.x) {
+    const KvSplit split = state.splits[phase][i];
+    if (threadIdx.x < kRows) sums[threadIdx.x] = SoftmaxSums::Empty();
+    float* out = u.partials + (int64_t{phase} * kSplitMax + i) * PartialFloats(shape.group, d);
+    // Exact rows have no spread.
+    if (split.set == 0) {
+      run.template operator()<false>(split, out);
+    } else {
+      run.template operator()<true>(split, out);
+    }
   }
 }
 

@@ -10,7 +10,9 @@
 // head.
 namespace spillway::cuda {
 
-inline constexpr int kEstimateThreads = 640;
+// So few that an SM runs two blocks.
+inline constexpr int kEstimateThreads = 384;
+inline constexpr int kEstimateBlocksPerSm = 2;
 // Places for the splits of all phases: split i of phase p has place p * kSplitMax + i.
 inline constexpr int kAllSplitsMax = kPhases * kSplitMax;
 static_assert(kAllSplitsMax <= kEstimateThreads && kHeadDimMax <= kEstimateThreads);
@@ -100,27 +102,29 @@ __device__ inline void ForSplits(const SetSplits& splits, int lane, F f) {
   for (int i = lane; i < count; i += 32) f(splits.place(i));
 }
 
-// Sums four elements of a set's vector over its splits, in order: those of the split at place i, at
-// vectors + i * stride, times factor(i). In fp32, like the splits' own sums. Several splits are
-// loaded at once, because there are few and the latency of memory is high.
+// Sums four elements of a set's vector over its splits `begin`, begin + apart, ..., in order: those
+// of the split at place i, at vectors + i * stride, times factor(i). In fp32, like the splits' own
+// sums. Several splits are loaded at once, because there are few and the latency of memory is high.
 template <typename Factor>
-__device__ inline float4 SumFours(const SetSplits& splits, const float* vectors, int64_t stride,
-                                  Factor factor) {
+__device__ inline float4 SumFours(const SetSplits& splits, int begin, int apart,
+                                  const float* vectors, int64_t stride, Factor factor) {
   constexpr int kTogether = 8;
   const int count = splits.count();
   float4 sum = make_float4(0, 0, 0, 0);
-  for (int first = 0; first < count; first += kTogether) {
+  for (int first = begin; first < count; first += kTogether * apart) {
     float4 v[kTogether];
 #pragma unroll
     for (int i = 0; i < kTogether; ++i) {
-      if (first + i < count) {
-        v[i] = *reinterpret_cast<const float4*>(vectors + splits.place(first + i) * stride);
+      const int split = first + i * apart;
+      if (split < count) {
+        v[i] = *reinterpret_cast<const float4*>(vectors + splits.place(split) * stride);
       }
     }
 #pragma unroll
     for (int i = 0; i < kTogether; ++i) {
-      if (first + i >= count) break;
-      const float f = factor(splits.place(first + i));
+      const int split = first + i * apart;
+      if (split >= count) break;
+      const float f = factor(splits.place(split));
       sum.x = fmaf(f, v[i].x, sum.x);
       sum.y = fmaf(f, v[i].y, sum.y);
       sum.z = fmaf(f, v[i].z, sum.z);
@@ -134,7 +138,9 @@ __device__ inline float4 SumFours(const SetSplits& splits, const float* vectors,
 // shared memory. All threads.
 __device__ inline void EstimateHead(const AttendShape& shape, const UnitRequest& u, int g,
                                     int phases, float* totals, HeadSums& head) {
-  constexpr int kSlices = kEstimateThreads / kProjectedPairs;
+  // Parts of the strata whose sums S' is made of, and those that have threads of their own.
+  constexpr int kSlices = 4;
+  constexpr int kOwnSlices = kEstimateThreads / kProjectedPairs;
   constexpr int kWarps = kEstimateThreads / 32;
   __shared__ int16_t set_of[kAllSplitsMax];  // -1: no split
   __shared__ SoftmaxSums sums[kAllSplitsMax];
@@ -213,15 +219,36 @@ __device__ inline void EstimateHead(const AttendShape& shape, const UnitRequest&
   const int values_at = kSumsFloats * shape.group;
   const int squares_at = values_at + shape.group * d;
   const int projected_at = squares_at + shape.group * d;
-  for (int i = threadIdx.x; i < value_fours + strata * set_fours; i += kEstimateThreads) {
-    const int set = i < value_fours ? 0 : 1 + (i - value_fours) / set_fours;
-    const int four = i < value_fours ? i : (i - value_fours) % set_fours;
+  // Exact rows have the most splits, so kChains lanes share them.
+  constexpr int kChains = 4;
+  const int exact_tasks = (kChains * value_fours + 31) / 32 * 32;
+  for (int i = threadIdx.x; i < exact_tasks + strata * set_fours; i += kEstimateThreads) {
+    if (i < exact_tasks) {  // all lanes of a warp or none
+      const int four = i / kChains;
+      float4 sum = make_float4(0, 0, 0, 0);
+      if (four < value_fours) {
+        sum = SumFours(sets[0].splits, i % kChains, kChains,
+                       u.partials + values_at + g * d + 4 * four, partial_floats,
+                       [&](int j) { return static_cast<float>(factors[j]); });
+      }
+#pragma unroll
+      for (int apart = 1; apart < kChains; apart *= 2) {
+        sum.x += __shfl_xor_sync(kFullWarp, sum.x, apart);
+        sum.y += __shfl_xor_sync(kFullWarp, sum.y, apart);
+        sum.z += __shfl_xor_sync(kFullWarp, sum.z, apart);
+        sum.w += __shfl_xor_sync(kFullWarp, sum.w, apart);
+      }
+      if (i % kChains == 0 && four < value_fours) reinterpret_cast<float4*>(totals)[four] = sum;
+      continue;
+    }
+    const int set = 1 + (i - exact_tasks) / set_fours;
+    const int four = (i - exact_tasks) % set_fours;
     const bool squared = four >= value_fours;
     const int first = 4 * four < d       ? values_at + g * d + 4 * four
                       : 4 * four < 2 * d ? squares_at + g * d + 4 * four - d
                                          : projected_at + g * kProjectedPairs + 4 * four - 2 * d;
     reinterpret_cast<float4*>(totals + set * set_floats)[four] =
-        SumFours(sets[set].splits, u.partials + first, partial_floats, [&](int j) {
+        SumFours(sets[set].splits, 0, 1, u.partials + first, partial_floats, [&](int j) {
           const auto f = static_cast<float>(factors[j]);
           return squared ? f * f : f;
         });
@@ -297,13 +324,12 @@ __device__ inline void EstimateHead(const AttendShape& shape, const UnitRequest&
   }
   __syncthreads();
 
-  // S': one thread per entry and slice; the strata are divided among as many slices as there are
-  // threads for.
-  const int slice = threadIdx.x / kProjectedPairs;
+  // S': one thread per entry and slice.
   const int pair = threadIdx.x % kProjectedPairs;
-  if (slice < kSlices) {
-    const int a = pair % kProjectionDims;
-    const int b = (a + pair / kProjectionDims) % kProjectionDims;
+  const int own_slice = threadIdx.x / kProjectedPairs;
+  const int a = pair % kProjectionDims;
+  const int b = (a + pair / kProjectionDims) % kProjectionDims;
+  for (int slice = own_slice; own_slice < kOwnSlices && slice < kSlices; slice += kOwnSlices) {
     double entry = 0;
     for (int h = slice; h < strata; h += kSlices) {
       const RowSet& set = sets[1 + h];

@@ -7,9 +7,10 @@
 namespace spillway::cuda {
 
 inline constexpr int kResolveThreads = 1024;
-// If the GPU lacks at most this many rows in phase 0, they are not gathered: folding them from host
-// memory is as fast.
+// If the GPU lacks few rows in phase 0, they are not gathered: folding them from host memory is as
+// fast. At most this many of a unit, and so many of all units of a wave.
 inline constexpr int kDirectRowsMax = 512;
+inline constexpr int kDirectRowsOfWave = 2048;
 
 // Where the tokens of the heavy bin (the ties) become heavy: all except the first heavy_skip are.
 struct TieSplit {
@@ -156,8 +157,8 @@ __device__ inline void LoadDraw(const UnitRequest& u, int phase, DrawState& draw
 }
 
 // Writes the list's layout, the splits to fold and what this phase draws to UnitState. All threads.
-__device__ inline void LayOut(const UnitRequest& u, int phase, const int64_t* totals,
-                              const DrawState& draw) {
+__device__ inline void LayOut(const UnitRequest& u, int phase, int64_t direct_rows_max,
+                              const int64_t* totals, const DrawState& draw) {
   constexpr int kSets = 1 + kTailStrataMax;
   static_assert(kSets <= 64);
   __shared__ int64_t first_of[kSets];
@@ -198,7 +199,7 @@ __device__ inline void LayOut(const UnitRequest& u, int phase, const int64_t* to
       int64_t missed = totals[kMissedColumn];
       if (phase == 0) missed += MissedSink(u) + MissedWindow(u);
       // The third phase is rare and has few rows, so it has no gather.
-      s.staged = (phase == 1 || (phase == 0 && missed > kDirectRowsMax)) &&
+      s.staged = (phase == 1 || (phase == 0 && missed > direct_rows_max)) &&
                  draw.gathered + missed <= u.staging_rows;
       s.moved_count = missed + (phase == 0 ? 0 : s.moved_count);
       s.gather_first = draw.gathered;
@@ -307,7 +308,8 @@ __global__ void __launch_bounds__(kResolveThreads)
     SumColumns(
         u, rule.strata, [](int, int64_t, uint32_t count) { return count; }, totals);
   }
-  LayOut(u, phase, totals, draw);
+  LayOut(u, phase, min(kDirectRowsMax, kDirectRowsOfWave / static_cast<int>(gridDim.x)), totals,
+         draw);
 }
 
 }  // namespace spillway::cuda
