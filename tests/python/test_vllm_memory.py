@@ -101,7 +101,17 @@ def test_the_engine_gets_what_vllm_found() -> None:
     buffers = 2 * 2 * 2 * (16384 + 8192) * 128 * 2
     attends = 12 * 8192 * (128 * 8 + 32) + (32 << 20)
     expected = (20 << 30) - (1 << 20) - (384 << 20) - buffers - attends
-    assert _limits(Settings(), 20 << 30).gpu_memory == str(expected)
+    limits = _limits(Settings(), 20 << 30)
+    assert (limits.gpu_memory, limits.append_bytes) == (str(expected), 384 << 20)
+
+
+def test_little_memory_is_for_codes() -> None:
+    """Appends take a sixteenth of it, but at least three layers of a chunk (8 MiB each)."""
+    others = (1 << 20) + 2 * 2 * 2 * (16384 + 8192) * 128 * 2 + 12 * 8192 * (128 * 8 + 32)
+    for available, appends in ((1024 << 20, 64 << 20), (320 << 20, 24 << 20)):
+        limits = _limits(Settings(), available)
+        assert limits.append_bytes == appends
+        assert limits.gpu_memory == str(available - others - (32 << 20) - appends)
 
 
 @pytest.mark.parametrize(
@@ -126,5 +136,5 @@ def test_where_the_pool_has_the_memory_the_engine_has_its_own_default() -> None:
 
 
 def test_no_memory_is_an_error_that_says_what_takes_it() -> None:
-    with pytest.raises(ValueError, match=r"0\.92: vLLM finds 300 MiB .* 8192 tokens 563 MiB"):
-        _limits(Settings(), 300 << 20)
+    with pytest.raises(ValueError, match=r"0\.92: vLLM finds 200 MiB .* 8192 tokens 203 MiB"):
+        _limits(Settings(), 200 << 20)

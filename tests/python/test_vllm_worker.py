@@ -517,10 +517,10 @@ def test_what_a_running_prompt_lacks_is_its_own_loss(
 
 def test_failed_appends_hold_no_memory(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are tried once more before others are started, and then dropped."""
-    monkeypatch.setattr("spillway_kv.vllm.appends.COLLECTED_BYTES", 1)
     model.append_later(True)
     appends = model.worker._sequences._appends
     assert appends is not None
+    appends._collected_bytes = 1
 
     def appended(*_: Any, **__: Any) -> None:
         raise spillway_kv.ResourceExhausted("the memory limit is reached")

@@ -14,10 +14,11 @@ from spillway_kv.sequence import Sequence
 # Each append is a call of a thread, which competes with the model's thread for the interpreter. So
 # there are few, each of several layers.
 _THREAD_COUNT = 2
-# Bytes of K/V of a step that are collected before they are appended.
-COLLECTED_BYTES = 128 << 20
-# Most bytes of K/V whose appends wait or run. They are in addition to what the model needs.
-BYTES_MAX = 256 << 20
+# Most bytes of K/V that are collected for an append, or whose appends wait or run. They are in
+# addition to what the model needs.
+BYTES_MAX = 384 << 20
+# The part of these that an append collects, at least one layer.
+_COLLECTED = 1 / 3
 
 
 # Calls a function that may be called again after a failure, and may free memory before it does.
@@ -124,11 +125,17 @@ class Appends:
         layer_count: Layers of the model.
         patiently: Calls an append that has failed once more, in the caller's thread, and raises
             what its sequence is lost for.
+        bytes_max: Most bytes of K/V that it holds. It holds one layer of a step more, if that is
+            all it can do.
     """
 
-    def __init__(self, layer_count: int, patiently: Patiently) -> None:
+    def __init__(
+        self, layer_count: int, patiently: Patiently, *, bytes_max: int = BYTES_MAX
+    ) -> None:
         self._layer_count = layer_count
         self._patiently = patiently
+        self._collected_bytes = int(bytes_max * _COLLECTED)
+        self._waiting_bytes_max = bytes_max - self._collected_bytes
         self._pool = ThreadPoolExecutor(_THREAD_COUNT, thread_name_prefix="spillway-append")
         self._streams = threading.local()
         # The appends of each sequence that were not settled. Only the last one may take more
@@ -165,7 +172,7 @@ class Appends:
         appends = self._of.setdefault(key, deque())
         if not appends or appends[-1].future is not None:
             of_layer = (k.nbytes + v.nbytes) / share
-            count = max(1, min(int(COLLECTED_BYTES / of_layer), self._layer_count - layer))
+            count = max(1, min(int(self._collected_bytes / of_layer), self._layer_count - layer))
             appends.append(_Append(sequence, layer, count, start, k.shape, k.dtype, k.device))
         append = appends[-1]
         append.add(k, v)
@@ -177,7 +184,7 @@ class Appends:
         # One that has failed is appended again here, so that it does not hold its K/V any longer.
         while self._order and (
             self._future(self._order[0]).done()
-            or self._waiting_bytes() + append.byte_count > BYTES_MAX
+            or self._waiting_bytes() + append.byte_count > self._waiting_bytes_max
         ):
             self._order.popleft().conclude(self._patiently)
         append.future = self._pool.submit(self._run, append)

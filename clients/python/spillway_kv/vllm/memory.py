@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from spillway_kv import prefill
-from spillway_kv.vllm.appends import BYTES_MAX, COLLECTED_BYTES
+from spillway_kv.vllm.appends import BYTES_MAX
 from spillway_kv.vllm.prompts import JOINED_TOKEN_COUNT
 from spillway_kv.vllm.sequences import Shapes
 from spillway_kv.vllm.settings import Settings
@@ -126,7 +126,9 @@ def with_limits(
         dtype=shapes.dtype,
         block_token_count=prefill.BLOCK_TOKEN_COUNT + JOINED_TOKEN_COUNT,
     )
-    appends = BYTES_MAX + COLLECTED_BYTES
+    layer = chunk * 2 * shapes.kv_head_count * shapes.head_dim * shapes.dtype.itemsize
+    # Little memory is for codes. Appends need a layer that is collected, and two that wait.
+    appends = min(BYTES_MAX, max(_available // 16, 3 * layer))
     attends = prefill.attend_bytes(
         query_heads=shapes.query_head_count,
         head_dim=shapes.head_dim,
@@ -141,4 +143,4 @@ def with_limits(
             f"prompts of {chunk} tokens {(appends + buffers + attends) >> 20} MiB; nothing is "
             "left for codes of keys. Raise it, or lower --max-num-batched-tokens"
         )
-    return replace(settings, gpu_memory=str(limit))
+    return replace(settings, gpu_memory=str(limit), append_bytes=appends)

@@ -72,7 +72,9 @@ class Sequences:
         self.client = _connect(settings, device)
         # Appends of prompts that go on while the model computes. None: they do not.
         self._appends = (
-            Appends(shapes.layer_count, self.patiently) if device.type == "cuda" else None
+            Appends(shapes.layer_count, self.patiently, bytes_max=settings.append_bytes)
+            if device.type == "cuda"
+            else None
         )
         self._model: spillway_kv.Model | None = None
         self._sequences: dict[int, Sequence] = {}

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from spillway_kv.quality import policy_of
+from spillway_kv.vllm.appends import BYTES_MAX
 
 PREFIX = "VLLM_SPILLWAY_"
 
@@ -29,6 +30,7 @@ class Settings:
         reconnect_seconds: How long a worker waits for a daemon that is gone.
         seed: Seed of the sampling of an embedded engine, like `models.sampling_seed`. All ranks
             have the same. -1 means random.
+        append_bytes: Most GPU memory of K/V that wait to be appended. No variable sets it.
     """
 
     target: str = "embedded:"
@@ -40,6 +42,7 @@ class Settings:
     reconnect_seconds: float = 60.0
     seed: int = -1
     gpu_resident: str = ""
+    append_bytes: int = BYTES_MAX
 
     @property
     def embedded(self) -> bool:
