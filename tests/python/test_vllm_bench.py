@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
+import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -46,6 +50,37 @@ def test_one_token_each_has_no_decoding() -> None:
     assert made["decode_tokens_per_second"] is None
     assert made["token_p50"] is None
     assert made["step_median"] is None
+
+
+def test_tokens_of_a_step_come_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The median time of a step is not the time between two requests' tokens of one step."""
+
+    class FakeEngine:
+        steps = 0
+
+        def add_request(self, *_: object) -> None:
+            pass
+
+        def has_unfinished_requests(self) -> bool:
+            return self.steps < 4
+
+        def step(self) -> Iterator[SimpleNamespace]:
+            self.steps += 1
+            time.sleep(0.05)
+            answers = [
+                SimpleNamespace(request_id=name, outputs=[SimpleNamespace(token_ids=[7])])
+                for name in ("0", "1", "2")
+            ]
+            return iter(answers)
+
+    output = SimpleNamespace(RequestOutputKind=SimpleNamespace(DELTA=2))
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=dict))
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", output)
+    engine = bench.Engine.__new__(bench.Engine)
+    engine._llm = SimpleNamespace(llm_engine=FakeEngine(), get_metrics=list)
+    engine._texts = bench.Texts(range(100))
+    made = engine.run({"tokens": 4, "requests": 3, "new_tokens": 4, "seed": 0})
+    assert made["step_median"] >= 0.05
 
 
 def test_percentiles() -> None:

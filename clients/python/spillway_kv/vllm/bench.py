@@ -178,8 +178,11 @@ class Engine:
             if not engine.has_unfinished_requests():
                 time.sleep(max(times[added] - (time.perf_counter() - start), 0))
                 continue
-            for answer in engine.step():
-                at, came = time.perf_counter() - start, len(answer.outputs[0].token_ids)
+            answers = engine.step()
+            # One time for all tokens of a step, so that times between steps are those of steps.
+            at = time.perf_counter() - start
+            for answer in answers:
+                came = len(answer.outputs[0].token_ids)
                 if came:
                     recorder.note(answer.request_id, at, came)
         counts = self.counts()
