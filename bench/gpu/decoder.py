@@ -1,8 +1,9 @@
 """Times decode steps on a CUDA stream of the caller, eagerly and in a CUDA graph.
 
-Four layers in bf16 over model-like K/V (bench/trace_data.py), one sequence or several,
-default policy; 32 query heads over 8 KV heads of 128 unless --heads, --kv-heads or --dim
-say otherwise. These ways take turns in each round, over sequences with the same rows:
+Four layers in bf16 over model-like K/V (bench/trace_data.py), one sequence or several, with
+the default policy unless --top or --exact says otherwise, and 32 query heads over 8 KV heads
+of 128 unless --heads, --kv-heads or --dim does. These ways take turns in each round, over
+sequences with the same rows:
 
 - job: `Client.begin_step` with tensors in host memory. Its time is that of the engine's
   kernels, between two events on the engine's own stream.
@@ -470,11 +471,14 @@ def main() -> None:
     parser.add_argument("--kernels", action="store_true", help="also times kernels by name")
     parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS, help="job among them")
     parser.add_argument("--top", type=float, help="this share of the rows, in place of the default")
+    parser.add_argument("--exact", action="store_true", help="all rows, in place of the default")
     parser.add_argument("--device", default="cuda:0")
     arguments = parser.parse_args()
     policy = spillway_kv.Policy()
     if arguments.top is not None:
         policy = spillway_kv.Policy(heavy=spillway_kv.TopK(fraction=arguments.top), tail="none")
+    if arguments.exact:
+        policy = spillway_kv.Policy(selector="all")
     shape = Shape(arguments.heads, arguments.kv_heads, arguments.dim)
     if shape.heads % shape.kv_heads != 0:
         raise SystemExit(f"--heads {shape.heads} is not a multiple of --kv-heads {shape.kv_heads}")

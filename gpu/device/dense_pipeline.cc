@@ -102,7 +102,7 @@ void DensePipeline::LayOut(Part& part, Carver& requests, Carver& results, Carver
   part.device_q = workspace.Take<float>(of_step ? 0 : q_floats);
   part.device_stage_table = workspace.Take<const std::byte*>(stage_pages);
   part.stage = workspace.Take<std::byte>(part.staged ? spec().kv_head_count * StageBytes() : 0);
-  part.errors = workspace.Take<uint32_t>(count);
+  part.errors = workspace.Take<uint32_t>(count + 1);
   for (Block& block : part.blocks) {
     DenseUnit& unit = block.unit;
     unit.partials =
@@ -180,10 +180,13 @@ DenseWave DensePipeline::View(const Part& part) const {
   wave.scale = static_cast<float>(spec().softmax_scale);
   wave.units = part.device_units;
   wave.unit_count = static_cast<int>(part.blocks.size());
+  wave.sm_count = context_->gpu().sm_count;
   wave.cancel = context_->cancel();
+  wave.running = part.errors + part.blocks.size();
   wave.limit = INT64_MAX;
   for (const Block& block : part.blocks) {
     wave.split_count_max = std::max(wave.split_count_max, block.unit.split_count);
+    wave.query_rows_max = std::max(wave.query_rows_max, block.unit.query_rows);
   }
   if (const StepContext* step = context_->step(); step != nullptr) {
     wave.units = context_->Uploaded(part.units);
@@ -201,9 +204,9 @@ absl::Status DensePipeline::Launch(const Part& part) {
                                                   static_cast<size_t>(part.request_bytes),
                                                   cudaMemcpyHostToDevice, stream));
   }
-  // 0xFF in every byte means no token.
+  // 0xFF in every byte means no token, and that the work goes on.
   SPILLWAY_CUDA_RETURN_IF_ERROR(
-      cudaMemsetAsync(part.errors, 0xFF, sizeof(uint32_t) * part.blocks.size(), stream));
+      cudaMemsetAsync(part.errors, 0xFF, sizeof(uint32_t) * (part.blocks.size() + 1), stream));
   RETURN_IF_ERROR(Fold(part, wave));
   SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchDenseFinish(wave, stream));
   return context_->Mark("dense");

@@ -58,7 +58,7 @@ class DensePipeline {
     float* device_q = nullptr;
     const std::byte** device_stage_table = nullptr;
     std::byte* stage = nullptr;
-    uint32_t* errors = nullptr;
+    uint32_t* errors = nullptr;  // of each block; then DenseWave::running
   };
 
   const ModelSpec& spec() const { return context_->spec(); }

@@ -41,7 +41,6 @@ struct StepContext {
   // For the next launch:
   cudaStream_t stream = nullptr;
   CallerTensors tensors;
-  const int32_t* cancel = nullptr;  // points to 0
   // A second stream, for half of many units. It begins after `fork` on the first stream, which
   // continues after `join` on the second.
   cudaStream_t side_stream = nullptr;
@@ -63,7 +62,8 @@ class JobContext {
   StepContext* step() const { return step_; }
   cudaStream_t stream() const { return step_ != nullptr ? step_->stream : slot_->stream(); }
   int64_t wave_bytes() const { return step_ != nullptr ? step_->wave_bytes : slot_->wave_bytes(); }
-  const int32_t* cancel() const { return step_ != nullptr ? step_->cancel : slot_->cancel(); }
+  // Null for a step, which is not cancelled.
+  const int32_t* cancel() const { return step_ != nullptr ? nullptr : slot_->cancel(); }
   // Tokens for which a unit of n tokens has memory.
   int64_t TokenCapacity(int64_t n) const { return step_ != nullptr ? step_->token_count_max : n; }
   // Where kernels read data that was written to pinned memory.

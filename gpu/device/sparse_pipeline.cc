@@ -103,8 +103,8 @@ int64_t SparsePipeline::StagingRows(const AttendShape& shape, int64_t n, int64_t
   if (context_->step() == nullptr) {
     // A quarter of the rows. More if all units of the job still fit into one wave, because waves
     // run one after the other.
-    return std::min({n, std::max({n / 4, kStagingRowsMin, share_bytes / 2 / shape.row_bytes}),
-                     most});
+    return std::min(
+        {n, std::max({n / 4, kStagingRowsMin, share_bytes / 2 / shape.row_bytes}), most});
   }
   // A step keeps its memory, so it takes no more. It takes less, down to a sixteenth of the rows,
   // if then all units fit into one wave.

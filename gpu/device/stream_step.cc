@@ -104,7 +104,6 @@ class CudaStreamStep final : public StreamStep {
     fork_ = {};
     join_ = {};
     memory_ = {};
-    stop_ = {};
   }
 
   absl::Status Open();
@@ -165,7 +164,6 @@ class CudaStreamStep final : public StreamStep {
   int64_t upload_bytes_ = 0;
   int64_t workspace_bytes_ = 0;
   DeviceBuffer memory_;  // uploaded data, bad elements [L][B], workspace
-  PinnedBuffer stop_;    // 0: nothing stops a step's kernels
   BadElement* bad_ = nullptr;
   std::byte* workspace_ = nullptr;
   std::array<Slot, kSlotCount> slots_;
@@ -293,8 +291,6 @@ absl::Status CudaStreamStep::Open() {
   ASSIGN_OR_RETURN(side_stream_, Stream::Create());
   ASSIGN_OR_RETURN(fork_, Event::Create(/*timing=*/false));
   ASSIGN_OR_RETURN(join_, Event::Create(/*timing=*/false));
-  ASSIGN_OR_RETURN(stop_, PinnedBuffer::Create(64, home_.host_budget, kWhat));
-  std::memset(stop_.data(), 0, 64);
   device.Take<std::byte>(upload_bytes_);
   const int64_t bad_at = device.bytes();
   device.Take<BadElement>(spec().layer_count * item_count());
@@ -510,7 +506,6 @@ absl::Status CudaStreamStep::Fill(Slot& slot, cudaStream_t stream) {
   step.side_stream = side_stream_.get();
   step.fork = fork_.get();
   step.join = join_.get();
-  step.cancel = reinterpret_cast<const int32_t*>(stop_.data());
   std::vector<int64_t> lengths;
   for (const StreamStepPart& part : options_.parts) {
     lengths.push_back(part.rows->front().token_count() + options_.token_count);

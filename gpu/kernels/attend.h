@@ -283,7 +283,8 @@ struct UnitRequest {
 inline constexpr int kProjectedPairs = kProjectionDims * (kProjectionDims + 1) / 2;
 
 // A split's sums: SoftmaxSums [G], then as floats sum x v and sum x^2 v, [G][d] each, and sum x^2
-// y_a y_b [G][kProjectedPairs]. Of exact rows, sums of x^2 are not set. Values are in units of HeadStatistics::value_unit. In floats:
+// y_a y_b [G][kProjectedPairs]. Of exact rows, sums of x^2 are not set. Values are in units of
+// HeadStatistics::value_unit. In floats:
 inline constexpr int kSumsFloats = sizeof(SoftmaxSums) / sizeof(float);
 SPILLWAY_HOST_DEVICE inline int64_t PartialFloats(int group, int head_dim) {
   return int64_t{group} * (kSumsFloats + 2 * head_dim + kProjectedPairs);
@@ -398,13 +399,16 @@ struct DenseWave {
   float scale = 1;
   const DenseUnit* units = nullptr;  // device
   int unit_count = 0;
+  int query_rows_max = 0;  // of the units
+  int sm_count = 0;
   // The launch folds rows [first, limit); page 0 of the units' tables begins with row `first`. Both
   // are multiples of split_rows, or the launch covers all rows.
   int64_t first = 0;
   int64_t limit = 0;
   int64_t split_count_max = 0;  // of one launch
-  // Pinned; the work stops when it is not 0.
+  // Pinned; the work stops when it is not 0. Null: it never stops.
   const int32_t* cancel = nullptr;
+  uint32_t* running = nullptr;  // device, not 0 at first; 0 once a block has seen that it stops
   CallerTensors step;
 
   bool operator==(const DenseWave&) const = default;

@@ -72,7 +72,8 @@ __device__ inline void LoadOfRows(const float* from, float (&x)[kRows]) {
 // weigh(r, i, k, l): what replaces a visible logit l; k is the row's key. queries: [kRows][d],
 // scaled. memory: the rest of FoldFloats(). Needs one thread per dimension and, with moments, per
 // entry of kProjectedPairs. kInFlight: see LoadTile().
-template <int kRows, bool kMoments, int kInFlight, typename RowAt, typename Visible, typename Bad, typename Weigh>
+template <int kRows, bool kMoments, int kInFlight, typename RowAt, typename Visible, typename Bad,
+          typename Weigh>
 __device__ inline void FoldRows(const FoldShape& shape, int64_t count, RowAt row_at,
                                 Visible visible, Bad bad, Weigh weigh, const float* queries,
                                 float* memory, SoftmaxSums* sums,

@@ -25,8 +25,7 @@ cudaError_t LaunchFoldOf(const Wave& wave, int phase, const typename Weigh::Cont
         FoldLaunch(grid, wave.shape.head_dim, kRows, /*moments=*/true, wave.overlap), stream,
         wave.shape, context, phase, wave.units);
   };
-  if (wave.shape.group <= 4) return fold.template operator()<4>();
-  return wave.shape.group <= 8 ? fold.template operator()<8>() : fold.template operator()<16>();
+  return wave.shape.group <= 4 ? fold.template operator()<4>() : fold.template operator()<16>();
 }
 
 }  // namespace spillway::cuda

@@ -1,0 +1,490 @@
+#pragma once
+
+#include "gpu/kernels/fold.cuh"
+#include "gpu/kernels/tensor_product.cuh"
+
+// Folds rows of 16 bits on tensor cores: the same sums as FoldRows(). Keys and values stay in 16
+// bits. Queries, weights x and their squares are split in terms of 16 bits, so that a product is as
+// exact as its fp32 sum; weights of second moments have 16 bits. The order of every sum depends on
+// the split alone.
+namespace spillway::cuda {
+
+inline constexpr int kTensorThreads = 128;
+inline constexpr int kTensorTileRows = 32;
+// Terms of the weights of second moments, and of projected values.
+inline constexpr int kMomentTerms = 2;
+
+// Shared memory of a block, in bytes from its beginning. Rows of 16-bit elements are 16 bytes
+// longer than their elements, so that the eight rows that lanes read together are in other banks.
+template <DType kDType>
+struct TensorLayout {
+  int row_stride;    // of tiles [2][kTensorTileRows] of keys and values
+  int query_stride;  // of queries [terms][heads]
+  static constexpr int kWeightStride = 2 * kTensorTileRows + 16;  // of weights [terms][heads]
+  int tiles, queries, logits, weights, square_weights, squares, projections, norms, end;
+
+  __host__ __device__ TensorLayout(int head_dim, int heads) {
+    row_stride = 4 * head_dim + 16;
+    query_stride = 2 * head_dim + 16;
+    tiles = 0;
+    queries = tiles + 2 * kTensorTileRows * row_stride;
+    logits = queries + kFloatTerms<kDType> * heads * query_stride;
+    weights = logits + 2 * kTensorTileRows * heads * int{sizeof(float)};
+    square_weights = weights + kFloatTerms<kDType> * heads * kWeightStride;
+    squares = square_weights + kMomentTerms * heads * kWeightStride;
+    projections = squares + heads * kTensorTileRows * int{sizeof(float)};
+    norms = projections + kTensorTileRows * kProjectionStride * int{sizeof(float)};
+    end = norms + kTensorTileRows * int{sizeof(float)};
+  }
+};
+
+// Whether rows can be folded on tensor cores.
+__host__ __device__ inline bool TensorFolds(DType dtype, int head_dim) {
+  return dtype != DType::kF32 && head_dim % 16 == 0;
+}
+
+struct TensorFoldShape {
+  int head_dim;
+  int rows;  // query rows in use, <= kHeads
+  float scale;
+  // Values are multiplied by inverse_unit and, with moments, projected.
+  float inverse_unit = 1;
+  const ProjectionSigns* signs = nullptr;
+};
+
+// Folds splits source.first_split() + i for i = blockIdx.x, blockIdx.x + gridDim.x, ... below
+// source.split_end(). A block of kTensorThreads has one tile at a time, and the rows of the next
+// are on their way. kHeads: 8 or 16. kDimTiles: of 64 dimensions each, at least head_dim. memory:
+// TensorLayout. A source has:
+//   kMoments                     whether a split may have moments
+//   At(split)                    its rows, as KvSplit
+//   HasMoments(split)            given as KvSplit
+//   Row(split, i)                the address of row i
+//   Visible(r, split, i)         whether query row r sees it
+//   Bad(split, i)                called for a visible logit that is not finite
+//   Query(r, i)                  element i of query row r, not scaled
+//   Stops()                      whether to fold no further split; thread 0 calls it
+//   Out(split, r, sums)          takes the sums of a query row
+//   Values(split)                where sums x v [rows][d] go
+//   ValuesSquared(split)         with moments: sums x^2 v [rows][d]
+//   Pairs(split)                 with moments: sums x^2 y_a y_b [rows][kProjectedPairs]
+template <DType kDType, int kHeads, int kDimTiles, typename Source>
+__device__ inline void FoldOnTensorCores(const TensorFoldShape& shape, const Source& source,
+                                         std::byte* memory) {
+  constexpr int kWarps = kTensorThreads / 32;
+  constexpr int kHeadTiles = kHeads / 8;
+  constexpr int kTerms = kFloatTerms<kDType>;
+  constexpr int kWarpHeads = kHeads / kWarps;
+  static_assert(kTensorThreads == 4 * kTensorTileRows && kProjectionDims == 16);
+  __shared__ SoftmaxSums sums[kHeads];
+  __shared__ float keep[kHeads];
+  // Queries of f16 are divided by this, so that their terms are in f16's range.
+  __shared__ float query_unit[kHeads];
+  __shared__ bool stop;
+  const int split_end = source.split_end();
+  int split_index = source.first_split() + static_cast<int>(blockIdx.x);
+  if (split_index >= split_end) return;
+  const int d = shape.head_dim;
+  const int lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32;
+  const TensorLayout<kDType> at(d, kHeads);
+  auto* const logits = reinterpret_cast<float*>(memory + at.logits);    // [2][rows][heads]
+  auto* const squares = reinterpret_cast<float*>(memory + at.squares);  // [heads][rows]
+  auto* const projections = reinterpret_cast<float*>(memory + at.projections);
+  auto* const norms = reinterpret_cast<float*>(memory + at.norms);
+  const float inverse_unit = shape.inverse_unit;
+  // Values of bf16 may overflow sums before they are in units, so the weights are; those of f16
+  // cannot, and their weights would leave f16's range.
+  const float weight_unit = kDType == DType::kBF16 ? inverse_unit : 1.0f;
+  const float sum_unit = kDType == DType::kBF16 ? 1.0f : inverse_unit;
+
+  // Tiles follow each other across splits.
+  KvSplit split = source.At(split_index);
+  KvSplit ahead = split;  // of the tile that is brought next
+  int ahead_index = split_index;
+  int ahead_first = 0;
+  const auto bring = [&](int stage) {
+    if (ahead_index < split_end) {
+      const int chunks = d / 4;  // of 16 bytes in a row
+      const int count = min(kTensorTileRows, ahead.count - ahead_first);
+      std::byte* const tile = memory + at.tiles + stage * kTensorTileRows * at.row_stride;
+      // Each lane looks up one row, so that the latency is paid once.
+      static_assert(kTensorTileRows == 32);
+      const auto row_of_lane =
+          reinterpret_cast<uint64_t>(source.Row(ahead, ahead_first + min(lane, count - 1)));
+      for (int i = threadIdx.x; i < kTensorTileRows * chunks; i += kTensorThreads) {
+        const int row = i / chunks;
+        const int chunk = i % chunks;
+        const uint64_t from = __shfl_sync(kFullWarp, row_of_lane, row) + chunk * 16;
+        const auto to = static_cast<uint32_t>(
+            __cvta_generic_to_shared(tile + row * at.row_stride + chunk * 16));
+        // Rows that are not there become zeros.
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+                     "r"(row < count ? 16 : 0)
+                     : "memory");
+      }
+      ahead_first += kTensorTileRows;
+      if (ahead_first >= ahead.count) {
+        ahead_first = 0;
+        ahead_index += static_cast<int>(gridDim.x);
+        if (ahead_index < split_end) ahead = source.At(ahead_index);
+      }
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  };
+  bring(0);
+
+  // The queries' terms.
+  for (int h = warp; h < kHeads; h += kWarps) {
+    const bool in_use = h < shape.rows;
+    float unit = 1;
+    if (kDType == DType::kF16 && in_use) {
+      float largest = 0;
+      for (int i = lane; i < d; i += 32) {
+        largest = fmaxf(largest, fabsf(source.Query(h, i) * shape.scale));
+      }
+      largest = WarpMax(largest);
+      // The power of two below it.
+      const uint32_t exponent = __float_as_uint(largest) & 0x7F800000u;
+      if (exponent != 0 && exponent != 0x7F800000u) unit = __uint_as_float(exponent);
+    }
+    if (lane == 0) query_unit[h] = unit;
+    for (int i = lane; i < d; i += 32) {
+      float x = in_use ? source.Query(h, i) * shape.scale / unit : 0.0f;
+#pragma unroll
+      for (int t = 0; t < kTerms; ++t) {
+        *reinterpret_cast<uint16_t*>(memory + at.queries + (t * kHeads + h) * at.query_stride +
+                                     2 * i) = TakeTerm<kDType>(x);
+      }
+    }
+  }
+
+  // Sums of this warp: of dimensions [16 (warp + kWarps m), + 16), by tile of heads; and of its
+  // heads' projected values.
+  float value[kDimTiles][kHeadTiles][4], value_sq[kDimTiles][kHeadTiles][4];
+  float projected[kWarpHeads][2][4];
+  int first = 0;  // of the split's rows, in this tile
+  for (int stage = 0; split_index < split_end; stage ^= 1) {
+    const bool moments = Source::kMoments && source.HasMoments(split);
+    const int count = min(kTensorTileRows, split.count - first);
+    const std::byte* const tile = memory + at.tiles + stage * kTensorTileRows * at.row_stride;
+    if (first == 0) {
+      if (threadIdx.x == 0) stop = source.Stops();
+      if (threadIdx.x < kHeads) sums[threadIdx.x] = SoftmaxSums::Empty();
+#pragma unroll
+      for (int m = 0; m < kDimTiles; ++m) {
+#pragma unroll
+        for (int n = 0; n < kHeadTiles; ++n) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) value[m][n][e] = value_sq[m][n][e] = 0;
+        }
+      }
+#pragma unroll
+      for (int h = 0; h < kWarpHeads; ++h) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) projected[h][0][e] = projected[h][1][e] = 0;
+      }
+    }
+    asm volatile("cp.async.wait_group 0;" ::: "memory");
+    __syncthreads();
+    if (stop) return;
+    bring(stage ^ 1);
+
+    // Logits: 16 rows a warp, over half of the dimensions.
+    {
+      const int row = warp % 2 * 16;
+      const int half = warp / 2;
+      float sum[kHeadTiles][2][4] = {};  // of the first term, and of the others
+      for (int k = half; k < d / 16; k += 2) {
+        uint32_t a[4];
+        LoadMatrix(a, tile + row * at.row_stride + k * 32, at.row_stride);
+#pragma unroll
+        for (int n = 0; n < kHeadTiles; ++n) {
+#pragma unroll
+          for (int t = 0; t < kTerms; ++t) {
+            const auto* b = reinterpret_cast<const uint32_t*>(
+                memory + at.queries + (t * kHeads + n * 8 + lane / 4) * at.query_stride + k * 32 +
+                lane % 4 * 4);
+            MultiplyAdd<kDType>(sum[n][t > 0], a, b[0], b[4]);
+          }
+        }
+      }
+#pragma unroll
+      for (int n = 0; n < kHeadTiles; ++n) {
+        float* const to =
+            logits + (half * kTensorTileRows + row + lane / 4) * kHeads + n * 8 + lane % 4 * 2;
+        *reinterpret_cast<float2*>(to) =
+            make_float2(sum[n][0][0] + sum[n][1][0], sum[n][0][1] + sum[n][1][1]);
+        *reinterpret_cast<float2*>(to + 8 * kHeads) =
+            make_float2(sum[n][0][2] + sum[n][1][2], sum[n][0][3] + sum[n][1][3]);
+      }
+    }
+    // Of each row's value: elements [4 quad, 4 quad + 4) of the projection, and ||v||^2.
+    if (moments) {
+      const int row = threadIdx.x / 4;
+      const int quad = threadIdx.x % 4;
+      const std::byte* const v = tile + row * at.row_stride + 2 * d;
+      float4 y = make_float4(0, 0, 0, 0);
+      float norm = 0;
+#pragma unroll 4
+      for (int i = 4 * quad; i < d; i += kProjectionDims) {
+        float4 x = LoadFour(kDType, v, i / 4);
+        x = make_float4(x.x * inverse_unit, x.y * inverse_unit, x.z * inverse_unit,
+                        x.w * inverse_unit);
+        y.x += shape.signs->Of(i, x.x);
+        y.y += shape.signs->Of(i + 1, x.y);
+        y.z += shape.signs->Of(i + 2, x.z);
+        y.w += shape.signs->Of(i + 3, x.w);
+        norm = fmaf(x.x, x.x, norm);
+        norm = fmaf(x.y, x.y, norm);
+        norm = fmaf(x.z, x.z, norm);
+        norm = fmaf(x.w, x.w, norm);
+      }
+      *reinterpret_cast<float4*>(projections + row * kProjectionStride + 4 * quad) = y;
+      norm += __shfl_xor_sync(kFullWarp, norm, 1);
+      norm += __shfl_xor_sync(kFullWarp, norm, 2);
+      if (quad == 0) norms[row] = norm;
+    }
+    __syncthreads();
+
+    // One warp per query head, one lane per row: maxima, sums and weights.
+    for (int h = warp; h < kHeads; h += kWarps) {
+      const bool there = lane < count && h < shape.rows;
+      float l = -INFINITY;
+      if (there && source.Visible(h, split, first + lane)) {
+        l = (logits[lane * kHeads + h] + logits[(kTensorTileRows + lane) * kHeads + h]) *
+            query_unit[h];
+        if (!isfinite(l)) source.Bad(split, first + lane);
+      }
+      const float old = sums[h].max;
+      const float max = fmaxf(WarpMax(l), old);
+      const float x = l == -INFINITY ? 0.0f : ExpF32(l - max);
+      const float sum = WarpSum(x);
+      const float sum_sq = moments ? WarpSum(x * x) : 0;
+      const float sum_sq_norm = moments ? WarpSum(there ? x * x * norms[lane] : 0.0f) : 0;
+      if (h < shape.rows) {
+        __syncwarp();  // all have read the old maximum
+        if (lane == 0) keep[h] = sums[h].Merge({max, sum, sum_sq, sum_sq_norm}).keep;
+      } else if (lane == 0) {
+        keep[h] = 0;
+      }
+      float weight = x * weight_unit;
+#pragma unroll
+      for (int t = 0; t < kTerms; ++t) {
+        *reinterpret_cast<uint16_t*>(memory + at.weights + (t * kHeads + h) * at.kWeightStride +
+                                     2 * lane) = TakeTerm<kDType>(weight);
+      }
+      if (!moments) continue;
+      float square = x * x * weight_unit;
+#pragma unroll
+      for (int t = 0; t < kMomentTerms; ++t) {
+        *reinterpret_cast<uint16_t*>(memory + at.square_weights +
+                                     (t * kHeads + h) * at.kWeightStride + 2 * lane) =
+            TakeTerm<kDType>(square);
+      }
+      squares[h * kTensorTileRows + lane] = x * x;
+    }
+    __syncthreads();
+
+    // Sums of x v and x^2 v.
+    float kept[kHeadTiles][2];
+#pragma unroll
+    for (int n = 0; n < kHeadTiles; ++n) {
+      kept[n][0] = keep[n * 8 + lane % 4 * 2];
+      kept[n][1] = keep[n * 8 + lane % 4 * 2 + 1];
+    }
+#pragma unroll
+    for (int m = 0; m < kDimTiles; ++m) {
+      const int first_dim = (warp + kWarps * m) * 16;
+      if (first_dim >= d) break;
+#pragma unroll
+      for (int n = 0; n < kHeadTiles; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          value[m][n][e] *= kept[n][e % 2];
+          value_sq[m][n][e] *= kept[n][e % 2] * kept[n][e % 2];
+        }
+      }
+#pragma unroll
+      for (int k = 0; k < kTensorTileRows / 16; ++k) {
+        if (k * 16 >= count) break;
+        uint32_t a[4];
+        LoadTransposed(a, tile + k * 16 * at.row_stride + 2 * d + 2 * first_dim, at.row_stride);
+        const auto weights_at = [&](int base, int t, int n) {
+          return reinterpret_cast<const uint32_t*>(
+              memory + base + (t * kHeads + n * 8 + lane / 4) * at.kWeightStride + k * 32 +
+              lane % 4 * 4);
+        };
+#pragma unroll
+        for (int n = 0; n < kHeadTiles; ++n) {
+#pragma unroll
+          for (int t = 0; t < kTerms; ++t) {
+            const uint32_t* b = weights_at(at.weights, t, n);
+            MultiplyAdd<kDType>(value[m][n], a, b[0], b[4]);
+          }
+#pragma unroll
+          for (int t = 0; t < kMomentTerms && moments; ++t) {
+            const uint32_t* b = weights_at(at.square_weights, t, n);
+            MultiplyAdd<kDType>(value_sq[m][n], a, b[0], b[4]);
+          }
+        }
+      }
+    }
+    // Sums of x^2 y_a y_b: of each head, y times x^2, transposed, by y.
+    if (moments) {
+#pragma unroll
+      for (int h = 0; h < kWarpHeads; ++h) {
+        const int head = warp + kWarps * h;
+        const float factor = keep[head] * keep[head];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          projected[h][0][e] *= factor;
+          projected[h][1][e] *= factor;
+        }
+      }
+#pragma unroll
+      for (int k = 0; k < kTensorTileRows / 16; ++k) {
+        if (k * 16 >= count) break;
+        const int row = k * 16 + lane % 4 * 2;
+        constexpr int kRowOf[4] = {0, 1, 8, 9};
+        float y[4][2];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float* const of_row =
+              projections + (row + kRowOf[j]) * kProjectionStride + lane / 4;
+          y[j][0] = of_row[0];
+          y[j][1] = of_row[8];
+        }
+        uint32_t b[2][2][2];  // term, tile of columns, pair
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+#pragma unroll
+          for (int pair = 0; pair < 2; ++pair) {
+            float low = y[2 * pair][n], high = y[2 * pair + 1][n];
+            b[0][n][pair] = TakeTerms<DType::kBF16>(low, high);
+            b[1][n][pair] = TakeTerms<DType::kBF16>(low, high);
+          }
+        }
+#pragma unroll
+        for (int h = 0; h < kWarpHeads; ++h) {
+          const int head = warp + kWarps * h;
+          if (head >= shape.rows) break;
+          const float* const square = squares + head * kTensorTileRows + row;
+          uint32_t a[2][4];
+#pragma unroll
+          for (int part = 0; part < 4; ++part) {
+            // Pairs of rows 0 and 1, then 8 and 9; of columns lane / 4, then + 8.
+            const int j = part / 2 * 2;
+            float low = square[kRowOf[j]] * y[j][part % 2];
+            float high = square[kRowOf[j + 1]] * y[j + 1][part % 2];
+            a[0][part] = TakeTerms<DType::kBF16>(low, high);
+            a[1][part] = TakeTerms<DType::kBF16>(low, high);
+          }
+#pragma unroll
+          for (int n = 0; n < 2; ++n) {
+            MultiplyAdd<DType::kBF16>(projected[h][n], a[0], b[0][n][0], b[0][n][1]);
+            MultiplyAdd<DType::kBF16>(projected[h][n], a[0], b[1][n][0], b[1][n][1]);
+            MultiplyAdd<DType::kBF16>(projected[h][n], a[1], b[0][n][0], b[0][n][1]);
+          }
+        }
+      }
+    }
+
+    first += kTensorTileRows;
+    if (first < split.count) continue;
+    // The split's sums.
+    if (threadIdx.x < shape.rows) {
+      source.Out(split_index, static_cast<int>(threadIdx.x), sums[threadIdx.x]);
+    }
+    float* const values = source.Values(split_index);
+    float* const values_sq = moments ? source.ValuesSquared(split_index) : nullptr;
+    float* const pairs = moments ? source.Pairs(split_index) : nullptr;
+#pragma unroll
+    for (int m = 0; m < kDimTiles; ++m) {
+      const int dim = (warp + kWarps * m) * 16 + lane / 4;
+      if (dim >= d) break;
+#pragma unroll
+      for (int n = 0; n < kHeadTiles; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int head = n * 8 + lane % 4 * 2 + e % 2;
+          if (head >= shape.rows) continue;
+          const int to = head * d + dim + e / 2 * 8;
+          values[to] = value[m][n][e] * sum_unit;
+          if (moments) values_sq[to] = value_sq[m][n][e] * sum_unit;
+        }
+      }
+    }
+#pragma unroll
+    for (int h = 0; h < kWarpHeads && moments; ++h) {
+      const int head = warp + kWarps * h;
+      if (head >= shape.rows) break;
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int a = lane / 4 + e / 2 * 8;
+          const int b = n * 8 + lane % 4 * 2 + e % 2;
+          const int apart = (b - a) & (kProjectionDims - 1);
+          const int pair = apart * kProjectionDims + a;
+          if (pair < kProjectedPairs) pairs[head * kProjectedPairs + pair] = projected[h][n][e];
+        }
+      }
+    }
+    first = 0;
+    split_index += static_cast<int>(gridDim.x);
+    if (split_index < split_end) split = source.At(split_index);
+  }
+}
+
+// The splits of a phase of a sparse attend: without moments those of exact rows.
+struct ListedRows {
+  static constexpr bool kMoments = true;
+  const AttendShape& shape;
+  const UnitRequest& u;
+  UnitState& state;
+  int phase;
+
+  __device__ int first_split() const { return 0; }
+  __device__ int split_end() const { return state.split_count[phase]; }
+  __device__ KvSplit At(int split) const { return state.splits[phase][split]; }
+  __device__ bool HasMoments(const KvSplit& split) const { return split.set != 0; }
+  __device__ const std::byte* Row(const KvSplit& split, int i) const {
+    return u.sources[split.first + i];
+  }
+  __device__ bool Visible(int, const KvSplit&, int) const { return true; }
+  __device__ void Bad(const KvSplit& split, int i) const {
+    atomicMin(&state.error_token, u.list[split.first + i]);
+  }
+  __device__ float Query(int r, int i) const { return u.q[r * shape.head_dim + i]; }
+  __device__ bool Stops() const { return false; }
+  __device__ float* Partial(int split) const {
+    return u.partials +
+           (int64_t{phase} * kSplitMax + split) * PartialFloats(shape.group, shape.head_dim);
+  }
+  __device__ void Out(int split, int r, const SoftmaxSums& sums) const {
+    reinterpret_cast<SoftmaxSums*>(Partial(split))[r] = sums;
+  }
+  __device__ float* Values(int split) const { return Partial(split) + kSumsFloats * shape.group; }
+  __device__ float* ValuesSquared(int split) const {
+    return Values(split) + shape.group * shape.head_dim;
+  }
+  __device__ float* Pairs(int split) const {
+    return ValuesSquared(split) + shape.group * shape.head_dim;
+  }
+};
+
+// Folds the splits of a phase of a sparse attend. Grid (blocks, units). Shared memory:
+// TensorLayout.
+template <DType kDType, int kHeads, int kDimTiles>
+__global__ void __launch_bounds__(kTensorThreads)
+    FoldTensorKernel(AttendShape shape, int phase, const UnitRequest* units) {
+  extern __shared__ __align__(16) std::byte fold_memory[];
+  __shared__ UnitRequest u;
+  Begin(units + blockIdx.y, u);
+  const ListedRows rows{shape, u, *u.state, phase};
+  FoldOnTensorCores<kDType, kHeads, kDimTiles>(
+      {shape.head_dim, shape.group, shape.scale, 1 / ValueUnit(u), &u.signs}, rows, fold_memory);
+}
+
+}  // namespace spillway::cuda
