@@ -54,8 +54,9 @@ def _config(**more: Any) -> Any:
 def test_what_is_served() -> None:
     assert refusals(_config()) == []
     assert refusals(_config(cache_dtype="bfloat16", head_size=256, query_heads=128)) == []
-    drafts = SimpleNamespace(method="ngram", num_speculative_tokens=15)
-    assert refusals(_config(speculative_config=drafts)) == []
+    for method in ("ngram", "draft_model"):
+        drafts = SimpleNamespace(method=method, num_speculative_tokens=15)
+        assert refusals(_config(speculative_config=drafts)) == []
 
 
 @pytest.mark.parametrize(
@@ -63,8 +64,8 @@ def test_what_is_served() -> None:
     [
         (
             {"speculative_config": SimpleNamespace(method="eagle", num_speculative_tokens=3)},
-            "speculative decoding by eagle (--speculative-config); n-grams are served, the method "
-            "ngram",
+            "speculative decoding by eagle (--speculative-config); n-grams and draft models are "
+            "served, the methods ngram and draft_model",
         ),
         (
             {"speculative_config": SimpleNamespace(method="ngram", num_speculative_tokens=16)},

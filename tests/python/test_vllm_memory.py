@@ -46,6 +46,7 @@ def _config(model: Model | None = None, **more: Any) -> Any:
         cache_config=SimpleNamespace(**given),
         scheduler_config=SimpleNamespace(**given),
         kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}),
+        speculative_config=given.get("speculative_config"),
         max_in_flight_tokens=2 * given["max_num_batched_tokens"],
     )
 
@@ -69,6 +70,14 @@ def test_only_models_without_other_layers_have_a_thin_pool(
     memory.make_thin(config)
     assert memory.is_thin(config) is expected
     assert (config.cache_config.num_gpu_blocks_override is not None) is expected
+
+
+@pytest.mark.parametrize(("method", "expected"), [("ngram", True), ("draft_model", False)])
+def test_a_draft_model_needs_the_pool(method: str, expected: bool) -> None:
+    """Its K/V are there. N-grams have none."""
+    config = _config(speculative_config=SimpleNamespace(method=method))
+    memory.make_thin(config)
+    assert memory.is_thin(config) is expected
 
 
 def test_the_pool_has_blocks_for_all_requests() -> None:

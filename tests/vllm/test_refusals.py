@@ -50,13 +50,13 @@ def test_options(model_folder, arguments: dict[str, Any], expected: str) -> None
         _config(model_folder("llama"), attention_backend="CUSTOM", **arguments)
 
 
-def test_other_drafters_than_n_grams(model_folder) -> None:
-    folder = model_folder("llama")
-    drafts = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 2}
+def test_other_drafters(model_folder) -> None:
+    drafts = {"method": "extract_hidden_states", "num_speculative_tokens": 1}
     with pytest.raises(
-        ValueError, match="speculative decoding by draft_model .*; n-grams are serv"
+        ValueError,
+        match="speculative decoding by extract_hidden_states .*; n-grams and draft models are serv",
     ):
-        _config(folder, attention_backend="CUSTOM", speculative_config=drafts)
+        _config(model_folder("llama"), attention_backend="CUSTOM", speculative_config=drafts)
 
 
 def test_the_pool_is_nearly_empty(model_folder) -> None:

@@ -1,4 +1,4 @@
-"""Speculative decoding by n-grams: the tokens are those of stock vLLM."""
+"""Speculative decoding by n-grams and by a draft model: the tokens are those of stock vLLM."""
 
 from __future__ import annotations
 
@@ -14,19 +14,30 @@ from conftest import SMOLLM2
 from engines import Engine, running
 from models import VOCABULARY
 
-_SPECULATION = {
+_NGRAMS = {
     "method": "ngram",
     "num_speculative_tokens": 4,
     "prompt_lookup_max": 3,
     "prompt_lookup_min": 1,
 }
+DRAFTERS = ("ngram", "draft_model")
 _ARGUMENTS = {"max_model_len": 4096, "max_num_batched_tokens": 512, "max_num_seqs": 8}
 _NEW_TOKENS = 48
 
 
+def _speculation(method: str, drafter: Path) -> dict[str, Any]:
+    if method == "ngram":
+        return _NGRAMS
+    return {"method": method, "model": str(drafter), "num_speculative_tokens": 3}
+
+
 @contextmanager
 def _without_and_with_drafts(
-    folder: Path, logs: Path, memory: str, arguments: dict[str, Any]
+    folder: Path,
+    logs: Path,
+    memory: str,
+    speculation: dict[str, Any],
+    arguments: dict[str, Any],
 ) -> Iterator[tuple[Engine, Engine]]:
     """Runs stock vLLM without drafts, and the plugin with drafts and exact attention."""
     environment = {"VLLM_SPILLWAY_QUALITY": "exact", "VLLM_SPILLWAY_MEMORY": memory}
@@ -37,18 +48,23 @@ def _without_and_with_drafts(
             logs / "ours.log",
             environment,
             attention_backend="CUSTOM",
-            speculative_config=_SPECULATION,
+            speculative_config=speculation,
             **arguments,
         ) as ours,
     ):
         yield plain, ours
 
 
+@pytest.mark.parametrize("method", DRAFTERS)
 def test_tokens_are_stock_vllms(
-    model_folder, text_tokens, tmp_path, capsys: pytest.CaptureFixture[str]
+    method: str, model_folder, text_tokens, tmp_path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Prompts that repeat themselves, so that drafts are right, of several lengths; one abort."""
+    """Prompts that repeat themselves, of several lengths, so that n-grams are right; one abort.
+
+    The draft model is the model itself, so that its drafts are right.
+    """
     folder = model_folder(SMOLLM2)
+    speculation = _speculation(method, folder)
     schedule = [
         {
             "arrives": 3 * index,
@@ -60,7 +76,8 @@ def test_tokens_are_stock_vllms(
     ]
     # The same beginning as the first one, so that its rows are reused.
     schedule.append({**schedule[0], "arrives": 70, "prompt": [*schedule[0]["prompt"], 7, 8]})
-    with _without_and_with_drafts(folder, tmp_path, "1GiB", _ARGUMENTS) as (plain, ours):
+    both = _without_and_with_drafts(folder, tmp_path, "1GiB", speculation, _ARGUMENTS)
+    with both as (plain, ours):
         seen = Comparison()
         expected, got = plain.ask(schedule), ours.ask(schedule)
         seen.add(schedule, expected, got)
@@ -71,7 +88,7 @@ def test_tokens_are_stock_vllms(
         counts = ours.ask("counts")
     with capsys.disabled():
         print(
-            f"\nn-grams: {seen.token_count} tokens as stock's; 64 tokens in {got['steps']} steps, "
+            f"\n{method}: {seen.token_count} tokens as stock's; 64 tokens in {got['steps']} steps, "
             f"without drafts in {expected['steps']}"
         )
     assert not seen.differing
@@ -79,11 +96,16 @@ def test_tokens_are_stock_vllms(
     # Several tokens a step: many drafts were right.
     assert got["steps"] < 0.6 * expected["steps"]
     assert counts["outputs_statistical"] == counts["outputs_none"] == 0
-    assert counts["reused_tokens"] > 0
+    # vLLM has the draft model's K/V, and does not reuse them.
+    assert (counts["reused_tokens"] > 0) is (method == "ngram")
 
 
-def test_no_token_of_a_lost_step_is_delivered(model_folder, tmp_path) -> None:
-    """Requests that lack memory are computed again, also where drafts are right now and then."""
+@pytest.mark.parametrize("method", DRAFTERS)
+def test_no_token_of_a_lost_step_is_delivered(method: str, model_folder, tmp_path) -> None:
+    """Requests that lack memory are computed again, where drafts are right now and then.
+
+    The draft model is another one, of another shape.
+    """
     draw = random.Random(5)
     schedule = [
         {
@@ -95,7 +117,9 @@ def test_no_token_of_a_lost_step_is_delivered(model_folder, tmp_path) -> None:
     ]
     arguments = {"max_model_len": 2048, "max_num_batched_tokens": 128, "max_num_seqs": 8}
     folder = model_folder("llama")
-    with _without_and_with_drafts(folder, tmp_path, "8MiB", arguments) as (plain, ours):
+    speculation = _speculation(method, model_folder("qwen2"))
+    both = _without_and_with_drafts(folder, tmp_path, "8MiB", speculation, arguments)
+    with both as (plain, ours):
         seen = Comparison()
         seen.add(schedule, plain.ask(schedule), ours.ask(schedule))
         counts = ours.ask("counts")

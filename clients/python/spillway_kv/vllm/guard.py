@@ -9,6 +9,8 @@ _HEAD_DIM_MAX = 256
 _GROUP_MAX = 16
 # A step takes 16 tokens of a sequence at most.
 DRAFT_COUNT_MAX = 15
+# Drafts that need nothing from the model's own layers.
+_DRAFTERS = ("ngram", "draft_model")
 
 
 def refusals(config: Any) -> list[str]:
@@ -49,10 +51,10 @@ def _of_speculation(speculative: Any) -> list[str]:
     if speculative is None:
         return []
     reasons = []
-    if speculative.method != "ngram":
+    if speculative.method not in _DRAFTERS:
         reasons.append(
-            f"speculative decoding by {speculative.method} (--speculative-config); n-grams are "
-            "served, the method ngram"
+            f"speculative decoding by {speculative.method} (--speculative-config); n-grams and "
+            "draft models are served, the methods ngram and draft_model"
         )
     if speculative.num_speculative_tokens > DRAFT_COUNT_MAX:
         reasons.append(

@@ -12,7 +12,7 @@ import secrets
 from collections.abc import Iterator
 from typing import Any
 
-from vllm.config import KVTransferConfig
+from vllm.config import KVTransferConfig, get_current_vllm_config_or_none
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionType
@@ -130,6 +130,15 @@ def _prepare(args: EngineArgs) -> None:
     )
 
 
+def _of_draft_model() -> bool:
+    """Whether the layer that is being made belongs to a draft model."""
+    config = get_current_vllm_config_or_none()
+    speculative = None if config is None else config.speculative_config
+    if speculative is None or speculative.method != "draft_model":
+        return False
+    return speculative.draft_model_config is config.model_config
+
+
 def _choose_it_by_layer() -> None:
     """Uses the backend for the layers with full attention, and vLLM's own for other layers.
 
@@ -145,6 +154,9 @@ def _choose_it_by_layer() -> None:
         if selected_backend != _CUSTOM:
             return choose(cls, selected_backend, attn_selector_config, *args, **kwargs)
         wanted = attn_selector_config
+        if _of_draft_model():
+            # Its K/V are small, and its drafts are checked: vLLM keeps them as ever.
+            return choose(cls, None, attn_selector_config, *args, **kwargs)
         if wanted.has_sliding_window or wanted.use_mla or wanted.attn_type != AttentionType.DECODER:
             return choose(cls, None, attn_selector_config, *args, **kwargs)
         return _CUSTOM.get_path()

@@ -64,10 +64,14 @@ def block_count(config: Any) -> int:
 def make_thin(config: Any) -> None:
     """Gives vLLM a pool of `THIN_BYTES` a token and layer, if no other layer needs it.
 
+    Layers with a window and those of a draft model do.
+
     Args:
         config: The complete `VllmConfig`.
     """
-    if not only_full_attention(config.model_config):
+    speculative = config.speculative_config
+    drafts = speculative is not None and speculative.method == "draft_model"
+    if drafts or not only_full_attention(config.model_config):
         return
     config.kv_transfer_config.kv_connector_extra_config[THIN] = True
     if config.cache_config.num_gpu_blocks_override is None:
