@@ -75,7 +75,6 @@ stage_tree() {
     "$bundle/tree/"
   find "$bundle/tree" -name __pycache__ -prune -exec rm -r {} +
   stage_wrapper daemon/spillwayd ../../../..
-  stage_wrapper bench/gpu/handover/spillway-handover-bench ../../../../../..
   stage_wrapper clients/cpp/spillway ../../../../..
   stage_wrapper clients/cpp/attend_example ../../../../..
   [[ ! -x $build/clients/cpp/decode_example ]] ||
@@ -91,9 +90,8 @@ programs=("$@")
 if ((${#programs[@]} == 0)); then
   for name in tests/conformance/conformance_tests tests/statistics/statistics_tests \
     tests/gpu/gpu_tests bench/gpu/attend_bench bench/gpu/encode_bench \
-    bench/gpu/link/spillway-link-bench bench/gpu/handover/spillway-handover-bench \
-    bench/rpc/append_bench bench/rpc/decoder_bench bench/rpc/rpc_bench \
-    bench/rpc/rpc_echo_server \
+    bench/gpu/link/spillway-link-bench bench/rpc/append_bench bench/rpc/decoder_bench \
+    bench/rpc/rpc_bench bench/rpc/rpc_echo_server \
     tests/gpu/libspillway_fault.so daemon/spillwayd clients/cpp/spillway \
     clients/cpp/attend_example clients/cpp/decode_example clients/c/libspillway.so.1; do
     if [[ -x "$build/$name" ]]; then
