@@ -14,19 +14,6 @@ namespace {
 
 constexpr absl::Duration kTtlMax = absl::Hours(24 * 365);
 
-void CheckTraits(const v1::ModelTraits& traits, std::vector<FieldError>& errors) {
-  const auto refuse = [&](bool set, const char* field, const char* what) {
-    if (set) errors.push_back({absl::StrCat("model.traits.", field), what});
-  };
-  refuse(traits.sliding_window_token_count() != 0, "sliding_window_token_count",
-         "models with a sliding window are not served");
-  refuse(traits.logit_softcap() != 0, "logit_softcap", "soft-capped logits are not served");
-  refuse(traits.latent_attention(), "latent_attention",
-         "multi-head latent attention is not served");
-  refuse(traits.attention_sinks(), "attention_sinks",
-         "learned attention-sink logits are not served");
-}
-
 HashSpec HashFromProto(const v1::HashWeights& weights) {
   HashSpec hash;
   switch (weights.kind_case()) {
@@ -140,7 +127,6 @@ absl::StatusOr<ModelDescription> FromProto(const v1::Model& model) {
   if (mlp.has_hidden_dim() && mlp.hidden_dim() == 0) {
     errors.push_back({"model.hash_weights.mlp.hidden_dim", "value 0 is not in [1, 4096]"});
   }
-  CheckTraits(model.traits(), errors);
   for (FieldError& error : Normalize(spec)) {
     errors.push_back({"model." + error.field, std::move(error.description)});
   }

@@ -190,10 +190,6 @@ BAD_SPECS = {
         **indices(lsh_table_count=75, lsh_bits=8),
     },
     "int4 keys without any": {"default_policy": policy(selector=policies.SELECTOR_INT4_KEYS)},
-    "sliding": {"traits": models.ModelTraits(sliding_window_token_count=4096)},
-    "soft cap": {"traits": models.ModelTraits(logit_softcap=50.0)},
-    "latent": {"traits": models.ModelTraits(latent_attention=True)},
-    "sinks": {"traits": models.ModelTraits(attention_sinks=True)},
     "asymmetric without codes": {
         **NO_HASH,
         "default_policy": policy(selector=policies.SELECTOR_ASYMMETRIC),
