@@ -1,4 +1,4 @@
-"""vLLM's server over HTTP: clients that stream, clients that leave, and a prompt that many share."""
+"""vLLM's server over HTTP: clients that stream, that leave, and that share a prompt."""
 
 from __future__ import annotations
 
