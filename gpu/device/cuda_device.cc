@@ -161,7 +161,7 @@ class CudaDevice final : public Device {
   absl::StatusOr<std::unique_ptr<StreamStep>> CreateStreamStep(DeviceModel& model,
                                                                StreamStepOptions options) override {
     return cuda::CreateStreamStep({ordinal_, gpu_, this, static_cast<CudaModel*>(&model), &budget_,
-                                   host_budget_, slots_.front()->wave_bytes()},
+                                   host_budget_, slots_.front()->wave_bytes(), &workers_},
                                   std::move(options));
   }
 

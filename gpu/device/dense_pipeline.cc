@@ -181,6 +181,7 @@ DenseWave DensePipeline::View(const Part& part) const {
   wave.units = part.device_units;
   wave.unit_count = static_cast<int>(part.blocks.size());
   wave.sm_count = context_->gpu().sm_count;
+  wave.block_shared_bytes = context_->gpu().block_shared_bytes;
   wave.cancel = context_->cancel();
   wave.running = part.errors + part.blocks.size();
   wave.limit = INT64_MAX;

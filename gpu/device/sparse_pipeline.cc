@@ -99,8 +99,8 @@ void SparsePipeline::LayOutWave(const Policy& policy, int64_t unit_count, UnitWa
 
 int64_t SparsePipeline::StagingRows(const AttendShape& shape, int64_t n, int64_t taken) const {
   const int64_t most = std::min(kStagingBytes, context_->wave_bytes() / 4) / shape.row_bytes;
-  const int64_t share_bytes = context_->wave_bytes() / context_->unit_count();
   if (context_->step() == nullptr) {
+    const int64_t share_bytes = context_->wave_bytes() / context_->unit_count();
     // A quarter of the rows. More if all units of the job still fit into one wave, because waves
     // run one after the other.
     return std::min(
@@ -110,7 +110,8 @@ int64_t SparsePipeline::StagingRows(const AttendShape& shape, int64_t n, int64_t
   // if then all units fit into one wave.
   const int64_t of_wave = 2 * int64_t{sizeof(UnitRequest)} +
                           2 * int64_t{shape.group} * shape.head_dim * int64_t{sizeof(float)};
-  const int64_t room = lane_count() * share_bytes - taken - of_wave - 8 * kLaneAlignment;
+  const int64_t units = (context_->unit_count() + lane_count() - 1) / lane_count();
+  const int64_t room = context_->wave_bytes() / units - taken - of_wave - 8 * kLaneAlignment;
   const int64_t fits = room / (shape.row_bytes + int64_t{sizeof(std::byte*)});
   const int64_t wanted = std::max(n / 4, kStagingRowsMin);
   const int64_t least = std::max(n / 16, kStagingRowsLeast);

@@ -476,7 +476,7 @@ void CudaStreamStep::InParallel(F f) const {
     for (size_t layer = 0; layer < layer_count; ++layer) f(layer);
     return;
   }
-  Isolated([&] { ParallelFor(size_t{0}, layer_count, f); });
+  home_.workers->execute([&] { Isolated([&] { ParallelFor(size_t{0}, layer_count, f); }); });
 }
 
 absl::Status CudaStreamStep::FillLayer(Slot& slot, LayerRun& run, LayerFill& filled) {

@@ -5,6 +5,7 @@
 #include "absl/status/statusor.h"
 #include "gpu/device/job_context.h"
 #include "host/device/stream_step.h"
+#include "tbb/task_arena.h"
 
 namespace spillway::cuda {
 
@@ -17,6 +18,7 @@ struct StreamStepHome {
   MemoryBudget* device_budget = nullptr;
   MemoryBudget* host_budget = nullptr;
   int64_t wave_bytes = 0;
+  tbb::task_arena* workers = nullptr;  // the device's threads
 };
 
 // RESOURCE_EXHAUSTED; UNIMPLEMENTED for a policy or a model with optional methods, which read

@@ -401,6 +401,7 @@ struct DenseWave {
   int unit_count = 0;
   int query_rows_max = 0;  // of the units
   int sm_count = 0;
+  int block_shared_bytes = 0;  // as in Wave
   // The launch folds rows [first, limit); page 0 of the units' tables begins with row `first`. Both
   // are multiples of split_rows, or the launch covers all rows.
   int64_t first = 0;

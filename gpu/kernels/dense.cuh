@@ -7,13 +7,14 @@
 // Exact attention over all rows.
 namespace spillway::cuda {
 
-// Whether the work is to stop. Called by one thread of a block. Few blocks read the pinned word,
-// and tell the others: reads of one word of host memory follow each other, and each takes 1 us.
+// Whether the work is to stop. Called by one thread of a block. One block of many reads the pinned
+// word, and tells the others: reads of one word of host memory follow each other, and each takes
+// 1 us. Readers are spread over the launch, because blocks run one after the other.
 __device__ inline bool DenseStops(const DenseWave& wave) {
-  constexpr unsigned kUnitsPerReader = 64;
+  constexpr unsigned kBlocksPerReader = 64;
   if (wave.cancel == nullptr) return false;
   volatile uint32_t* const running = wave.running;
-  const bool reads = blockIdx.x == 0 && blockIdx.y % kUnitsPerReader == 0;
+  const bool reads = (blockIdx.y * gridDim.x + blockIdx.x) % kBlocksPerReader == 0;
   if (reads && *static_cast<const volatile int32_t*>(wave.cancel) != 0) *running = 0;
   return *running == 0;
 }

@@ -4,9 +4,9 @@
 #include "gpu/kernels/tensor_product.cuh"
 
 // Folds rows of 16 bits on tensor cores: the same sums as FoldRows(). Keys and values stay in 16
-// bits. Queries, weights x and their squares are split in terms of 16 bits, so that a product is as
-// exact as its fp32 sum; weights of second moments have 16 bits. The order of every sum depends on
-// the split alone.
+// bits. Queries, weights x and their squares are split in terms of 16 bits, so that products are as
+// exact as those of fp32; weights of second moments have 16 bits. Sums are in fp32, and cut where
+// FoldRows() rounds. The order of every sum depends on the split alone.
 namespace spillway::cuda {
 
 inline constexpr int kTensorThreads = 128;
@@ -23,7 +23,8 @@ struct TensorLayout {
   static constexpr int kWeightStride = 2 * kTensorTileRows + 16;  // of weights [terms][heads]
   int tiles, queries, logits, weights, square_weights, squares, projections, norms, end;
 
-  __host__ __device__ TensorLayout(int head_dim, int heads) {
+  // Without moments, nothing is behind the weights.
+  __host__ __device__ TensorLayout(int head_dim, int heads, bool moments) {
     row_stride = 4 * head_dim + 16;
     query_stride = 2 * head_dim + 16;
     tiles = 0;
@@ -34,7 +35,7 @@ struct TensorLayout {
     squares = square_weights + kMomentTerms * heads * kWeightStride;
     projections = squares + heads * kTensorTileRows * int{sizeof(float)};
     norms = projections + kTensorTileRows * kProjectionStride * int{sizeof(float)};
-    end = norms + kTensorTileRows * int{sizeof(float)};
+    end = moments ? norms + kTensorTileRows * int{sizeof(float)} : square_weights;
   }
 };
 
@@ -87,16 +88,18 @@ __device__ inline void FoldOnTensorCores(const TensorFoldShape& shape, const Sou
   const int d = shape.head_dim;
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
-  const TensorLayout<kDType> at(d, kHeads);
+  const TensorLayout<kDType> at(d, kHeads, Source::kMoments);
   auto* const logits = reinterpret_cast<float*>(memory + at.logits);    // [2][rows][heads]
   auto* const squares = reinterpret_cast<float*>(memory + at.squares);  // [heads][rows]
   auto* const projections = reinterpret_cast<float*>(memory + at.projections);
   auto* const norms = reinterpret_cast<float*>(memory + at.norms);
   const float inverse_unit = shape.inverse_unit;
-  // Values of bf16 may overflow sums before they are in units, so the weights are; those of f16
-  // cannot, and their weights would leave f16's range.
-  const float weight_unit = kDType == DType::kBF16 ? inverse_unit : 1.0f;
-  const float sum_unit = kDType == DType::kBF16 ? 1.0f : inverse_unit;
+  // Values of bf16 may overflow sums before they are in units, so the weights are. Those of f16
+  // cannot, and their weights are in the upper part of f16's range instead, so that small ones keep
+  // their bits.
+  constexpr float kF16Weight = 32768;
+  const float weight_unit = kDType == DType::kBF16 ? inverse_unit : kF16Weight;
+  const float sum_unit = kDType == DType::kBF16 ? 1.0f : inverse_unit / kF16Weight;
 
   // Tiles follow each other across splits.
   KvSplit split = source.At(split_index);
@@ -144,9 +147,12 @@ __device__ inline void FoldOnTensorCores(const TensorFoldShape& shape, const Sou
         largest = fmaxf(largest, fabsf(source.Query(h, i) * shape.scale));
       }
       largest = WarpMax(largest);
-      // The power of two below it.
+      // The power of two below it becomes 2^14.
       const uint32_t exponent = __float_as_uint(largest) & 0x7F800000u;
-      if (exponent != 0 && exponent != 0x7F800000u) unit = __uint_as_float(exponent);
+      constexpr uint32_t kFourteen = 14u << 23;
+      if (exponent > kFourteen && exponent != 0x7F800000u) {
+        unit = __uint_as_float(exponent - kFourteen);
+      }
     }
     if (lane == 0) query_unit[h] = unit;
     for (int i = lane; i < d; i += 32) {

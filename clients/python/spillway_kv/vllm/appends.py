@@ -125,8 +125,7 @@ class Appends:
         layer_count: Layers of the model.
         patiently: Calls an append that has failed once more, in the caller's thread, and raises
             what its sequence is lost for.
-        bytes_max: Most bytes of K/V that it holds. It holds one layer of a step more, if that is
-            all it can do.
+        bytes_max: Most bytes of K/V that it holds, if these are two layers of a step or more.
     """
 
     def __init__(

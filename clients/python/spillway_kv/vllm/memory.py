@@ -131,8 +131,9 @@ def with_limits(
         block_token_count=prefill.BLOCK_TOKEN_COUNT + JOINED_TOKEN_COUNT,
     )
     layer = chunk * 2 * shapes.kv_head_count * shapes.head_dim * shapes.dtype.itemsize
-    # Little memory is for codes. Appends need a layer that is collected, and two that wait.
-    appends = min(BYTES_MAX, max(_available // 16, 3 * layer))
+    # Little memory is for codes. Appends are slow with less than a layer that is collected and two
+    # that wait, and impossible with less than two layers.
+    appends = max(min(BYTES_MAX, max(_available // 16, 3 * layer)), 2 * layer)
     attends = prefill.attend_bytes(
         query_heads=shapes.query_head_count,
         head_dim=shapes.head_dim,
