@@ -386,6 +386,7 @@ OTHERS = {
     "trained hash functions": "../training.md",
     "the vLLM plugin, compared with stock vLLM": "vllm/README.md",
     "several daemons": "cluster/README.md",
+    "kernels of a decode step, by name": "folds/README.md",
     "decode latency next to a heavy tenant": "fairness/README.md",
     "decode latency with many connected clients": "presence/README.md",
     "what floods cost a daemon": "attacks/README.md",

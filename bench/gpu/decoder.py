@@ -165,18 +165,19 @@ class Way:
 
 
 class Job(Way):
-    # Rows that came over the link in the last layer, for all sequences.
-    moved_row_count = 0
+    # Rows that came over the link, for all sequences; mean over the layers.
+    moved_row_count = 0.0
 
     def step(self) -> tuple[list[torch.Tensor], float]:
-        outs, times = [], []
+        outs, times, moved = [], [], []
         with self.client.begin_step(self.sequences) as step:
             for layer in range(LAYERS):
                 out, _ = step.attend(layer, *self.inputs(layer, "cpu"))
                 outs.append(out)
                 results = step.results()
                 times.append(results[0].device_time_us)
-                self.moved_row_count = sum(result.moved_row_count for result in results)
+                moved.append(sum(result.moved_row_count for result in results))
+        self.moved_row_count = statistics.mean(moved)
         self.step_count += 1
         return outs, sum(times) / LAYERS
 

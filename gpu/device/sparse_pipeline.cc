@@ -195,6 +195,7 @@ void SparsePipeline::Add(size_t item, int64_t query) {
   UnitRequest request = Request(item, query);
   LayOutUnit(alone, 0, {item, query, 0}, request, own);
   const int64_t bytes = shared.bytes() + own.bytes();
+  unit_bytes_max_ = std::max(unit_bytes_max_, bytes);
 
   const ModelMethods* const methods = context_->model().methods();
   const bool whole = methods != nullptr && methods->TakesWholeQueries(policy);
@@ -244,6 +245,14 @@ int64_t SparsePipeline::Reserve(Carver& requests, Carver& results) {
   }
   const std::array<int64_t, kLanesMax> lanes = LaneBytes();
   return std::accumulate(lanes.begin(), lanes.end(), int64_t{0});
+}
+
+int64_t SparsePipeline::WorkspaceMax() const {
+  const int64_t lanes = lane_count();
+  const int64_t units = (context_->unit_count() + lanes - 1) / lanes;
+  const int64_t of_lane =
+      std::min(units * unit_bytes_max_, std::max(context_->wave_bytes(), unit_bytes_max_));
+  return lanes * RoundUp(of_lane, kLaneAlignment);
 }
 
 void SparsePipeline::Address(const Unit& unit, UnitRequest& r) const {

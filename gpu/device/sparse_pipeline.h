@@ -24,6 +24,9 @@ class SparsePipeline {
   // reads, and results, which it writes. Returns the bytes of the workspace, which the waves of a
   // lane use one after the other.
   int64_t Reserve(Carver& requests, Carver& results);
+  // For a step: the most bytes of workspace that its waves take when some of its items are attended
+  // densely, so that the waves around them become one.
+  int64_t WorkspaceMax() const;
   // Lays out all waves and writes the requests.
   void Prepare(Carver& requests, Carver& results, std::byte* workspace);
   // append: the append before the first wave, as a part of its graph.
@@ -106,6 +109,7 @@ class SparsePipeline {
 
   JobContext* const context_;
   std::vector<UnitWave> waves_;
+  int64_t unit_bytes_max_ = 0;               // of a unit alone in a wave
   const uint64_t* append_begins_ = nullptr;  // when the first wave's append begins
 };
 

@@ -228,8 +228,9 @@ LayerBytes CudaStreamStep::Measure(std::optional<Selector> selector,
   for (int layer = 0; layer < spec().layer_count; ++layer) {
     const std::unique_ptr<LayerRun> run = Plan(layer, lengths, step, selector);
     Carver requests, results;
-    workspace_bytes = std::max({workspace_bytes, run->sparse.Reserve(requests, results),
-                                run->dense.Reserve(requests, results)});
+    run->sparse.Reserve(requests, results);
+    workspace_bytes = std::max(
+        {workspace_bytes, run->sparse.WorkspaceMax(), run->dense.Reserve(requests, results)});
     most.requests = std::max(most.requests, requests.bytes());
     most.results = std::max(most.results, results.bytes());
     // Otherwise layers differ: the policy makes some of them dense.
