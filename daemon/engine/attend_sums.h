@@ -23,6 +23,10 @@ struct AttendSums {
 
   // Adds an item that was attended.
   void Add(const JobItem& item, int kv_head_count);
+  void Add(const AttendSums& other);
 };
+
+// An item's part of the device's time for its job, in us.
+double ItemTimeUs(const Job& job);
 
 }  // namespace spillway

@@ -403,9 +403,10 @@ void Engine::CountAppend(Sequence& sequence, int64_t row_count) {
 void Engine::CountAttend(const Job& job, const JobItem& item, Sequence& sequence) {
   AttendSums sums;
   sums.Add(item, sequence.model->spec.kv_head_count);
-  const auto own_count = static_cast<int64_t>(job.items.size());
-  const double time_us =
-      job.device_time_us / static_cast<double>(std::max(own_count, job.batch_item_count));
+  CountAttends(sums, ItemTimeUs(job), sequence);
+}
+
+void Engine::CountAttends(const AttendSums& sums, double time_us, Sequence& sequence) {
   constexpr auto kRelaxed = std::memory_order_relaxed;
   counters_.certified_errors.Add(sums.certified_error_counts, sums.certified_error_sum);
   if (sums.moved_row_count > 0) {

@@ -28,6 +28,7 @@
 
 namespace spillway {
 
+struct AttendSums;
 class RowCheck;
 
 struct EngineOptions {
@@ -266,6 +267,9 @@ class Engine {
                                                   const std::shared_ptr<Model>& model,
                                                   std::unique_ptr<SequenceRecord> record);
   void CountAttend(const Job& job, const JobItem& item, Sequence& sequence);
+  // The same for what was attended of a sequence in one or several jobs. time_us: its part of the
+  // device's time.
+  void CountAttends(const AttendSums& sums, double time_us, Sequence& sequence);
   // Called when an item has ended on the device with this status.
   void NoteEnded(const Sequence& sequence, const absl::Status& status) {
     device_watch_.Note(device_->HomeOf(*sequence.device), status);

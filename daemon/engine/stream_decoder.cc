@@ -197,6 +197,8 @@ void StreamDecoder::Count(size_t part) {
   Sequence& sequence = *parts_[part].sequence;
   const ModelSpec& spec = model().spec;
   engine_->CountAppend(sequence, token_count_ * spec.kv_head_count * spec.layer_count);
+  AttendSums all;
+  double time_us = 0;
   for (int layer = 0; layer < spec.layer_count; ++layer) {
     const Job& job = step_->settled(layer);
     // A layer that attends to all rows reports no time.
@@ -204,9 +206,13 @@ void StreamDecoder::Count(size_t part) {
       engine_->counters_.attend_device.Note(job.device_time_us / 1e6);
       engine_->counters_.attend_stages.Note(job.stages);
     }
-    engine_->CountAttend(job, job.items[part], sequence);
-    sums_[layer].Add(job.items[part], spec.kv_head_count);
+    AttendSums own;
+    own.Add(job.items[part], spec.kv_head_count);
+    sums_[layer].Add(own);
+    all.Add(own);
+    time_us += ItemTimeUs(job);
   }
+  engine_->CountAttends(all, time_us, sequence);
   sequence.Publish();
 }
 

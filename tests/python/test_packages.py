@@ -245,7 +245,11 @@ def test_names_are_loaded_on_use(unpacked: Path) -> None:
 # What the plugin takes of vLLM: the files of a package of this name, made of their texts.
 VLLM = {
     "version.py": "__version__ = {version!r}",
-    "config/__init__.py": "class KVTransferConfig: ...",
+    "config/__init__.py": """
+class KVTransferConfig: ...
+def get_current_vllm_config_or_none():
+    return None
+""",
     "engine/arg_utils.py": """
 class EngineArgs:
     attention_backend = None
