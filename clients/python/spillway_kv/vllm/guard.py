@@ -46,6 +46,12 @@ def refusals(config: Any) -> list[str]:
     return reasons + _of_model(model)
 
 
+def has_draft_model(config: Any) -> bool:
+    """Whether a `VllmConfig` has a draft model, whose layers vLLM serves itself."""
+    speculative = config.speculative_config
+    return speculative is not None and speculative.method == "draft_model"
+
+
 def _of_speculation(speculative: Any) -> list[str]:
     """The same for speculative decoding."""
     if speculative is None:

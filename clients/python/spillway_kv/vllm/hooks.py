@@ -132,11 +132,12 @@ def _prepare(args: EngineArgs) -> None:
 
 def _of_draft_model() -> bool:
     """Whether the layer that is being made belongs to a draft model."""
+    from spillway_kv.vllm.guard import has_draft_model  # noqa: PLC0415
+
     config = get_current_vllm_config_or_none()
-    speculative = None if config is None else config.speculative_config
-    if speculative is None or speculative.method != "draft_model":
+    if config is None or not has_draft_model(config):
         return False
-    return speculative.draft_model_config is config.model_config
+    return config.speculative_config.draft_model_config is config.model_config
 
 
 def _choose_it_by_layer() -> None:
@@ -154,10 +155,14 @@ def _choose_it_by_layer() -> None:
         if selected_backend != _CUSTOM:
             return choose(cls, selected_backend, attn_selector_config, *args, **kwargs)
         wanted = attn_selector_config
-        if _of_draft_model():
+        others = (
+            wanted.has_sliding_window
+            or wanted.use_mla
+            or wanted.attn_type != AttentionType.DECODER
             # Its K/V are small, and its drafts are checked: vLLM keeps them as ever.
-            return choose(cls, None, attn_selector_config, *args, **kwargs)
-        if wanted.has_sliding_window or wanted.use_mla or wanted.attn_type != AttentionType.DECODER:
+            or _of_draft_model()
+        )
+        if others:
             return choose(cls, None, attn_selector_config, *args, **kwargs)
         return _CUSTOM.get_path()
 

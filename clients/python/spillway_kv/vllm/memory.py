@@ -11,6 +11,7 @@ import torch
 
 from spillway_kv import prefill
 from spillway_kv.vllm.appends import BYTES_MAX
+from spillway_kv.vllm.guard import has_draft_model
 from spillway_kv.vllm.prompts import JOINED_TOKEN_COUNT
 from spillway_kv.vllm.sequences import Shapes
 from spillway_kv.vllm.settings import Settings
@@ -69,9 +70,7 @@ def make_thin(config: Any) -> None:
     Args:
         config: The complete `VllmConfig`.
     """
-    speculative = config.speculative_config
-    drafts = speculative is not None and speculative.method == "draft_model"
-    if drafts or not only_full_attention(config.model_config):
+    if has_draft_model(config) or not only_full_attention(config.model_config):
         return
     config.kv_transfer_config.kv_connector_extra_config[THIN] = True
     if config.cache_config.num_gpu_blocks_override is None:
