@@ -165,8 +165,10 @@ class Way:
 
 
 class Job(Way):
-    # Rows that came over the link, for all sequences; mean over the layers.
-    moved_row_count = 0.0
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        # Of each step: rows that came over the link, for all sequences; mean over the layers.
+        self.moved_row_counts: list[float] = []
 
     def step(self) -> tuple[list[torch.Tensor], float]:
         outs, times, moved = [], [], []
@@ -177,7 +179,7 @@ class Job(Way):
                 results = step.results()
                 times.append(results[0].device_time_us)
                 moved.append(sum(result.moved_row_count for result in results))
-        self.moved_row_count = statistics.mean(moved)
+        self.moved_row_counts.append(statistics.mean(moved))
         self.step_count += 1
         return outs, sum(times) / LAYERS
 
@@ -417,13 +419,15 @@ def measure(
     for way in ways.values():
         way.next_us.clear()
         way.attend_us.clear()
+    ways["job"].moved_row_counts.clear()
     times: dict[str, list[float]] = {name: [] for name in (*ways, "sdpa")}
     for _ in range(ROUNDS):
         for name, way in ways.items():
             times[name] += [way.step()[1] for _ in range(STEPS)]
         times["sdpa"] += [sdpa.step() for _ in range(STEPS)]
     job = statistics.median(times["job"])
-    moved_bytes = ways["job"].moved_row_count * 4 * shape.dim
+    moved_rows = statistics.median(ways["job"].moved_row_counts)
+    moved_bytes = moved_rows * 4 * shape.dim
     for name, all_of in times.items():
         way = ways.get(name)
         report(
@@ -434,6 +438,7 @@ def measure(
             layer_us=round(statistics.median(all_of), 1),
             p90_us=round(float(np.percentile(all_of, 90)), 1),
             beyond_job_us=round(statistics.median(all_of) - job, 1),
+            moved_rows=round(moved_rows),
             moved_gb_per_s=round(moved_bytes / statistics.median(all_of) / 1000, 1)
             if name in ("job", "eager", "graph", "halves")
             else None,

@@ -9,11 +9,16 @@
 namespace spillway::cuda {
 namespace {
 
-// Pages per KV head in one stage, for runs of many queries, and rows of their splits.
+// Pages per KV head in one stage, for runs of many queries.
 constexpr int64_t kStagePages = 64;
-constexpr int64_t kStagedSplitRows = 2048;
-constexpr int64_t kSplitRowsLeast = 256;
-constexpr int64_t kDenseSplitsWanted = 256;
+// Splits of rows that are read in place: at least so many rows in each, and at most so many splits
+// of a sequence, over all KV heads. That is about what a GPU runs at once, and does not depend on
+// what else runs, because a sum's order must not.
+constexpr int64_t kSplitRowsLeast = 128;
+constexpr int64_t kSequenceSplits = 640;
+// Blocks that read over the link. They keep enough bytes in flight; more of them read from further
+// apart, and get a smaller part of its rate.
+constexpr int kLinkBlocks = 64;
 constexpr int64_t kPartialBytes = int64_t{256} << 20;
 // The grids of a step are rounded up to a multiple of this many splits.
 constexpr int64_t kSplitStep = 64;
@@ -24,19 +29,14 @@ int64_t DensePipeline::StageBytes() const {
   return kStagePages * kPageTokenCount * spec().row_bytes();
 }
 
-std::pair<int64_t, int64_t> DensePipeline::SplitsOf(int64_t n, bool staged) {
-  const int64_t rows =
-      staged ? kStagedSplitRows
-             : std::max(kSplitRowsLeast,
-                        RoundUp((n + kDenseSplitsWanted - 1) / kDenseSplitsWanted, 32));
-  return {rows, (n + rows - 1) / rows};
+int64_t DensePipeline::SplitsOf(int64_t n, bool staged) const {
+  if (staged) return (n + kStagedSplitRows - 1) / kStagedSplitRows;
+  const int64_t most = std::max<int64_t>(1, kSequenceSplits / spec().kv_head_count);
+  return std::min((n + kSplitRowsLeast - 1) / kSplitRowsLeast, most);
 }
 
-int64_t DensePipeline::RoomOf(int64_t n, int64_t splits) const {
-  if (context_->step() == nullptr) return splits;
-  // Fewer tokens may have more splits, because rows per split are rounded up.
-  const int64_t most = context_->TokenCapacity(n);
-  return std::min((most + kSplitRowsLeast - 1) / kSplitRowsLeast, kDenseSplitsWanted);
+int64_t DensePipeline::RoomOf(int64_t n, bool staged) const {
+  return SplitsOf(context_->step() == nullptr ? n : context_->TokenCapacity(n), staged);
 }
 
 void DensePipeline::Add(size_t item, int64_t begin, int64_t end) {
@@ -51,8 +51,7 @@ void DensePipeline::Add(size_t item, int64_t begin, int64_t end) {
   for (int64_t t = begin; t < end; t += queries) {
     const int64_t block_end = std::min(t + queries, end);
     const int64_t n = *std::max_element(w.visible.begin() + t, w.visible.begin() + block_end);
-    const auto [split_rows, splits] = SplitsOf(n, staged);
-    const int64_t bytes = RoomOf(n, splits) * kDenseQueryRows * (2 + spec().head_dim) * 4 *
+    const int64_t bytes = RoomOf(n, staged) * kDenseQueryRows * (2 + spec().head_dim) * 4 *
                           int64_t{spec().kv_head_count};
     // Runs that read their rows in place share parts. A run that stages them has parts of its own,
     // each of which copies the rows again.
@@ -60,11 +59,12 @@ void DensePipeline::Add(size_t item, int64_t begin, int64_t end) {
         !parts_.empty() && parts_.back().staged == staged && (!staged || t > begin) &&
         parts_.back().partial_bytes + bytes <= std::min(kPartialBytes, context_->wave_bytes());
     if (!fits) parts_.emplace_back().staged = staged;
+    Part& part = parts_.back();
     if (!fits || !staged) {
       const int64_t held = std::min(n, context_->index(item).whole().end());
       result.moved_row_count += (n - held) * spec().kv_head_count;
+      part.over_link |= !staged && n - held > kPageTokenCount;
     }
-    Part& part = parts_.back();
     part.partial_bytes += bytes;
     for (int h = 0; h < spec().kv_head_count; ++h) {
       Block& block = part.blocks.emplace_back();
@@ -74,8 +74,10 @@ void DensePipeline::Add(size_t item, int64_t begin, int64_t end) {
       block.kv_head = h;
       block.unit.query_rows = static_cast<int32_t>((block_end - t) * group);
       block.unit.n = n;
-      block.unit.split_rows = split_rows;
-      block.unit.split_count = splits;
+      block.unit.staged = staged;
+      block.unit.split_count = SplitsOf(n, staged);
+      block.unit.first_split = static_cast<int32_t>(part.split_count);
+      part.split_count += block.unit.split_count;
       for (int r = 0; r < block.unit.query_rows; ++r) {
         block.unit.visible[r] = w.visible[t + r / group];
       }
@@ -105,8 +107,7 @@ void DensePipeline::LayOut(Part& part, Carver& requests, Carver& results, Carver
   part.errors = workspace.Take<uint32_t>(count + 1);
   for (Block& block : part.blocks) {
     DenseUnit& unit = block.unit;
-    unit.partials =
-        workspace.Take<float>(RoomOf(unit.n, unit.split_count) * unit.query_rows * (2 + d));
+    unit.partials = workspace.Take<float>(RoomOf(unit.n, unit.staged) * unit.query_rows * (2 + d));
   }
 }
 
@@ -130,6 +131,7 @@ void DensePipeline::Fill(Part& part) const {
                   static_cast<int16_t>(block.kv_head)};
     unit.row_pages = part.staged ? part.device_stage_table + block.kv_head * kStagePages
                                  : context_->index(block.item).read_pages(block.kv_head);
+    unit.over_link = part.over_link;
     unit.error_token = part.errors + i;
     unit.result = part.results + i;
     unit.lse = part.lse + i * kDenseQueryRows;
@@ -185,6 +187,7 @@ DenseWave DensePipeline::View(const Part& part) const {
   wave.cancel = context_->cancel();
   wave.running = part.errors + part.blocks.size();
   wave.limit = INT64_MAX;
+  wave.link_blocks = kLinkBlocks;
   for (const Block& block : part.blocks) {
     wave.split_count_max = std::max(wave.split_count_max, block.unit.split_count);
     wave.query_rows_max = std::max(wave.query_rows_max, block.unit.query_rows);

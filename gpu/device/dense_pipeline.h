@@ -44,6 +44,8 @@ class DensePipeline {
     std::vector<Block> blocks;
     // Rows are copied to the GPU for all blocks together, one stage at a time.
     bool staged = false;
+    bool over_link = false;  // many rows are read from host memory, in place
+    int64_t split_count = 0;
     int64_t partial_bytes = 0;
     // In pinned memory. The first three are copied to the workspace together.
     DenseUnit* units = nullptr;
@@ -64,11 +66,11 @@ class DensePipeline {
   const ModelSpec& spec() const { return context_->spec(); }
   // Bytes of one stage of a KV head's rows.
   int64_t StageBytes() const;
-  // Splits of a unit of n tokens: rows per split, and number of splits.
-  static std::pair<int64_t, int64_t> SplitsOf(int64_t n, bool staged);
-  // The splits to make room for, for n tokens in so many splits: in a step, the most that any
-  // length up to its capacity has, so that its memory does not depend on the length.
-  int64_t RoomOf(int64_t n, int64_t splits) const;
+  // The number of splits of a unit of n tokens. It does not fall when n grows.
+  int64_t SplitsOf(int64_t n, bool staged) const;
+  // The splits to make room for: in a step, those of its capacity, so that its memory does not
+  // depend on the length.
+  int64_t RoomOf(int64_t n, bool staged) const;
   // Lays out a part. Empty carvers only measure.
   void LayOut(Part& part, Carver& requests, Carver& results, Carver& workspace) const;
   // Writes the requests of a part that was laid out.

@@ -374,6 +374,9 @@ struct DenseResult {
 };
 static_assert(kDenseQueryRows <= kStepReportHeads);
 
+// Rows of a split of staged rows.
+inline constexpr int64_t kStagedSplitRows = 2048;
+
 // Dense attention of up to kDenseQueryRows query rows of one KV head over all of its rows.
 struct DenseUnit {
   UnitPlace place{};  // of the first query
@@ -382,7 +385,11 @@ struct DenseUnit {
   int32_t query_rows = 0;
   int64_t visible[kDenseQueryRows] = {};  // tokens that each query row sees
   int64_t n = 0;                          // the largest of them
-  int64_t split_rows = 0;
+  // Staged rows are in splits of kStagedSplitRows that follow each other, others in splits of
+  // tiles.
+  bool staged = false;
+  bool over_link = false;   // whether many rows of the wave are read from host memory
+  int32_t first_split = 0;  // splits of the wave's units before this one
   int64_t split_count = 0;
   float* partials = nullptr;  // [split_count] of query_rows * (2 + d) floats
   uint32_t* error_token = nullptr;
@@ -403,10 +410,11 @@ struct DenseWave {
   int sm_count = 0;
   int block_shared_bytes = 0;  // as in Wave
   // The launch folds rows [first, limit); page 0 of the units' tables begins with row `first`. Both
-  // are multiples of split_rows, or the launch covers all rows.
+  // are multiples of kStagedSplitRows, or the launch covers all rows.
   int64_t first = 0;
   int64_t limit = 0;
-  int64_t split_count_max = 0;  // of one launch
+  int64_t split_count_max = 0;  // of a unit in one launch
+  int link_blocks = 0;          // that run if rows come over the link
   // Pinned; the work stops when it is not 0. Null: it never stops.
   const int32_t* cancel = nullptr;
   uint32_t* running = nullptr;  // device, not 0 at first; 0 once a block has seen that it stops

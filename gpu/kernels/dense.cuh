@@ -14,83 +14,116 @@ __device__ inline bool DenseStops(const DenseWave& wave) {
   constexpr unsigned kBlocksPerReader = 64;
   if (wave.cancel == nullptr) return false;
   volatile uint32_t* const running = wave.running;
-  const bool reads = (blockIdx.y * gridDim.x + blockIdx.x) % kBlocksPerReader == 0;
+  const bool reads = blockIdx.x % kBlocksPerReader == 0;
   if (reads && *static_cast<const volatile int32_t*>(wave.cancel) != 0) *running = 0;
   return *running == 0;
 }
 
-// Folds the splits of dense units. Grid (blocks, units).
-__global__ void DenseFoldKernel(DenseWave wave) {
-  extern __shared__ __align__(16) float memory[];
-  __shared__ SoftmaxSums sums[kDenseQueryRows];
-  __shared__ bool stop;
-  const DenseUnit& u = wave.units[blockIdx.y];
-  const int d = wave.head_dim;
-  const int64_t limit = min(u.n, wave.limit);
-  const int64_t first_split = wave.first / u.split_rows;
-  const int64_t split_end = (limit + u.split_rows - 1) / u.split_rows;
-  if (first_split + blockIdx.x >= split_end) return;
-  float* queries = memory;
-  float* rest = queries + kDenseQueryRows * d;
-  for (int i = threadIdx.x; i < u.query_rows * d; i += blockDim.x) {
-    const float q = u.q != nullptr ? u.q[i] : TensorQuery(wave.step, u.place, wave.group, d, i);
-    queries[i] = q * wave.scale;
-  }
-  const FoldShape fold = {wave.dtype, d, u.query_rows};
-  for (int64_t s = first_split + blockIdx.x; s < split_end; s += gridDim.x) {
-    if (threadIdx.x == 0) stop = DenseStops(wave);
-    if (threadIdx.x < kDenseQueryRows) sums[threadIdx.x] = SoftmaxSums::Empty();
-    __syncthreads();
-    if (stop) return;
-    const int64_t first = s * u.split_rows;
-    ValueSums<kDenseQueryRows, false> values;
-    FoldRows<kDenseQueryRows, false, 4>(
-        fold, min(u.split_rows, limit - first),
-        [&](int64_t j) { return RowAddress(u.row_pages, wave.row_bytes, first - wave.first + j); },
-        [&](int r, int64_t j) { return first + j < u.visible[r]; },
-        [&](int64_t j) { atomicMin(u.error_token, static_cast<uint32_t>(first + j)); },
-        [](int, int64_t, const float*, float l) { return l; }, queries, rest, sums, values);
-    __syncthreads();
-    float* out = u.partials + s * u.query_rows * (2 + d);
-    if (threadIdx.x < u.query_rows) {
-      out[2 * threadIdx.x] = sums[threadIdx.x].max;
-      out[2 * threadIdx.x + 1] = sums[threadIdx.x].sum;
+// The splits of all units of a wave are one list, which the blocks share. Each has an equal part of
+// it; but if rows come over the link, few blocks take turns, and each split follows the one before.
+class DenseTurns {
+ public:
+  __device__ explicit DenseTurns(const DenseWave& of) : wave_(of) {
+    const DenseUnit& last = wave_.units[wave_.unit_count - 1];
+    const bool over_link = wave_.units[0].over_link;
+    const int total = FirstOf(wave_.unit_count - 1) + CountOf(last);
+    const auto block = static_cast<int>(blockIdx.x);
+    const auto blocks = static_cast<int>(gridDim.x);
+    if (over_link) {
+      step_ = min(blocks, wave_.link_blocks);
+      at_ = block < step_ ? block : total;
+      end_ = total;
+    } else {
+      at_ = static_cast<int>(int64_t{total} * block / blocks);
+      end_ = static_cast<int>(int64_t{total} * (block + 1) / blocks);
     }
-    if (threadIdx.x < d) {
-#pragma unroll
-      for (int r = 0; r < kDenseQueryRows; ++r) {
-        if (r >= u.query_rows) break;
-        out[2 * u.query_rows + r * d + threadIdx.x] = values.value[r];
-      }
-    }
-    __syncthreads();
   }
-}
+  // Loads the next unit of which the block has splits, and says which. All threads call it, and
+  // have the same answer.
+  __device__ bool Next(DenseUnit& unit, SplitRange& splits) {
+    while (at_ < end_) {
+      const int i = UnitOf(at_);
+      __syncthreads();  // all are done with the unit before
+      LoadRequest(wave_.units + i, unit);
+      const int first = FirstOf(i);
+      const int room = unit.staged ? static_cast<int>(wave_.split_count_max) : CountOf(unit);
+      const int end = min(first + CountOf(unit), end_);
+      const int begin = at_;
+      at_ += (min(first + room, end_) - at_ + step_ - 1) / step_ * step_;
+      if (begin >= end) continue;
+      const int skipped = unit.staged ? static_cast<int>(wave_.first / kStagedSplitRows) : 0;
+      splits = {begin - first + skipped, end - first + skipped, step_};
+      return true;
+    }
+    return false;
+  }
 
-// The splits of a dense unit.
+ private:
+  // Where the list has the splits of unit i. Staged units have as much room as the longest.
+  __device__ int FirstOf(int i) const {
+    const DenseUnit& unit = wave_.units[i];
+    return unit.staged ? i * static_cast<int>(wave_.split_count_max) : unit.first_split;
+  }
+  __device__ int CountOf(const DenseUnit& unit) const {
+    if (!unit.staged) return static_cast<int>(unit.split_count);
+    const int64_t rows = max(int64_t{0}, min(unit.n, wave_.limit) - wave_.first);
+    return static_cast<int>((rows + kStagedSplitRows - 1) / kStagedSplitRows);
+  }
+  // The last unit that does not begin after split `at` of the list.
+  __device__ int UnitOf(int at) const {
+    int begun = 0;
+    for (int i = static_cast<int>(threadIdx.x % 32); i < wave_.unit_count; i += 32) {
+      if (FirstOf(i) <= at) ++begun;
+    }
+    return static_cast<int>(WarpSum(static_cast<float>(begun))) - 1;
+  }
+
+  const DenseWave& wave_;
+  int at_;
+  int end_;
+  int step_ = 1;
+};
+
+// The splits of a dense unit. Where rows are read in place, split s of S has tiles s, s + S, ... of
+// kTensorTileRows rows, so that blocks that run at once read from addresses near each other. Staged
+// rows are split into stretches.
 struct DenseRows {
   static constexpr bool kMoments = false;
   const DenseWave& wave;
   const DenseUnit& u;
   int64_t limit;  // rows that this launch folds
 
-  __device__ int first_split() const { return static_cast<int>(wave.first / u.split_rows); }
-  __device__ int split_end() const {
-    return static_cast<int>((limit + u.split_rows - 1) / u.split_rows);
-  }
+  __device__ DenseRows(const DenseWave& of, const DenseUnit& unit)
+      : wave(of), u(unit), limit(min(unit.n, of.limit)) {}
+
   __device__ KvSplit At(int split) const {
-    const int64_t first = split * u.split_rows;
-    return {0, static_cast<int32_t>(min(u.split_rows, limit - first)), first};
+    if (u.staged) {
+      const int64_t first = split * kStagedSplitRows;
+      return {0, static_cast<int32_t>(min(kStagedSplitRows, limit - first)), first};
+    }
+    const auto tiles = static_cast<int>((limit + kTensorTileRows - 1) / kTensorTileRows);
+    const auto splits = static_cast<int>(u.split_count);
+    auto count = static_cast<int32_t>((tiles - split + splits - 1) / splits * kTensorTileRows);
+    if ((tiles - 1) % splits == split) {
+      count -= static_cast<int32_t>(int64_t{tiles} * kTensorTileRows - limit);
+    }
+    return {0, count, int64_t{split} * kTensorTileRows};
   }
   __device__ bool HasMoments(const KvSplit&) const { return false; }
+  // The token of row i.
+  __device__ int64_t Token(const KvSplit& split, int i) const {
+    const auto apart = u.staged ? 1 : static_cast<int>(u.split_count);
+    return split.first + int64_t{i / kTensorTileRows} * apart * kTensorTileRows +
+           i % kTensorTileRows;
+  }
   __device__ const std::byte* Row(const KvSplit& split, int i) const {
-    return RowAddress(u.row_pages, wave.row_bytes, split.first - wave.first + i);
+    return RowAddress(u.row_pages, wave.row_bytes, Token(split, i) - wave.first);
   }
   __device__ bool Visible(int r, const KvSplit& split, int i) const {
-    return split.first + i < u.visible[r];
+    return Token(split, i) < u.visible[r];
   }
   __device__ void Bad(const KvSplit& split, int i) const {
-    atomicMin(u.error_token, static_cast<uint32_t>(split.first + i));
+    atomicMin(u.error_token, static_cast<uint32_t>(Token(split, i)));
   }
   __device__ float Query(int r, int i) const {
     const int element = r * wave.head_dim + i;
@@ -109,19 +142,65 @@ struct DenseRows {
   __device__ float* Pairs(int) const { return nullptr; }
 };
 
-// The same for rows of 16 bits. Grid (blocks, units). Shared memory: TensorLayout.
-template <DType kDType, int kHeads, int kDimTiles>
-__global__ void __launch_bounds__(kTensorThreads) DenseTensorKernel(DenseWave wave) {
-  extern __shared__ __align__(16) std::byte fold_memory[];
+// Folds the splits of dense units. Grid (blocks).
+__global__ void DenseFoldKernel(DenseWave wave) {
+  extern __shared__ __align__(16) float memory[];
+  __shared__ SoftmaxSums sums[kDenseQueryRows];
+  __shared__ bool stop;
   __shared__ __align__(8) std::byte unit[sizeof(DenseUnit)];  // it has a constructor
   auto& u = *reinterpret_cast<DenseUnit*>(unit);
-  LoadRequest(wave.units + blockIdx.y, u);
-  const DenseRows rows{wave, u, min(u.n, wave.limit)};
-  FoldOnTensorCores<kDType, kHeads, kDimTiles>({wave.head_dim, u.query_rows, wave.scale}, rows,
-                                               fold_memory);
+  const int d = wave.head_dim;
+  const auto thread = static_cast<int>(threadIdx.x);
+  float* queries = memory;
+  float* rest = queries + kDenseQueryRows * d;
+  DenseTurns turns(wave);
+  for (SplitRange splits; turns.Next(u, splits);) {
+    const DenseRows rows(wave, u);
+    for (int i = thread; i < u.query_rows * d; i += static_cast<int>(blockDim.x)) {
+      queries[i] = rows.Query(0, i) * wave.scale;
+    }
+    const FoldShape fold = {wave.dtype, d, u.query_rows};
+    for (int s = splits.begin; s < splits.end; s += splits.step) {
+      if (thread == 0) stop = rows.Stops();
+      if (thread < kDenseQueryRows) sums[thread] = SoftmaxSums::Empty();
+      __syncthreads();
+      if (stop) return;
+      const KvSplit split = rows.At(s);
+      ValueSums<kDenseQueryRows, false> values;
+      FoldRows<kDenseQueryRows, false, 4>(
+          fold, split.count, [&](int64_t j) { return rows.Row(split, static_cast<int>(j)); },
+          [&](int r, int64_t j) { return rows.Visible(r, split, static_cast<int>(j)); },
+          [&](int64_t j) { rows.Bad(split, static_cast<int>(j)); },
+          [](int, int64_t, const float*, float l) { return l; }, queries, rest, sums, values);
+      __syncthreads();
+      if (thread < u.query_rows) rows.Out(s, thread, sums[thread]);
+      if (thread < d) {
+#pragma unroll
+        for (int r = 0; r < kDenseQueryRows; ++r) {
+          if (r >= u.query_rows) break;
+          rows.Values(s)[r * d + thread] = values.value[r];
+        }
+      }
+      __syncthreads();
+    }
+  }
 }
 
-inline constexpr int kDenseFinishThreads = 256;
+// The same for rows of 16 bits. Grid (blocks). Shared memory: TensorLayout.
+template <DType kDType, int kHeads, int kDimTiles>
+__global__ void __launch_bounds__(kTensorThreads) DenseTensorKernel(DenseWave wave) {
+  extern __shared__ __align__(128) std::byte fold_memory[];
+  __shared__ __align__(8) std::byte unit[sizeof(DenseUnit)];  // it has a constructor
+  auto& u = *reinterpret_cast<DenseUnit*>(unit);
+  DenseTurns turns(wave);
+  for (SplitRange splits; turns.Next(u, splits);) {
+    const DenseRows rows(wave, u);
+    FoldOnTensorCores<kDType, kHeads, kDimTiles>({wave.head_dim, u.query_rows, wave.scale}, rows,
+                                                 splits, fold_memory);
+  }
+}
+
+inline constexpr int kDenseFinishThreads = 512;
 
 // Merges a dense unit's splits, in an order that depends on their number alone. Grid (query rows,
 // units); kDenseFinishThreads.

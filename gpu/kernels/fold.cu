@@ -5,22 +5,20 @@
 namespace spillway::cuda {
 namespace {
 
-// Blocks for each unit: as many as the GPU holds at once, because each prepares its queries once
-// for all of its splits.
-unsigned TensorBlocks(int sm_count, int unit_count, int64_t split_count_max) {
-  constexpr int kBlocksPerSm = 4;
-  const int share = (kBlocksPerSm * sm_count + unit_count - 1) / unit_count;
-  return static_cast<unsigned>(std::min<int64_t>(split_count_max, share));
+constexpr int kStaticBytes = 2048;  // of shared memory, upper limit
+
+// Shared memory of a block of the tensor fold, in bytes.
+int TensorBytes(DType dtype, int head_dim, int rows, bool moments) {
+  const int heads = rows <= 8 ? 8 : 16;
+  return dtype == DType::kBF16 ? TensorLayout<DType::kBF16>(head_dim, heads, rows, moments).end
+                               : TensorLayout<DType::kF16>(head_dim, heads, rows, moments).end;
 }
 
 // Whether a GPU's blocks have room for the tensor fold. At head_dim 256 some of compute capability
 // 8.6 to 8.9 do not.
 bool TensorFits(DType dtype, int head_dim, int rows, bool moments, int block_shared_bytes) {
-  constexpr int kStaticBytes = 2048;  // upper limit
-  const int heads = rows <= 8 ? 8 : 16;
-  const int bytes = dtype == DType::kBF16 ? TensorLayout<DType::kBF16>(head_dim, heads, moments).end
-                                          : TensorLayout<DType::kF16>(head_dim, heads, moments).end;
-  return TensorFolds(dtype, head_dim) && bytes + kStaticBytes <= block_shared_bytes;
+  return TensorFolds(dtype, head_dim) &&
+         TensorBytes(dtype, head_dim, rows, moments) + kStaticBytes <= block_shared_bytes;
 }
 
 // Calls f<dtype, query rows, tiles of dimensions>().
@@ -46,10 +44,14 @@ cudaError_t LaunchFold(const Wave& wave, int phase, cudaStream_t stream) {
                   wave.block_shared_bytes)) {
     return LaunchFoldOf<PlainLogits>(wave, phase, {}, stream);
   }
-  const dim3 grid(TensorBlocks(wave.sm_count, wave.unit_count, kSplitMax), wave.unit_count);
+  // As many blocks as the GPU holds at once, because each prepares its queries once for all of its
+  // splits.
+  const int share = (kMomentBlocksPerSm * wave.sm_count + wave.unit_count - 1) / wave.unit_count;
+  const dim3 grid(std::min<int>(kSplitMax, share), wave.unit_count);
   return ForTensors(shape.dtype, shape.head_dim, shape.group,
                     [&]<DType kDType, int kHeads, int kDimTiles>() {
-                      const TensorLayout<kDType> layout(shape.head_dim, kHeads, /*moments=*/true);
+                      const TensorLayout<kDType> layout(shape.head_dim, kHeads, shape.group,
+                                                        /*moments=*/true);
                       return Launch<FoldTensorKernel<kDType, kHeads, kDimTiles>>(
                           {grid, kTensorThreads, static_cast<size_t>(layout.end), wave.overlap},
                           stream, shape, phase, wave.units);
@@ -57,19 +59,25 @@ cudaError_t LaunchFold(const Wave& wave, int phase, cudaStream_t stream) {
 }
 
 cudaError_t LaunchDenseFold(const DenseWave& wave, cudaStream_t stream) {
-  const auto units = static_cast<unsigned>(wave.unit_count);
+  const int64_t splits = wave.unit_count * wave.split_count_max;
   if (!TensorFits(wave.dtype, wave.head_dim, wave.query_rows_max, /*moments=*/false,
                   wave.block_shared_bytes)) {
-    const dim3 grid(static_cast<unsigned>(std::min<int64_t>(wave.split_count_max, 65535)), units);
+    const auto blocks =
+        static_cast<unsigned>(std::min<int64_t>(splits, kPlainBlocksPerSm * wave.sm_count));
     return Launch<DenseFoldKernel>(
-        FoldLaunch(grid, wave.head_dim, kDenseQueryRows, /*moments=*/false, false), stream, wave);
+        FoldLaunch(blocks, wave.head_dim, kDenseQueryRows, /*moments=*/false, false), stream, wave);
   }
-  const dim3 grid(TensorBlocks(wave.sm_count, wave.unit_count, wave.split_count_max), units);
+  // No more than run at once: all have an equal part of the work.
+  const int bytes = TensorBytes(wave.dtype, wave.head_dim, wave.query_rows_max, /*moments=*/false);
+  const int per_sm =
+      std::clamp(wave.block_shared_bytes / (bytes + kStaticBytes), 1, kPlainBlocksPerSm);
+  const auto blocks = static_cast<unsigned>(std::min<int64_t>(splits, per_sm * wave.sm_count));
   return ForTensors(wave.dtype, wave.head_dim, wave.query_rows_max,
                     [&]<DType kDType, int kHeads, int kDimTiles>() {
-                      const TensorLayout<kDType> layout(wave.head_dim, kHeads, /*moments=*/false);
+                      const TensorLayout<kDType> layout(wave.head_dim, kHeads, wave.query_rows_max,
+                                                        /*moments=*/false);
                       return Launch<DenseTensorKernel<kDType, kHeads, kDimTiles>>(
-                          {grid, kTensorThreads, static_cast<size_t>(layout.end)}, stream, wave);
+                          {blocks, kTensorThreads, static_cast<size_t>(layout.end)}, stream, wave);
                     });
 }
 

@@ -11,31 +11,42 @@ namespace spillway::cuda {
 
 inline constexpr int kTensorThreads = 128;
 inline constexpr int kTensorTileRows = 32;
+// Blocks that a multiprocessor runs at once, if they fit: with moments, and without.
+inline constexpr int kMomentBlocksPerSm = 4;
+inline constexpr int kPlainBlocksPerSm = 5;
 // Terms of the weights of second moments, and of projected values.
 inline constexpr int kMomentTerms = 2;
 
-// Shared memory of a block, in bytes from its beginning. Rows of 16-bit elements are 16 bytes
-// longer than their elements, so that the eight rows that lanes read together are in other banks.
+// Shared memory of a block, in bytes from its beginning. Queries and weights are 16 bytes longer
+// than their elements, so that the eight rows that lanes read together are in other banks. For that
+// rows of tiles have their 16-byte chunks in another order in each of eight rows, and stay aligned
+// to lines: a copy of 128 bytes that ends in two lines of shared memory may be made by two
+// requests.
 template <DType kDType>
 struct TensorLayout {
   int row_stride;    // of tiles [2][kTensorTileRows] of keys and values
-  int query_stride;  // of queries [terms][heads]
+  int query_stride;  // of queries [terms][rows]
+  static constexpr int kLineBytes = 128;
   static constexpr int kWeightStride = 2 * kTensorTileRows + 16;  // of weights [terms][heads]
   int tiles, queries, logits, weights, square_weights, squares, projections, norms, end;
 
   // Without moments, nothing is behind the weights.
-  __host__ __device__ TensorLayout(int head_dim, int heads, bool moments) {
-    row_stride = 4 * head_dim + 16;
+  __host__ __device__ TensorLayout(int head_dim, int heads, int rows, bool moments) {
+    row_stride = (4 * head_dim + kLineBytes - 1) / kLineBytes * kLineBytes;
     query_stride = 2 * head_dim + 16;
     tiles = 0;
     queries = tiles + 2 * kTensorTileRows * row_stride;
-    logits = queries + kFloatTerms<kDType> * heads * query_stride;
+    logits = queries + kFloatTerms<kDType> * rows * query_stride;
     weights = logits + 2 * kTensorTileRows * heads * int{sizeof(float)};
     square_weights = weights + kFloatTerms<kDType> * heads * kWeightStride;
     squares = square_weights + kMomentTerms * heads * kWeightStride;
     projections = squares + heads * kTensorTileRows * int{sizeof(float)};
     norms = projections + kTensorTileRows * kProjectionStride * int{sizeof(float)};
     end = moments ? norms + kTensorTileRows * int{sizeof(float)} : square_weights;
+  }
+  // Where chunk `chunk` of row `row` is in a tile. row_in_8: row % 8, which callers know.
+  __host__ __device__ int Chunk(int row, int row_in_8, int chunk) const {
+    return row * row_stride + (chunk ^ row_in_8) * 16;
   }
 };
 
@@ -53,10 +64,16 @@ struct TensorFoldShape {
   const ProjectionSigns* signs = nullptr;
 };
 
-// Folds splits source.first_split() + i for i = blockIdx.x, blockIdx.x + gridDim.x, ... below
-// source.split_end(). A block of kTensorThreads has one tile at a time, and the rows of the next
-// are on their way. kHeads: 8 or 16. kDimTiles: of 64 dimensions each, at least head_dim. memory:
-// TensorLayout. A source has:
+// Splits begin, begin + step, ... below end.
+struct SplitRange {
+  int begin;
+  int end;
+  int step;
+};
+
+// Folds splits of a source. A block of kTensorThreads has one tile at a time, and the rows of the
+// next are on their way. kHeads: 8 or 16. kDimTiles: of 64 dimensions each, at least head_dim.
+// memory: TensorLayout. A source has:
 //   kMoments                     whether a split may have moments
 //   At(split)                    its rows, as KvSplit
 //   HasMoments(split)            given as KvSplit
@@ -71,7 +88,7 @@ struct TensorFoldShape {
 //   Pairs(split)                 with moments: sums x^2 y_a y_b [rows][kProjectedPairs]
 template <DType kDType, int kHeads, int kDimTiles, typename Source>
 __device__ inline void FoldOnTensorCores(const TensorFoldShape& shape, const Source& source,
-                                         std::byte* memory) {
+                                         const SplitRange& splits, std::byte* memory) {
   constexpr int kWarps = kTensorThreads / 32;
   constexpr int kHeadTiles = kHeads / 8;
   constexpr int kTerms = kFloatTerms<kDType>;
@@ -82,13 +99,13 @@ __device__ inline void FoldOnTensorCores(const TensorFoldShape& shape, const Sou
   // Queries of f16 are divided by this, so that their terms are in f16's range.
   __shared__ float query_unit[kHeads];
   __shared__ bool stop;
-  const int split_end = source.split_end();
-  int split_index = source.first_split() + static_cast<int>(blockIdx.x);
+  const int split_end = splits.end;
+  int split_index = splits.begin;
   if (split_index >= split_end) return;
   const int d = shape.head_dim;
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
-  const TensorLayout<kDType> at(d, kHeads, Source::kMoments);
+  const TensorLayout<kDType> at(d, kHeads, shape.rows, Source::kMoments);
   auto* const logits = reinterpret_cast<float*>(memory + at.logits);    // [2][rows][heads]
   auto* const squares = reinterpret_cast<float*>(memory + at.squares);  // [heads][rows]
   auto* const projections = reinterpret_cast<float*>(memory + at.projections);
@@ -119,8 +136,8 @@ __device__ inline void FoldOnTensorCores(const TensorFoldShape& shape, const Sou
         const int row = i / chunks;
         const int chunk = i % chunks;
         const uint64_t from = __shfl_sync(kFullWarp, row_of_lane, row) + chunk * 16;
-        const auto to = static_cast<uint32_t>(
-            __cvta_generic_to_shared(tile + row * at.row_stride + chunk * 16));
+        const auto to =
+            static_cast<uint32_t>(__cvta_generic_to_shared(tile + at.Chunk(row, row % 8, chunk)));
         // Rows that are not there become zeros.
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
                      "r"(row < count ? 16 : 0)
@@ -129,7 +146,7 @@ __device__ inline void FoldOnTensorCores(const TensorFoldShape& shape, const Sou
       ahead_first += kTensorTileRows;
       if (ahead_first >= ahead.count) {
         ahead_first = 0;
-        ahead_index += static_cast<int>(gridDim.x);
+        ahead_index += splits.step;
         if (ahead_index < split_end) ahead = source.At(ahead_index);
       }
     }
@@ -155,11 +172,11 @@ __device__ inline void FoldOnTensorCores(const TensorFoldShape& shape, const Sou
       }
     }
     if (lane == 0) query_unit[h] = unit;
-    for (int i = lane; i < d; i += 32) {
-      float x = in_use ? source.Query(h, i) * shape.scale / unit : 0.0f;
+    for (int i = lane; i < d && in_use; i += 32) {
+      float x = source.Query(h, i) * shape.scale / unit;
 #pragma unroll
       for (int t = 0; t < kTerms; ++t) {
-        *reinterpret_cast<uint16_t*>(memory + at.queries + (t * kHeads + h) * at.query_stride +
+        *reinterpret_cast<uint16_t*>(memory + at.queries + (t * shape.rows + h) * at.query_stride +
                                      2 * i) = TakeTerm<kDType>(x);
       }
     }
@@ -203,14 +220,15 @@ __device__ inline void FoldOnTensorCores(const TensorFoldShape& shape, const Sou
       float sum[kHeadTiles][2][4] = {};  // of the first term, and of the others
       for (int k = half; k < d / 16; k += 2) {
         uint32_t a[4];
-        LoadMatrix(a, tile + row * at.row_stride + k * 32, at.row_stride);
+        LoadMatrix(a, tile + at.Chunk(row + lane % 16, lane % 8, 2 * k + lane / 16));
 #pragma unroll
         for (int n = 0; n < kHeadTiles; ++n) {
 #pragma unroll
           for (int t = 0; t < kTerms; ++t) {
             const auto* b = reinterpret_cast<const uint32_t*>(
-                memory + at.queries + (t * kHeads + n * 8 + lane / 4) * at.query_stride + k * 32 +
-                lane % 4 * 4);
+                memory + at.queries +
+                (t * shape.rows + min(n * 8 + lane / 4, shape.rows - 1)) * at.query_stride +
+                k * 32 + lane % 4 * 4);
             MultiplyAdd<kDType>(sum[n][t > 0], a, b[0], b[4]);
           }
         }
@@ -229,12 +247,11 @@ __device__ inline void FoldOnTensorCores(const TensorFoldShape& shape, const Sou
     if (moments) {
       const int row = threadIdx.x / 4;
       const int quad = threadIdx.x % 4;
-      const std::byte* const v = tile + row * at.row_stride + 2 * d;
       float4 y = make_float4(0, 0, 0, 0);
       float norm = 0;
 #pragma unroll 4
       for (int i = 4 * quad; i < d; i += kProjectionDims) {
-        float4 x = LoadFour(kDType, v, i / 4);
+        float4 x = LoadFour(kDType, tile + at.Chunk(row, row % 8, (d + i) / 8), i / 4 % 2);
         x = make_float4(x.x * inverse_unit, x.y * inverse_unit, x.z * inverse_unit,
                         x.w * inverse_unit);
         y.x += shape.signs->Of(i, x.x);
@@ -315,7 +332,8 @@ __device__ inline void FoldOnTensorCores(const TensorFoldShape& shape, const Sou
       for (int k = 0; k < kTensorTileRows / 16; ++k) {
         if (k * 16 >= count) break;
         uint32_t a[4];
-        LoadTransposed(a, tile + k * 16 * at.row_stride + 2 * d + 2 * first_dim, at.row_stride);
+        LoadTransposed(a, tile + at.Chunk(k * 16 + lane % 8 + lane / 16 * 8, lane % 8,
+                                          (d + first_dim) / 8 + lane / 8 % 2));
         const auto weights_at = [&](int base, int t, int n) {
           return reinterpret_cast<const uint32_t*>(
               memory + base + (t * kHeads + n * 8 + lane / 4) * at.kWeightStride + k * 32 +
@@ -438,7 +456,7 @@ __device__ inline void FoldOnTensorCores(const TensorFoldShape& shape, const Sou
       }
     }
     first = 0;
-    split_index += static_cast<int>(gridDim.x);
+    split_index += splits.step;
     if (split_index < split_end) split = source.At(split_index);
   }
 }
@@ -451,8 +469,6 @@ struct ListedRows {
   UnitState& state;
   int phase;
 
-  __device__ int first_split() const { return 0; }
-  __device__ int split_end() const { return state.split_count[phase]; }
   __device__ KvSplit At(int split) const { return state.splits[phase][split]; }
   __device__ bool HasMoments(const KvSplit& split) const { return split.set != 0; }
   __device__ const std::byte* Row(const KvSplit& split, int i) const {
@@ -483,14 +499,16 @@ struct ListedRows {
 // Folds the splits of a phase of a sparse attend. Grid (blocks, units). Shared memory:
 // TensorLayout.
 template <DType kDType, int kHeads, int kDimTiles>
-__global__ void __launch_bounds__(kTensorThreads)
+__global__ void __launch_bounds__(kTensorThreads, kDimTiles <= 2 ? kMomentBlocksPerSm : 1)
     FoldTensorKernel(AttendShape shape, int phase, const UnitRequest* units) {
-  extern __shared__ __align__(16) std::byte fold_memory[];
+  extern __shared__ __align__(128) std::byte fold_memory[];
   __shared__ UnitRequest u;
   Begin(units + blockIdx.y, u);
   const ListedRows rows{shape, u, *u.state, phase};
   FoldOnTensorCores<kDType, kHeads, kDimTiles>(
-      {shape.head_dim, shape.group, shape.scale, 1 / ValueUnit(u), &u.signs}, rows, fold_memory);
+      {shape.head_dim, shape.group, shape.scale, 1 / ValueUnit(u), &u.signs}, rows,
+      {static_cast<int>(blockIdx.x), u.state->split_count[phase], static_cast<int>(gridDim.x)},
+      fold_memory);
 }
 
 }  // namespace spillway::cuda

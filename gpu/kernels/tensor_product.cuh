@@ -34,26 +34,20 @@ requires SixteenBits<kDType> __device__ inline void MultiplyAdd(float (&d)[4],
   }
 }
 
-// Loads A from shared memory, [16] rows of 16 elements; `stride` bytes from one row to the next, a
-// multiple of 16. All lanes.
-__device__ inline void LoadMatrix(uint32_t (&a)[4], const std::byte* rows, int stride) {
-  const int lane = threadIdx.x % 32;
-  const auto at =
-      static_cast<uint32_t>(__cvta_generic_to_shared(rows + lane % 16 * stride + lane / 16 * 16));
+// Loads A from shared memory. Each lane gives the address of 8 elements: row lane % 16, from column
+// lane / 16 * 8 on. All lanes.
+__device__ inline void LoadMatrix(uint32_t (&a)[4], const std::byte* elements) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
-               : "r"(at)
+               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(elements)))
                : "memory");
 }
-// Loads A from its transpose, whose 16 rows are A's columns.
-__device__ inline void LoadTransposed(uint32_t (&a)[4], const std::byte* rows, int stride) {
-  const int lane = threadIdx.x % 32;
-  const int row = lane % 8 + lane / 16 * 8;
-  const auto at =
-      static_cast<uint32_t>(__cvta_generic_to_shared(rows + row * stride + lane / 8 % 2 * 16));
+// Loads A from its transpose, whose 16 rows are A's columns. Each lane gives the address of 8
+// elements of the transpose: row lane % 8 + lane / 16 * 8, from column lane / 8 % 2 * 8 on.
+__device__ inline void LoadTransposed(uint32_t (&a)[4], const std::byte* elements) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
-               : "r"(at)
+               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(elements)))
                : "memory");
 }
 

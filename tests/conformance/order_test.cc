@@ -22,14 +22,18 @@ class Order : public ::testing::TestWithParam<DeviceFactory> {
   Order()
       : spec_(MakeSpec(2, 4, 64, DType::kBF16)),
         bench_(GetParam(), spec_),
-        context_(reference::TraceContext(spec_, kTokens + kSteps, 7)),
+        context_(reference::TraceContext(spec_, LongTokens() + kSteps, 7)),
         q_(reference::TraceQueries(context_, 1, 8, 1.5)),
         long_q_(reference::TraceQueries(context_, kLongQueries, 9, 1.5)) {}
 
-  // A sequence with the first kTokens tokens of the context.
-  BenchSequence Filled() {
+  // Tokens of sequences whose attends take long. A GPU folds those of kTokens in the time that it
+  // takes to submit them.
+  static int64_t LongTokens() { return GetParam().name == "cpu" ? kTokens : 16 * kTokens; }
+
+  // A sequence with the first tokens of the context.
+  BenchSequence Filled(int64_t tokens = kTokens) {
     BenchSequence sequence(bench_);
-    EXPECT_TRUE(sequence.Append(context_, 0, kTokens).ok());
+    EXPECT_TRUE(sequence.Append(context_, 0, tokens).ok());
     return sequence;
   }
 
@@ -62,12 +66,15 @@ TEST_P(Order, StepsDoNotWaitForLongJobs) {
   BenchSequence stepping = Filled();
   std::vector<BenchSequence> sequences;
   std::vector<std::future<JobItem>> results;
-  for (int i = 0; i < 12; ++i) sequences.push_back(Filled());
+  for (int i = 0; i < 12; ++i) sequences.push_back(Filled(LongTokens()));
   for (BenchSequence& sequence : sequences) results.push_back(StartLong(sequence));
   const JobItem step = stepping.Step(context_, DefaultPolicy(spec_), q_);
   EXPECT_TRUE(step.status.ok()) << step.status;
   EXPECT_FALSE(IsReady(results.back())) << "twelve long jobs ended before one step";
-  for (std::future<JobItem>& result : results) EXPECT_TRUE(result.get().status.ok());
+  for (std::future<JobItem>& result : results) {
+    const absl::Status status = result.get().status;
+    EXPECT_TRUE(status.ok()) << status;
+  }
 }
 
 TEST_P(Order, ALongJobEndsAlthoughStepsNeverStop) {
