@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -51,10 +51,15 @@ class LocalCluster:
         self.directory = directory
         self.nodes: dict[str, Node] = {}
 
-    def connect(self, part_count: int = 1, layer_groups: int = 1, owner: str = "") -> ClusterClient:
-        placement = DirectoryPlacement(
-            self.directory, part_count, layer_groups, spillway_kv.connect, owner
-        )
+    def connect(
+        self,
+        part_count: int = 1,
+        layer_groups: int = 1,
+        owner: str = "",
+        *,
+        connect: Callable[[str], spillway_kv.Client] = spillway_kv.connect,
+    ) -> ClusterClient:
+        placement = DirectoryPlacement(self.directory, part_count, layer_groups, connect, owner)
         return ClusterClient(placement, "local")
 
 

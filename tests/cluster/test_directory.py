@@ -255,7 +255,7 @@ def test_a_target_has_room(cluster: Cluster) -> None:
 
 
 def test_models_are_kept(cluster: Cluster) -> None:
-    one, other = (Dealt(spillway_model("models/m", heads), 1) for heads in (2, 4))
+    one, other = (Dealt(spillway_model("models/m", heads), 1, 1, {}, "") for heads in (2, 4))
     cluster.directory.add_model(one)
     cluster.directory.add_model(one)
     with pytest.raises(spillway_kv.AlreadyExists):
@@ -290,7 +290,7 @@ def spillway_model(name: str, kv_heads: int) -> spillway_kv.Model:
 
 
 def dealt(name: str, made: str) -> Dealt:
-    return Dealt(spillway_model(f"models/{name}", 2), 1, made=made)
+    return Dealt(spillway_model(f"models/{name}", 2), 1, 1, {}, made)
 
 
 def noted_long_ago(cluster: Cluster, name: str) -> None:

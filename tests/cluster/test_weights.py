@@ -14,7 +14,7 @@ import spillway_kv
 from daemon_process import binary, device_flags
 from local_cluster import LocalCluster, local_cluster
 from safetensors.numpy import save_file
-from spillway_kv.cluster import ClusterClient, SplitClient
+from spillway_kv.cluster import ClusterClient
 
 LAYERS, KV_HEADS, GROUP, DIM, TOKENS = 2, 2, 2, 32, 1500
 HIDDEN, BITS = 16, 64
@@ -114,18 +114,6 @@ def test_each_daemon_gets_what_its_part_needs(
         # The model of another client, on a daemon that does not have it yet.
         with cluster.connect() as other:
             expect_same(answers(other, "models/m"), expected)
-
-
-def test_of_daemons_that_are_named_once(
-    cluster: LocalCluster, path: Path, expected: list[Any]
-) -> None:
-    targets = [cluster.directory.daemon(f"daemon-{slot}").target for slot in range(2)]
-    with SplitClient([spillway_kv.connect(target) for target in targets]) as client:
-        with model_of(client) as model:
-            assert client.upload_hash_weights(model, path).ready
-            expect_same(answers(client, model), expected)
-            with SplitClient([spillway_kv.connect(target) for target in targets]) as other:
-                expect_same(answers(other, model.name), expected)
 
 
 def test_label_channels_are_dealt_too(cluster: LocalCluster, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """KV caches on several Spillway daemons."""
 
-from spillway_kv.cluster.client import ClusterClient, SplitClient
+from spillway_kv.cluster.client import ClusterClient
 from spillway_kv.cluster.connect import connect
 from spillway_kv.cluster.sequence import ClusterSequence
 from spillway_kv.cluster.shares import Share, deal
@@ -13,7 +13,6 @@ __all__ = [
     "ClusterStep",
     "ClusterStream",
     "Share",
-    "SplitClient",
     "connect",
     "deal",
 ]

@@ -19,7 +19,6 @@ from spillway_kv.cluster.part import MOVES_MAX, Part
 from spillway_kv.cluster.placement import (
     CLAIM_SECONDS,
     Dealt,
-    FixedPlacement,
     Placement,
     Stale,
     check_id,
@@ -464,27 +463,6 @@ class ClusterClient(ClusterModels):
             return bool(answers) and all(answers)
         except (Unavailable, Cancelled):
             return False
-
-
-class SplitClient(ClusterClient):
-    """A client of a fixed list of daemons. Each has a part of every model's layers and heads."""
-
-    def __init__(self, clients: SequenceABC[spillway_kv.Client], layer_groups: int = 1) -> None:
-        """Takes ownership of the clients: closing this client closes them.
-
-        Args:
-            clients: One client for each daemon, all of the same version, in the order of the
-                heads.
-            layer_groups: Number of groups of consecutive layers. Each group is split over the
-                same number of daemons.
-
-        Raises:
-            ValueError: There is no client, a daemon is named twice, or the number of daemons is
-                not a multiple of `layer_groups`.
-            VersionMismatch: A daemon has another version than the first.
-        """
-        placement = FixedPlacement(clients, layer_groups)
-        super().__init__(placement, ",".join(client.target for client in clients))
 
 
 def _whole_info(infos: SequenceABC[ServerInfo]) -> ServerInfo:

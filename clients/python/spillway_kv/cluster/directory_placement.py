@@ -49,8 +49,6 @@ class LocalDirectory:
 class DirectoryPlacement:
     """Asks the directory where parts are, and connects to the daemons directly. Thread-safe."""
 
-    in_order = False
-
     def __init__(
         self,
         directory: Asked,

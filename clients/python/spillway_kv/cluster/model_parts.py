@@ -34,18 +34,13 @@ def ensure_part(
         Name of the part.
 
     Raises:
-        FailedPrecondition: The options with which the model was created are not known, or the
-            daemon has another model with the part's name, or the file with its weights is not on
-            this host.
+        FailedPrecondition: The daemon has another model with the part's name, or the file with its
+            weights is not on this host.
     """
     name = part_name(dealt.model.name, number, dealt.part_count)
     try:
         part = client.get_model(name)
     except NotFound:
-        if dealt.options is None:
-            raise spillway_kv.FailedPrecondition(
-                f"{client.target} has no {name}, and how that was created is not known"
-            ) from None
         try:
             part_id = name.removeprefix("models/")
             kv_heads = dealt.model.kv_head_count

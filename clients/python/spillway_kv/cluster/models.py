@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import spillway_kv
 from spillway_kv.cluster.model_parts import created_part, ensure_part, upload_part, whole_model
 from spillway_kv.cluster.placement import Dealt, Placement, check_id, part_name, whole_of
-from spillway_kv.cluster.shares import Share, deal
+from spillway_kv.cluster.shares import deal
 from spillway_kv.cluster.weights import WeightsFile
 from spillway_kv.errors import Cancelled, NotFound, SpillwayError, Unavailable
 from spillway_kv.results import Model
@@ -116,7 +116,6 @@ class ClusterModels:
         model_id = model_id or f"model-{secrets.token_hex(8)}"
         check_id(model_id)
         name = f"models/{model_id}"
-        made = "" if self.placement.in_order else secrets.token_hex(8)
         if self.placement.dealt(name) is not None:
             raise spillway_kv.AlreadyExists(f"{name} exists")
         created: list[tuple[spillway_kv.Client, Model]] = []
@@ -132,7 +131,7 @@ class ClusterModels:
                 policy = options.get("policy") or spillway_kv.Policy()
                 options["policy"] = dataclasses.replace(policy, seed=part.policy.seed)
             whole = whole_model(name, [part for _, part in created], shares)
-            dealt = Dealt(whole, part_count, layer_groups, options, made)
+            dealt = Dealt(whole, part_count, layer_groups, options, secrets.token_hex(8))
             self.placement.add_model(dealt)
         except BaseException:
             for client, part in created:
@@ -152,63 +151,13 @@ class ClusterModels:
         """Returns a model by its resource name.
 
         Raises:
-            NotFound: A daemon has no part of the model.
-            ValueError: The parts are not those of one model, or are split in another way than this
-                client splits.
+            NotFound: No such model is recorded.
         """
         dealt = self.placement.dealt(name)
-        if dealt is None and self.placement.in_order:
-            dealt = self._found_model(name)
         if dealt is None:
             raise NotFound(f"there is no {name}")
         self._models[name] = dealt
         return dealt.model
-
-    def _found_model(self, name: str) -> Dealt:
-        """Returns the model whose parts are on the daemons, in their order."""
-        count, groups = self.placement.part_count, self.placement.layer_groups
-        numbered = list(enumerate(self.placement.daemons()))
-
-        def get(one: tuple[int, str]) -> Model:
-            number, daemon = one
-            return self.placement.client(daemon).get_model(part_name(name, number, count))
-
-        try:
-            parts = self.each(get, numbered)
-        except NotFound:
-            self._check_order(name, numbered)
-            raise
-        shares = [
-            Share(
-                range(part.first_layer, part.first_layer + part.layer_count),
-                range(part.first_kv_head, part.first_kv_head + part.kv_head_count),
-            )
-            for part in parts
-        ]
-        layer_count = max(share.layers.stop for share in shares)
-        kv_head_count = max(share.kv_heads.stop for share in shares)
-        if shares != deal(layer_count, kv_head_count, count, groups):
-            held = ", ".join(
-                f"{daemon} has layers {share.layers.start} to {share.layers.stop - 1} and "
-                f"KV heads {share.kv_heads.start} to {share.kv_heads.stop - 1}"
-                for (_, daemon), share in zip(numbered, shares, strict=True)
-            )
-            raise ValueError(f"{name} is not split over these daemons in this order: {held}")
-        dealt = Dealt(whole_model(name, parts, shares), count, groups)
-        names = (part.name for part in parts)
-        self._note(dealt, zip((daemon for _, daemon in numbered), names, strict=True))
-        return dealt
-
-    def _check_order(self, name: str, numbered: SequenceABC[tuple[int, str]]) -> None:
-        """Raises ValueError if a daemon has another part of a model than the one expected."""
-        for number, daemon in numbered:
-            there = {model.name for model in self.placement.client(daemon).list_models()}
-            for other in range(len(numbered)):
-                if other != number and part_name(name, other, len(numbered)) in there:
-                    raise ValueError(
-                        f"{name} is not split over these daemons in this order: {daemon} has part "
-                        f"{other} of it, not {number}"
-                    ) from None
 
     def described(self, model: str, *, anew: bool = False) -> Dealt:
         """Returns a model, and how it is split.
@@ -224,7 +173,7 @@ class ClusterModels:
     def _ensure(self, dealt: Dealt, number: int, daemon: str) -> str:
         """Makes sure that a daemon has a part of a model. Returns the part's name."""
         name = part_name(dealt.model.name, number, dealt.part_count)
-        if (daemon, name, dealt.made) not in self._there and dealt.options is not None:
+        if (daemon, name, dealt.made) not in self._there:
             ensure_part(self.placement.client(daemon), dealt, number)
         self._note(dealt, [(daemon, name)])
         return name
@@ -273,8 +222,7 @@ class ClusterModels:
                 "this file has other bytes"
             )
         self._models[dealt.model.name] = dealt
-        if not self.placement.in_order:
-            self._spread(dealt, timeout)
+        self._spread(dealt, timeout)
         return dealt.model
 
     def _uploaded(self, dealt: Dealt, weights: WeightsFile, timeout: float | None) -> Dealt:
@@ -296,7 +244,7 @@ class ClusterModels:
                 client = self.placement.client(daemon)
                 with contextlib.suppress(SpillwayError):
                     part = client.get_model(part_name(dealt.model.name, number, dealt.part_count))
-                    if part.ready and dealt.options is not None:
+                    if part.ready:
                         client.delete_model(part)
                         ensure_part(client, dealt, number)
             raise
@@ -318,25 +266,15 @@ class ClusterModels:
         self.each(tried, self.placement.daemons())
 
     def list_models(self) -> Iterator[Model]:
-        """Yields every model that has all its parts on some daemon, ordered by name."""
-        count = self.placement.part_count
+        """Yields every model of which a daemon has a part, ordered by name."""
         listed = self.each(
             lambda daemon: [each.name for each in self.placement.client(daemon).list_models()],
             self.placement.daemons(),
         )
-        names = {name for each in listed for name in each}
-        wholes = names | {whole_of(name)[0] for name in names}
-        for name in sorted(wholes):
+        for name in sorted({whole_of(name)[0] for names in listed for name in names}):
             dealt = self.placement.dealt(name)
             if dealt is not None:
                 yield dealt.model
-            elif self.placement.in_order and all(
-                part_name(name, number, count) in names for number in range(count)
-            ):
-                try:
-                    yield self.get_model(name)
-                except (NotFound, ValueError):
-                    continue
 
     def serving(self) -> list[str]:
         """Returns the names of the daemons that serve.

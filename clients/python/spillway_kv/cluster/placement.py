@@ -25,18 +25,16 @@ class Dealt:
         part_count: Number of daemons that hold a sequence of the model, one part each.
         layer_groups: Number of groups of consecutive layers. Each group has the same number of
             parts.
-        options: Arguments with which a part is created, apart from its share. None: not known, so
-            the parts must already exist.
-        made: Id that distinguishes it from earlier models with this name; empty: models are not
-            recorded.
+        options: Arguments with which a part is created, apart from its share.
+        made: Id that distinguishes it from earlier models with this name.
         weights: The hash weights that were uploaded. None: none were.
     """
 
     model: Model
     part_count: int
-    layer_groups: int = 1
-    options: Mapping[str, Any] | None = field(default=None, compare=False)
-    made: str = ""
+    layer_groups: int
+    options: Mapping[str, Any] = field(compare=False)
+    made: str
     weights: WeightsFile | None = None
 
     @property
@@ -81,9 +79,6 @@ class Placement(Protocol):
     # Defaults for models that do not specify them.
     part_count: int
     layer_groups: int
-    # Whether the parts of every model and sequence are on the daemons in their order, so that
-    # nothing needs to be recorded.
-    in_order: bool
 
     def daemons(self) -> list[str]:
         """Returns the names of the daemons that serve."""
@@ -189,84 +184,6 @@ class Moved:
 
 class Stale(spillway_kv.Aborted):
     """The caller's information about a model is outdated: the model was deleted."""
-
-
-class FixedPlacement:
-    """A fixed list of daemons, in the order of the heads that they hold."""
-
-    in_order = True
-
-    def __init__(self, clients: SequenceABC[spillway_kv.Client], layer_groups: int = 1) -> None:
-        """Takes ownership of the clients. Arguments and errors as for `SplitClient`."""
-        if not clients:
-            raise ValueError("no daemons are named")
-        if layer_groups < 1 or len(clients) % layer_groups:
-            raise ValueError(
-                f"{len(clients)} daemons cannot be split evenly over {layer_groups} groups of "
-                "layers"
-            )
-        seen: dict[str, str] = {}
-        first = clients[0].server_info
-        for client in clients:
-            info = client.server_info
-            if info.boot_id in seen:
-                raise ValueError(f"{client.target} and {seen[info.boot_id]} are the same daemon")
-            seen[info.boot_id] = client.target
-            if info.version != first.version:
-                raise spillway_kv.VersionMismatch(
-                    f"the daemon at {client.target} has version {info.version}, but "
-                    f"{clients[0].target} has {first.version}"
-                )
-        self.part_count = len(clients)
-        self.layer_groups = layer_groups
-        self._clients = {client.target: client for client in clients}
-
-    def daemons(self) -> list[str]:
-        return list(self._clients)
-
-    def restarting(self) -> list[str]:
-        return []
-
-    def client(self, daemon: str) -> spillway_kv.Client:
-        return self._clients[daemon]
-
-    def dealt(self, name: str) -> Dealt | None:
-        return None
-
-    def add_model(self, dealt: Dealt) -> None:
-        pass
-
-    def note_weights(self, dealt: Dealt) -> None:
-        pass
-
-    def drop_model(self, name: str) -> None:
-        pass
-
-    def choose(self, part_count: int, sequence: str, model: Dealt | None = None) -> list[str]:
-        assert part_count == self.part_count
-        return self.daemons()
-
-    def put(self, sequence: str, daemons: SequenceABC[str]) -> None:
-        pass
-
-    def find(self, sequence: str) -> list[str] | None:
-        return self.daemons()
-
-    def drop(self, sequence: str, older_than: float = 0.0) -> None:
-        pass
-
-    def deleted(self, sequence: str, parts: SequenceABC[tuple[str, str]]) -> list[tuple[str, str]]:
-        return []
-
-    def moved(self, part: str, daemon: str, *, gone: bool) -> Moved | None:
-        return None
-
-    def loss(self, daemon: str) -> SpillwayError | None:
-        return None
-
-    def close(self) -> None:
-        for client in self._clients.values():
-            client.close()
 
 
 @contextlib.contextmanager

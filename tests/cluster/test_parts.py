@@ -1,19 +1,18 @@
-"""A split sequence gives the same bits as a whole sequence on one daemon."""
+"""A sequence in parts gives the same bits as a whole sequence on one daemon."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 import spillway_kv
 import torch
-from daemon_process import running_daemon
+from local_cluster import LocalCluster, local_cluster
 from random_llama import generate, llama, prompt
 from spillway_kv import torch as spillway_torch
-from spillway_kv.cluster import SplitClient
+from spillway_kv.cluster import ClusterClient
 from spillway_kv.transformers import SpillwayCache
 
 LAYERS, KV_HEADS, GROUP, DIM = 3, 3, 2, 64
@@ -26,13 +25,6 @@ SHAPES: dict[str, Any] = {
     "dtype": "float32",
 }
 POLICY = spillway_kv.Policy(dense_token_count=1024, dense_layers=[2])
-
-
-@contextmanager
-def split(targets: list[str], layer_groups: int = 1) -> Iterator[SplitClient]:
-    clients = [spillway_kv.connect(target) for target in targets]
-    with SplitClient(clients, layer_groups) as client:
-        yield client
 
 
 def rows(seed: int, *shape: int) -> np.ndarray:
@@ -49,7 +41,7 @@ Q = rows(3, 2, KV_HEADS * GROUP, DIM)
 class Pair:
     """The same sequence, whole on one daemon and split."""
 
-    def __init__(self, one: spillway_kv.Client, many: SplitClient) -> None:
+    def __init__(self, one: spillway_kv.Client, many: ClusterClient) -> None:
         self.clients: list[Any] = [one, many]
         self.models = [client.create_model(**SHAPES, policy=POLICY) for client in self.clients]
         self.one, self.many = (
@@ -67,20 +59,26 @@ class Pair:
 
 
 @pytest.fixture(scope="module")
-def targets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
-    """Targets of three daemons. Split sequences use two or three of them, whole ones use one."""
-    with ExitStack() as stack:
-        folders = [tmp_path_factory.mktemp(f"daemon{number}") for number in range(3)]
-        flags = ("--memory-limit", "512MiB")
-        yield [stack.enter_context(running_daemon(folder, *flags)) for folder in folders]
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalCluster]:
+    """Three daemons with one folder of snapshots. Whole sequences are on the first."""
+    folder = tmp_path_factory.mktemp("cluster")
+    flags = ("--memory-limit", "512MiB", "--snapshot-folder", str(folder / "snapshots"))
+    with local_cluster(folder, 3, *flags) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def target(cluster: LocalCluster) -> str:
+    """Target of a daemon."""
+    return str(cluster.directory.daemon("daemon-0").target)
 
 
 # Two daemons share the heads as 2 + 1, three have one each, or two daemons share the layers.
 @pytest.fixture(scope="module", params=["heads of 2", "heads of 3", "layers"])
-def pair(request: pytest.FixtureRequest, targets: list[str]) -> Iterator[Pair]:
+def pair(request: pytest.FixtureRequest, cluster: LocalCluster, target: str) -> Iterator[Pair]:
     count = 3 if request.param == "heads of 3" else 2
     groups = 2 if request.param == "layers" else 1
-    with spillway_kv.connect(targets[0]) as one, split(targets[:count], groups) as many:
+    with spillway_kv.connect(target) as one, cluster.connect(count, groups) as many:
         made = Pair(one, many)
         yield made
         made.delete()
@@ -274,39 +272,27 @@ def test_errors_are_of_the_daemon_and_name_the_layer(pair: Pair) -> None:
     assert pair.many.refresh().token_count == TOKENS
 
 
-def test_what_cannot_be_split_is_refused(targets: list[str]) -> None:
+def test_what_cannot_be_split_is_refused(cluster: LocalCluster) -> None:
     few = {**SHAPES, "kv_head_count": 1, "query_head_count": 2}
-    with split(targets[:2]) as client:
+    with cluster.connect(2) as client:
         with pytest.raises(ValueError, match="2 daemons cannot share 1 KV heads"):
             client.create_model(**few)
-        # The second daemon refuses. The first must not keep its part.
-        before = client.clients[1].create_model("taken.1of2", **SHAPES)
+        # The daemon of the second part refuses. That of the first must not keep its part.
+        before = [(each, each.create_model("taken.1of2", **SHAPES)) for each in client.clients]
         with pytest.raises(spillway_kv.AlreadyExists):
             client.create_model("taken", **SHAPES)
-        assert not [m for m in client.clients[0].list_models() if "taken" in m.name]
-        client.clients[1].delete_model(before)
-    one, again = spillway_kv.connect(targets[0]), spillway_kv.connect(targets[0])
-    with one, again, pytest.raises(ValueError, match="are the same daemon"):
-        SplitClient([one, again])
-    with pytest.raises(ValueError, match="no daemons are named"):
-        SplitClient([])
+        for each, model in before:
+            assert [m.name for m in each.list_models() if "taken" in m.name] == [model.name]
+            each.delete_model(model)
 
 
-def test_daemons_in_another_order_are_refused(targets: list[str]) -> None:
-    with split(targets[:2]) as client:
-        model = client.create_model("ordered", **SHAPES)
-        with split(targets[1::-1]) as other, pytest.raises(ValueError, match="is not split"):
-            other.create_sequence(model)
-        client.delete_model(model)
-
-
-def test_transformers_decode_as_with_one_daemon(targets: list[str]) -> None:
+def test_transformers_decode_as_with_one_daemon(cluster: LocalCluster) -> None:
     dense, spilled = llama(), llama()
     spilled.set_attn_implementation("spillway")
     ids = prompt(1, 40)
     expected = generate(dense, ids)
     with (
-        split(targets[:2]) as client,
+        cluster.connect(2) as client,
         SpillwayCache(spilled.config, client) as cache,  # type: ignore[arg-type]
     ):
         assert torch.equal(generate(spilled, ids, cache), expected)
@@ -318,16 +304,19 @@ def test_transformers_decode_as_with_one_daemon(targets: list[str]) -> None:
 @pytest.mark.parametrize("by", ["doorbell", "messages", "grpcio"])
 @pytest.mark.parametrize(("count", "tokens"), [(1, 1), (2, 3)])
 def test_a_step_by_whatever_leads_to_the_daemons(
-    targets: list[str], by: str, count: int, tokens: int
+    cluster: LocalCluster, target: str, by: str, count: int, tokens: int
 ) -> None:
     """Outputs are written in place if one call reaches all daemons, and else put together."""
-    clients = [spillway_kv.connect(target, native=by != "grpcio") for target in targets]
-    for client in clients:
+
+    def connect(to: str) -> spillway_kv.Client:
+        client = spillway_kv.connect(to, native=by != "grpcio")
         if by == "messages":
             client._no_doorbell = "not asked for"
+        return client
+
     q = rows(5, count, tokens, KV_HEADS * GROUP, DIM)
     k, v = (rows(seed, count, KV_HEADS, tokens, DIM) for seed in (6, 7))
-    with spillway_kv.connect(targets[0]) as one, SplitClient(clients) as many:
+    with spillway_kv.connect(target) as one, cluster.connect(3, connect=connect) as many:
         answers = []
         pair: list[Any] = [one, many]
         for client in pair:
