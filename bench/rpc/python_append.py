@@ -54,10 +54,12 @@ def append(client: Client, k: Any, v: Any, codes: bool, new_memory: bool = False
         offsets=np.arange(KV_HEADS + 1) * 2,
         indices=np.tile(np.array([0, k.shape[2] - 1], np.uint32), KV_HEADS),
     )
-    for page in sequence.fetch_pages(LAYERS - 1, selection=chosen, like=k):
-        for row, token in zip(page.rows, (0, -1), strict=True):
-            assert (row[0] == k[-1, page.kv_head, token]).all()
-            assert (row[1] == v[-1, page.kv_head, token]).all()
+    for rows, given in zip(
+        sequence.fetch(LAYERS - 1, selection=chosen, like=k), (k, v), strict=True
+    ):
+        for h in range(KV_HEADS):
+            for row, token in zip(rows[2 * h : 2 * h + 2], (0, -1), strict=True):
+                assert (row == given[-1, h, token]).all()
     sequence.delete()
     client.delete_model(model)
     return took

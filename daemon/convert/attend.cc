@@ -317,10 +317,10 @@ absl::Status FillSelection(const AttendResult& result, v1::Selection& selection)
     selection.add_offsets(count);
   }
   if (count > (kMessageBytesMax - (64 << 10)) / kSelectedRowBytes) {
-    return WithReason(
-        absl::ResourceExhaustedError(
-            absl::StrCat(count, " selected rows do not fit in a message; FetchPages streams them")),
-        "RESPONSE_TOO_LARGE", {{"row_count", absl::StrCat(count)}});
+    return WithReason(absl::ResourceExhaustedError(
+                          absl::StrCat(count, " selected rows do not fit in a message of at most ",
+                                       (kMessageBytesMax - (64 << 10)) / kSelectedRowBytes)),
+                      "RESPONSE_TOO_LARGE", {{"row_count", absl::StrCat(count)}});
   }
   std::vector<uint32_t> indices;
   std::vector<float> log_weights;

@@ -30,7 +30,7 @@ absl::StatusOr<Chunk> ChunkFromProto(const v1::NewRows& rows, int layer, const M
 template <typename Item>
 absl::Status QueryFromProto(const Item& item, const CallerRegions& regions, const std::string& path,
                             AttendItem& out);
-// Checks what Select and FetchPages require of their item, because the query heads of a KV head
+// Checks what Select requires of its item, because the query heads of a KV head
 // share the selected rows: one query, and a tail with one weight per row.
 absl::Status CheckSelectable(const AttendQuery& attend);
 // The dtype of out: that of q, or f32 if asked for. INVALID_ARGUMENT for others.

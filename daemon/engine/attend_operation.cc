@@ -120,8 +120,7 @@ void Engine::AttendOperation::Submit() {
                            [this](std::unique_ptr<Job> done) { OnJobDone(std::move(done)); });
 }
 
-void Engine::AttendOperation::Settle(AttendItem& item, const Job& job, const JobItem& done,
-                                     AttendOutcome& outcome) {
+void Engine::AttendOperation::Settle(AttendItem& item, const Job& job, const JobItem& done) {
   Sequence& sequence = *item.sequence;
   LayerRows& rows = RowsOf(item);
   if (item.append) {
@@ -136,7 +135,6 @@ void Engine::AttendOperation::Settle(AttendItem& item, const Job& job, const Job
   }
   engine_->NoteEnded(sequence, done.status);
   if (done.status.ok() && !request_.select_only) engine_->CountAttend(job, done, sequence);
-  if (request_.share_rows) outcome.rows.push_back(rows.Share(rows.token_count()));
   engine_->Renew(sequence);
 }
 
@@ -147,7 +145,7 @@ void Engine::AttendOperation::OnJobDone(std::unique_ptr<Job> job) {
       engine_->options_.auditor->Offer(request_.items[i].sequence->model, request_.layer,
                                        audited_[i].policy, audited_[i].levels, job->items[i]);
     }
-    Settle(request_.items[i], *job, job->items[i], outcome);
+    Settle(request_.items[i], *job, job->items[i]);
   }
   NoteTimes(*job);
   outcome.job = std::move(job);

@@ -27,7 +27,7 @@ class Engine::AttendOperation : public OrderedQueues::Operation {
   // Counts where the job's time went, and records the attend if it was slow.
   void NoteTimes(const Job& job);
   // Undoes the append of a failed item, counts what was done, and shares rows.
-  void Settle(AttendItem& item, const Job& job, const JobItem& done, AttendOutcome& outcome);
+  void Settle(AttendItem& item, const Job& job, const JobItem& done);
   void End(absl::StatusOr<AttendOutcome> outcome);
   LayerRows& RowsOf(const AttendItem& item) { return item.sequence->rows[request_.layer]; }
 

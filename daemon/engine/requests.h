@@ -85,8 +85,6 @@ struct AttendRequest {
   std::vector<AttendItem> items;
   std::shared_ptr<CancelToken> cancel;  // may be null
   bool select_only = false;
-  // The outcome shares each item's rows, as they were attended to.
-  bool share_rows = false;
   // The calling thread waits for the outcome (Job::waited_for).
   bool waited_for = false;
   // Trace id of the call (Caller::trace()); empty: none.
@@ -109,8 +107,6 @@ struct SharedSequence {
 struct AttendOutcome {
   // The job as the device filled it; each item has its own status.
   std::unique_ptr<Job> job;
-  // With share_rows, by item: the layer's rows, unaffected by later operations.
-  std::vector<LayerRows> rows;
 };
 
 }  // namespace spillway

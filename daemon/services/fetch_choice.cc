@@ -56,7 +56,7 @@ absl::StatusOr<FetchChoice> SelectionFromProto(const v1::Selection& selection,
       return InvalidField(absl::StrCat("selection.offsets[", h + 1, "]"),
                           absl::StrCat("value ", end, " is not in [", begin, ", ", count, "]"));
     }
-    std::vector<uint32_t>& indices = (*choice.lists)[h].indices;
+    std::vector<uint32_t>& indices = (*choice.lists)[h];
     indices.resize(static_cast<size_t>(end - begin));
     if (indices.empty()) continue;
     std::memcpy(indices.data(), tensor.data().data() + begin * sizeof(uint32_t),
@@ -84,6 +84,9 @@ absl::StatusOr<FetchChoice> ChoiceFromProto(const v1::FetchPagesRequest& request
   if (request.has_selection() && request.has_tokens()) {
     return InvalidField("tokens", "selection is set too: set only one of them");
   }
+  if (!request.has_selection() && !request.has_tokens()) {
+    return InvalidField("tokens", "is not set, and selection is not either: set one of them");
+  }
   return request.has_tokens() ? RangeFromProto(request.tokens())
                               : SelectionFromProto(request.selection(), spec);
 }
@@ -95,7 +98,7 @@ absl::Status CheckTokens(const FetchChoice& choice, int64_t layer_token_count) {
     return TokenOutOfRange("tokens", last, layer_token_count);
   }
   for (size_t h = 0; h < choice.lists->size(); ++h) {
-    const std::vector<uint32_t>& indices = (*choice.lists)[h].indices;
+    const std::vector<uint32_t>& indices = (*choice.lists)[h];
     if (indices.empty() || indices.back() < layer_token_count) continue;
     return TokenOutOfRange(absl::StrCat("selection.indices: KV head ", h), indices.back(),
                            layer_token_count);

@@ -16,15 +16,13 @@
 #include "daemon/convert/tensor.h"
 #include "daemon/engine/checks.h"
 #include "daemon/engine/errors.h"
-#include "daemon/services/attend_call.h"
 #include "host/base/status_macros.h"
 
 namespace spillway {
 namespace {
 
 constexpr int64_t kMessageBytes = (int64_t{1} << 20) - (64 << 10);
-// Index, log-weight and stratum of a row.
-constexpr int64_t kRowExtraBytes = 9;
+constexpr int64_t kIndexBytes = 4;  // of a row
 
 }  // namespace
 
@@ -48,43 +46,8 @@ void FetchStream::OnDone() {
 absl::Status FetchStream::Start(const v1::FetchPagesRequest& request) {
   ASSIGN_OR_RETURN(reservation_, services_.engine.budget().Reserve(
                                      kMessageBytes, "a stream of rows", MemoryUse::kMessages));
-  return request.has_selection() || request.has_tokens() ? StartGiven(request)
-                                                         : StartChoice(request);
-}
-
-absl::Status FetchStream::StartChoice(const v1::FetchPagesRequest& request) {
-  if (request.has_k() || request.has_v()) {
-    return InvalidField(
-        request.has_k() ? "k" : "v",
-        "needs selection or tokens: the number of rows that a query chooses is not known before");
-  }
-  ASSIGN_OR_RETURN(AttendItem item, ItemFromProto(services_, caller_, request.item(), "item."));
-  model_ = item.sequence->model;
-  RETURN_IF_ERROR(CheckLayer(request.layer(), model_->spec));
-  RETURN_IF_ERROR(CheckSelectable(item.attend));
-  AttendRequest work;
-  work.layer = request.layer();
-  work.cancel = cancel_;
-  work.trace = caller_.trace();
-  work.select_only = true;
-  work.share_rows = true;
-  work.items.push_back(std::move(item));
-  services_.engine.Attend(std::move(work), [this](absl::StatusOr<AttendOutcome> outcome) {
-    if (!outcome.ok()) return Finish(services_.status.ToGrpc(outcome.status(), caller_.trace()));
-    JobItem& chosen = outcome->job->items.front();
-    if (!chosen.status.ok()) return Finish(services_.status.ToGrpc(chosen.status, caller_.trace()));
-    weighted_ = true;
-    choice_.lists = std::move(chosen.result.selections);
-    rows_ = std::move(outcome->rows.front());
-    WriteNext();
-  });
-  return absl::OkStatus();
-}
-
-absl::Status FetchStream::StartGiven(const v1::FetchPagesRequest& request) {
-  ASSIGN_OR_RETURN(
-      std::shared_ptr<Sequence> sequence,
-      FindSequence(services_.engine, caller_, request.item().sequence(), "item.sequence"));
+  ASSIGN_OR_RETURN(std::shared_ptr<Sequence> sequence,
+                   FindSequence(services_.engine, caller_, request.sequence(), "sequence"));
   model_ = sequence->model;
   RETURN_IF_ERROR(CheckLayer(request.layer(), model_->spec));
   ASSIGN_OR_RETURN(choice_, ChoiceFromProto(request, model_->spec));
@@ -142,10 +105,7 @@ void FetchStream::CopyRows(SharedRows shared) {
                           .v = rows_at(*v_),
                           .on_gpu = k_->region->on_gpu,
                           .cancel = cancel_});
-  if (choice_.lists) {
-    std::vector<std::vector<uint32_t>>& chosen = work_->chosen.emplace();
-    for (Selection& list : *choice_.lists) chosen.push_back(std::move(list.indices));
-  }
+  work_->chosen = std::move(choice_.lists);
   Device& device = work_->on_gpu ? *shared.device : services_.engine.device();
   device.Fetch(*work_, [this](absl::Status status) {
     work_.reset();
@@ -165,7 +125,7 @@ void FetchStream::WriteNext() {
   if (head_ == heads) return Finish(grpc::Status::OK);
   const int64_t row_bytes = rows_->row_bytes();
   const int64_t count =
-      std::min(choice_.CountOf(head_) - row_, kMessageBytes / (row_bytes + kRowExtraBytes));
+      std::min(choice_.CountOf(head_) - row_, kMessageBytes / (row_bytes + kIndexBytes));
   response_.Clear();
   response_.set_kv_head(head_);
   std::vector<uint32_t> tokens(count);
@@ -181,15 +141,6 @@ void FetchStream::WriteNext() {
   for (int64_t i = 0; i < count; ++i) {
     std::memcpy(data.data() + i * row_bytes, rows_->Row(head_, tokens[i]),
                 static_cast<size_t>(row_bytes));
-  }
-  v1::Tensor& log_weights = *response_.mutable_log_weights();
-  if (weighted_) {
-    const Selection& selection = (*choice_.lists)[head_];
-    FillTensor(std::span(selection.log_weights).subspan(row_, count), DType::kF32, {count},
-               log_weights);
-    FillTensor(std::span(selection.strata).subspan(row_, count), *response_.mutable_strata());
-  } else {
-    FillTensor(std::vector<float>(count, 0.0f), DType::kF32, {count}, log_weights);
   }
   row_ += count;
   {

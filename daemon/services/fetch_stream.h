@@ -12,10 +12,10 @@
 
 namespace spillway {
 
-// One FetchPages call. When it is the request's turn in the sequence, the rows are chosen and
-// shared. Then they are streamed at the client's pace, or written to the client's targets, while
-// the sequence continues. If `request` is an error, the call ends with it. A client that reads
-// nothing for too long is cut off.
+// One FetchPages call. When it is the request's turn in the sequence, the rows are shared. Then
+// they are streamed at the client's pace, or written to the client's targets, while the sequence
+// continues. If `request` is an error, the call ends with it. A client that reads nothing for too
+// long is cut off.
 class FetchStream final : public grpc::ServerWriteReactor<v1::FetchPagesResponse>,
                           public OpenStream {
  public:
@@ -29,8 +29,6 @@ class FetchStream final : public grpc::ServerWriteReactor<v1::FetchPagesResponse
   void OnDone() override;
 
   absl::Status Start(const v1::FetchPagesRequest& request);
-  absl::Status StartChoice(const v1::FetchPagesRequest& request);
-  absl::Status StartGiven(const v1::FetchPagesRequest& request);
   // Reads the targets of the rows from the request, if there are any.
   absl::Status ParseTargets(const v1::FetchPagesRequest& request);
   // Lets the device write the rows to the targets, then ends the call.
@@ -45,7 +43,6 @@ class FetchStream final : public grpc::ServerWriteReactor<v1::FetchPagesResponse
   std::shared_ptr<Model> model_;
   FetchChoice choice_;
   std::optional<LayerRows> rows_;
-  bool weighted_ = false;  // the daemon chose the rows
   int head_ = 0;
   int64_t row_ = 0;  // the next row of head_
   // Targets for the rows, if the request has any.

@@ -159,15 +159,6 @@ def test_select_and_fetch(pair: Pair) -> None:
     chosen = [s.fetch(1, selection=whole) for s in (pair.one, pair.many)]
     assert np.array_equal(chosen[0][0], chosen[1][0])
     assert np.array_equal(chosen[0][1], chosen[1][1])
-    pages: list[list[np.ndarray]] = [[], []]
-    heads: list[list[int]] = [[], []]
-    for i, s in enumerate((pair.one, pair.many)):
-        for page in s.fetch_pages(1, Q[:1]):
-            heads[i] += [page.kv_head] * len(page.indices)
-            pages[i].append(page.rows)
-    assert heads[0] == heads[1]
-    assert set(heads[1]) == set(range(KV_HEADS))
-    assert np.array_equal(np.concatenate(pages[0]), np.concatenate(pages[1]))
 
 
 def test_steps_streams_and_truncation(pair: Pair) -> None:

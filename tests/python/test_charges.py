@@ -231,7 +231,7 @@ def test_a_silent_append_ends_and_a_decode_stream_stays(
 def everything_of(sequence: str, count: int) -> attention.FetchPagesRequest:
     """Requests every row of the first layer."""
     request = attention.FetchPagesRequest()
-    request.item.sequence = sequence
+    request.sequence = sequence
     request.tokens.count = count
     return request
 

@@ -16,6 +16,8 @@ from daemon_process import binary
 from reference import dense_attention
 from spillway_kv import BFloat16, Client, Model, Policy, Sequence, TopK, TopP
 from spillway_kv._proto import admin_service_pb2 as admin
+from spillway_kv._proto import attention_service_pb2 as attention
+from spillway_kv.tensors import decoder_like, encode_indices
 
 F32 = np.float32
 TOLERANCE: dict[str, Any] = {"rtol": 2e-5, "atol": 2e-6}
@@ -340,8 +342,7 @@ def test_result_type_follows_the_query(
     np.testing.assert_allclose(near, out, rtol=step, atol=step / 4)
     wide = sequence.attend(0, q, out_dtype="float32").out
     np.testing.assert_allclose(wide, out, rtol=2e-4, atol=2e-5)
-    rows = [page.rows for page in sequence.fetch_pages(0, q[2:3], Policy(selector="all"))]
-    assert type(rows[0]) is type(k)
+    assert type(sequence.fetch(0, like=k)[0]) is type(k)
     sequence.delete()
     client.delete_model(model)
 
@@ -579,18 +580,18 @@ def test_select_and_fetch(
     np.testing.assert_array_equal(
         chosen.certificate.sampled_token_counts, result.certificate.sampled_token_counts
     )
-    fetched = list(sequence.fetch_pages(0, q))
-    assert [page.kv_head for page in fetched] == sorted(page.kv_head for page in fetched)
+    fetched_k, fetched_v = sequence.fetch(0, selection=chosen)
     numerator = np.zeros((4, 16))
     denominator = np.zeros(4)
-    for page in fetched:
-        indices = page.indices.astype(int)
-        np.testing.assert_array_equal(page.rows[:, 0], k[page.kv_head, indices])
-        np.testing.assert_array_equal(page.rows[:, 1], v[page.kv_head, indices])
-        for head in (2 * page.kv_head, 2 * page.kv_head + 1):
-            logits = page.rows[:, 0].astype(np.float64) @ q[0, head].astype(np.float64) / 4
-            weights = np.exp(logits + page.log_weights)
-            numerator[head] += weights @ page.rows[:, 1].astype(np.float64)
+    for kv_head in range(2):
+        span = slice(chosen.offsets[kv_head], chosen.offsets[kv_head + 1])
+        indices = chosen.indices[span].astype(int)
+        np.testing.assert_array_equal(fetched_k[span], k[kv_head, indices])
+        np.testing.assert_array_equal(fetched_v[span], v[kv_head, indices])
+        for head in (2 * kv_head, 2 * kv_head + 1):
+            logits = fetched_k[span].astype(np.float64) @ q[0, head].astype(np.float64) / 4
+            weights = np.exp(logits + chosen.log_weights[span])
+            numerator[head] += weights @ fetched_v[span].astype(np.float64)
             denominator[head] += weights.sum()
     np.testing.assert_allclose(result.out[0], numerator / denominator[:, None], **TOLERANCE)
     np.testing.assert_allclose(result.lse[0], np.log(denominator), **TOLERANCE)
@@ -598,18 +599,22 @@ def test_select_and_fetch(
     assert np.linalg.norm(result.out - exact) < 0.3 * np.linalg.norm(exact)
 
 
-def test_fetch_own_choice(long_sequence: tuple[Sequence, Any, Any]) -> None:
+def test_a_fetch_is_a_stream_of_rows_by_kv_head(
+    client: Client, long_sequence: tuple[Sequence, Any, Any]
+) -> None:
     sequence, k, v = long_sequence
     indices = np.array([3, 500, 2999, 0, 128], np.uint32)
-    mine = spillway_kv.Selection(offsets=np.array([0, 3, 5]), indices=indices)
-    pages = list(sequence.fetch_pages(0, selection=mine))
+    request = attention.FetchPagesRequest(
+        sequence=sequence.name,
+        selection=attention.Selection(offsets=[0, 3, 5], indices=encode_indices(indices)),
+    )
+    pages = list(client._stubs.attention.FetchPages(request))
+    decode = decoder_like(None)
     for head, expected in ((0, [3, 500, 2999]), (1, [0, 128])):
         got = [page for page in pages if page.kv_head == head]
-        np.testing.assert_array_equal(np.concatenate([p.indices for p in got]), expected)
-        rows = np.concatenate([page.rows for page in got])
+        np.testing.assert_array_equal(np.concatenate([decode(p.indices) for p in got]), expected)
+        rows = np.concatenate([decode(page.rows) for page in got])
         np.testing.assert_array_equal(rows, np.stack([k[head, expected], v[head, expected]], 1))
-        assert all(page.strata is None for page in got)
-        assert all((page.log_weights == 0).all() for page in got)
 
 
 def test_abandoned_fetch_is_cancelled(
@@ -617,7 +622,9 @@ def test_abandoned_fetch_is_cancelled(
 ) -> None:
     sequence, _, _ = long_sequence
     q = rng.standard_normal((1, 4, 16), F32)
-    pages = sequence.fetch_pages(0, q, Policy(selector="all"))
+    request = attention.FetchPagesRequest(sequence=sequence.name)
+    request.tokens.count = sequence.layer_token_counts[0]
+    pages = sequence._stream(client._stubs.attention.FetchPages, request, None)
     next(iter(pages))
     pages.close()  # type: ignore[attr-defined]
     assert sequence.attend(0, q).out.shape == (1, 4, 16)
@@ -739,8 +746,6 @@ def test_wrong_shapes_are_seen_here(client: Client, model: Model) -> None:
         sequence.append(0, 0, np.zeros((2, 3, 16), F32), np.zeros((2, 4, 16), F32))
     with pytest.raises(TypeError, match="float64"):
         sequence.append(0, 0, np.zeros((2, 3, 16)), np.zeros((2, 3, 16)))
-    with pytest.raises(ValueError, match="exactly one of q and selection"):
-        list(sequence.fetch_pages(0))
 
 
 @pytest.mark.parametrize("embedded", [False, True])

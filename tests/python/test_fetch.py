@@ -96,10 +96,9 @@ def test_selected_rows(
         for mine, all_rows in zip(into, (k, v), strict=True):
             same(mine, np.concatenate([all_rows[1, h, head] for h, head in enumerate(heads)]))
     chosen = sequence.select(0, rng.standard_normal((1, 4, DIM), np.float32))
-    got_k, got_v = sequence.fetch(0, selection=chosen)
-    pages = list(sequence.fetch_pages(0, selection=chosen))
-    same(got_k, np.concatenate([page.rows[:, 0] for page in pages]))
-    same(got_v, np.concatenate([page.rows[:, 1] for page in pages]))
+    parts = np.split(chosen.indices, chosen.offsets[1:-1])
+    for mine, all_rows in zip(sequence.fetch(0, selection=chosen), (k, v), strict=True):
+        same(mine, np.concatenate([all_rows[0, h, part] for h, part in enumerate(parts)]))
 
 
 @EVERY_TRANSPORT
@@ -357,7 +356,7 @@ BAD_SLICES: dict[str, tuple[dict[str, Any], str, str]] = {
 
 
 def request(sequence: Sequence, **fields: Any) -> attention.FetchPagesRequest:
-    return attention.FetchPagesRequest(item=attention.AttendItem(sequence=sequence.name), **fields)
+    return attention.FetchPagesRequest(sequence=sequence.name, **fields)
 
 
 def tokens(start: int, count: int) -> attention.TokenRange:
@@ -452,10 +451,10 @@ def test_bad_choices(
         asked = request(sequence, tokens=tokens(0, 1), **half)
         error = refused(lambda asked=asked: list(client._stubs.attention.FetchPages(asked)))  # type: ignore[misc]
         assert (error.code, error.fields[0].field) == (INVALID, field)
-    # Queries select a number of rows that is not known before.
     asked = request(sequence, k=place, v=place)
     error = refused(lambda: list(client._stubs.attention.FetchPages(asked)))
-    assert (error.code, error.fields[0].field) == (INVALID, "k")
+    assert (error.code, error.fields[0].field) == (INVALID, "tokens")
+    assert "is not set, and selection is not either" in error.message
     # A count of tokens whose bytes overflow.
     far = request(sequence, tokens=tokens(0, 2**32 - 1), k=place, v=place)
     error = refused(lambda: list(client._stubs.attention.FetchPages(far)))

@@ -315,9 +315,6 @@ def test_bad_policy_everywhere(scene: Scene, field: str, bad: policies.Policy) -
     for prefix, call in calls.items():
         error = refuse(call, INVALID)
         assert any(prefix + field in violation.field for violation in error.fields), error.fields
-    fetch = attention.FetchPagesRequest(layer=0, item=item)
-    error = refuse(lambda: list(stubs.attention.FetchPages(fetch)), INVALID)
-    assert any(f"item.policy.{field}" in violation.field for violation in error.fields)
     decode = attention.DecodeRequest(sequence=item.sequence, q=item.q, policy=item.policy)
     (answer,) = stubs.attention.Decode(iter([decode]))
     failure = error_from_status(answer.result.status)
@@ -382,7 +379,7 @@ def test_unknown_sequence(scene: Scene, name: str) -> None:
         lambda: stubs.attention.Attend(attention.AttendRequest(items=[item])),
         lambda: stubs.attention.Attend(attention.AttendRequest(items=[good, item])),
         lambda: stubs.attention.Select(attention.SelectRequest(item=item)),
-        lambda: list(stubs.attention.FetchPages(attention.FetchPagesRequest(item=item))),
+        lambda: list(stubs.attention.FetchPages(attention.FetchPagesRequest(sequence=name))),
     ):
         error = refuse(call, codes)
         if error.code == MISSING:
@@ -662,7 +659,6 @@ def test_bad_item_everywhere(scene: Scene, codes: Any, changes: dict[str, Any]) 
     stubs, bad = scene.client._stubs.attention, item(scene, **changes)
     refuse(lambda: stubs.Attend(attention.AttendRequest(items=[bad])), codes)
     refuse(lambda: stubs.Select(attention.SelectRequest(item=bad)), codes)
-    refuse(lambda: list(stubs.FetchPages(attention.FetchPagesRequest(item=bad))), codes)
     decode = attention.DecodeRequest(correlation_id=3, **queries(scene, **changes))
     (answer,) = stubs.Decode(iter([decode]))
     assert answer.correlation_id == 3
@@ -674,7 +670,8 @@ def test_bad_layer(scene: Scene, layer: int) -> None:
     stubs, good = scene.client._stubs.attention, item(scene)
     refuse(lambda: stubs.Attend(attention.AttendRequest(layer=layer, items=[good])), EITHER)
     refuse(lambda: stubs.Select(attention.SelectRequest(layer=layer, item=good)), EITHER)
-    fetch = attention.FetchPagesRequest(layer=layer, item=good)
+    tokens = attention.TokenRange(count=1)
+    fetch = attention.FetchPagesRequest(layer=layer, sequence=scene.sequence.name, tokens=tokens)
     refuse(lambda: list(stubs.FetchPages(fetch)), EITHER)
     (answer,) = stubs.Decode(iter([attention.DecodeRequest(layer=layer, **queries(scene))]))
     assert code_pb2.Code.Name(answer.result.status.code) in EITHER
@@ -745,7 +742,6 @@ def test_bad_decodes(scene: Scene, client: Client) -> None:
 def test_select_takes_one_query(scene: Scene) -> None:
     stubs, two = scene.client._stubs.attention, item(scene, q=tensor((2, 4, 16)))
     refuse(lambda: stubs.Select(attention.SelectRequest(item=two)), INVALID)
-    refuse(lambda: list(stubs.FetchPages(attention.FetchPagesRequest(item=two))), INVALID)
 
 
 @pytest.fixture
@@ -770,19 +766,14 @@ def lsh_sequence(scene: Scene) -> Iterator[Sequence]:
 def test_no_rows_of_lsh_sampling(scene: Scene, lsh_sequence: Sequence) -> None:
     stubs = scene.client._stubs.attention
     asked = item(scene, sequence=lsh_sequence.name)
-    for call in (
-        lambda: stubs.Select(attention.SelectRequest(item=asked)),
-        lambda: list(stubs.FetchPages(attention.FetchPagesRequest(item=asked))),
-    ):
-        error = refuse(call, INVALID)
-        assert ["item.policy.tail"] == [violation.field for violation in error.fields]
-        assert "TAIL_LSH_SAMPLING" in error.message
+    error = refuse(lambda: stubs.Select(attention.SelectRequest(item=asked)), INVALID)
+    assert ["item.policy.tail"] == [violation.field for violation in error.fields]
+    assert "TAIL_LSH_SAMPLING" in error.message
     (result,) = stubs.Attend(attention.AttendRequest(items=[asked])).results
     assert result.status.code == 0
     # A policy of the request that uses another tail is accepted.
     other = item(scene, sequence=lsh_sequence.name, policy=policy(tail=policies.TAIL_NONE))
     stubs.Select(attention.SelectRequest(item=other))
-    assert list(stubs.FetchPages(attention.FetchPagesRequest(item=other)))
     limit = policy(row_count_max=1000)
     limited = item(scene, sequence=lsh_sequence.name, policy=limit)
     error = refuse(lambda: stubs.Attend(attention.AttendRequest(items=[limited])), INVALID)
@@ -819,9 +810,7 @@ BAD_SELECTIONS = {
 
 @pytest.mark.parametrize("selection", BAD_SELECTIONS.values(), ids=BAD_SELECTIONS)
 def test_bad_selection(scene: Scene, selection: attention.Selection) -> None:
-    request = attention.FetchPagesRequest(
-        item=attention.AttendItem(sequence=scene.sequence.name), selection=selection
-    )
+    request = attention.FetchPagesRequest(sequence=scene.sequence.name, selection=selection)
     stubs = scene.client._stubs.attention
     refuse(lambda: list(stubs.FetchPages(request)), EITHER)
 

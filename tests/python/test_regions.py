@@ -42,14 +42,7 @@ def region(client: Client) -> Iterator[Region]:
 
 def rows_of(sequence: Sequence, layer: int, count: int) -> Any:
     """All rows of a layer [H_kv, T, 2, d], as the daemon returns them."""
-    everything = spillway_kv.Selection(
-        offsets=np.arange(HEADS + 1) * count,
-        indices=np.tile(np.arange(count, dtype=np.uint32), HEADS),
-    )
-    heads: list[list[Any]] = [[] for _ in range(HEADS)]
-    for page in sequence.fetch_pages(layer, selection=everything):
-        heads[page.kv_head].append(page.rows)
-    return np.stack([np.concatenate(head) for head in heads])
+    return np.stack(sequence.fetch(layer, 0, count), axis=2)
 
 
 def expect_rows(sequence: Sequence, k: Any, v: Any) -> None:
@@ -274,7 +267,7 @@ def test_bad_queries_and_outputs(
     assert attend(out=tensors.RegionSlice(region="regions/unknown")).code == MISSING
     # A request that accepts no slice.
     request = attention.FetchPagesRequest(
-        item=attention.AttendItem(sequence=sequence.name),
+        sequence=sequence.name,
         selection=attention.Selection(offsets=[0, 1, 2], indices=tensor(region.name, 0, 2)),
     )
     assert refused(lambda: list(client._stubs.attention.FetchPages(request))).code == INVALID

@@ -113,7 +113,6 @@ def test_sequence(tmp_path: Path) -> None:
             lambda lost: lost.append(0, 4, k, k),
             lambda lost: lost.attend(0, q),
             lambda lost: lost.select(0, q),
-            lambda lost: list(lost.fetch_pages(0, q)),
             lambda lost: lost.fetch(0, 0, 1),
             spillway_kv.Sequence.fork,
             lambda lost: lost.truncate(0),

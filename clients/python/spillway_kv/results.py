@@ -321,22 +321,3 @@ class Selection:
     log_weights: Any = None
     strata: Any = None
     certificate: Certificate | None = None
-
-
-@dataclass(frozen=True)
-class Pages:
-    """Fetched K/V rows of one KV head.
-
-    Attributes:
-        kv_head: The KV head.
-        indices: Token indices [R], ascending.
-        rows: Rows [R, 2, d] in the model's dtype: first the key, then the value.
-        log_weights: Log-weights, float32 [R].
-        strata: Strata, uint8 [R]. None if the client chose the rows.
-    """
-
-    kv_head: int
-    indices: Any
-    rows: Any
-    log_weights: Any
-    strata: Any

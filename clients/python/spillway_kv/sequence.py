@@ -29,7 +29,6 @@ from spillway_kv.results import (
     AttendResult,
     Certificate,
     Model,
-    Pages,
     SavedSequence,
     Selection,
     SequenceInfo,
@@ -109,7 +108,7 @@ class Sequence:
 
     The handle stores the generation and the length of each layer from the last answer of the
     daemon, so that appends need not ask for them. It is not thread-safe: only one thread at a
-    time may append, truncate or fork with one handle. Reads (attend, select, fetch_pages, fetch)
+    time may append, truncate or fork with one handle. Reads (attend, select, fetch)
     may overlap.
 
     Every call raises `NotFound` if the sequence was deleted or has expired, and its subclass
@@ -470,57 +469,6 @@ class Sequence:
             certificate=Certificate(response.certificate, (q.shape[0], q.shape[1])),
         )
 
-    def fetch_pages(
-        self,
-        layer: int,
-        q: Array | None = None,
-        policy: Policy | None = None,
-        visible: int | None = None,
-        *,
-        selection: Selection | None = None,
-        like: Array | None = None,
-        timeout: float | None = None,
-    ) -> Iterator[Pages]:
-        """Streams K/V rows to a runner that computes attention itself.
-
-        Give either `q`, which chooses the rows as `select` does, or `selection`, which names
-        them by its offsets and indices.
-
-        Args:
-            layer: Layer, [0, layer_count).
-            q: One query [1, H_q, d].
-            policy: Overrides the sequence's policy. Only with `q`.
-            visible: Visible tokens. None means all. Only with `q`.
-            selection: The caller's own choice, ascending within a head.
-            like: An array whose kind (numpy or torch) the results have. None means q.
-            timeout: Seconds. None means the client's timeout.
-
-        Yields:
-            The rows of one KV head after the other. The rows of a head may come in several
-            parts.
-        """
-        if (q is None) == (selection is None):
-            raise ValueError("fetch_pages needs exactly one of q and selection")
-        request = attention_service_pb2.FetchPagesRequest(layer=layer)
-        if q is not None:
-            self._fill_item(request.item, q, policy, None if visible is None else [visible])
-        elif selection is not None:
-            request.item.sequence = self.name
-            offsets, indices = _on_host(selection)
-            request.selection.offsets.extend(offsets.tolist())
-            request.selection.indices.CopyFrom(encode_indices(indices))
-        decode = decoder_like(q if like is None else like)
-        responses = self._stream(self._client._stubs.attention.FetchPages, request, timeout)
-        for response in responses:
-            has_strata = response.HasField("strata")
-            yield Pages(
-                kv_head=response.kv_head,
-                indices=decode(response.indices),
-                rows=decode(response.rows),
-                log_weights=decode(response.log_weights),
-                strata=decode(response.strata) if has_strata else None,
-            )
-
     def fetch(
         self,
         layer: int,
@@ -582,7 +530,7 @@ class Sequence:
         for array, what in ((k, "k"), (v, "v")):
             check_target(array, shape, model.dtype, what)
         for rows, request in requests:
-            request.layer, request.item.sequence = layer, self.name
+            request.layer, request.sequence = layer, self.name
             into = k[rows], v[rows]
             self._client._restarts.again(partial(self._fetch_into, request, *into, timeout))
         return k, v

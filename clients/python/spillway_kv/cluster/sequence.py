@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from collections.abc import Sequence as SequenceABC
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +24,6 @@ from spillway_kv.policy import Policy
 from spillway_kv.results import (
     AppendResult,
     AttendResult,
-    Pages,
     SavedSequence,
     Selection,
     SequenceInfo,
@@ -219,35 +217,6 @@ class ClusterSequence:
             return part.call(lambda s: s.select(*local, timeout=timeout))
 
         return merged_selections(self._client.each(ask, self.parts_of(layer)), q.shape[1])
-
-    def fetch_pages(
-        self,
-        layer: int,
-        q: Array | None = None,
-        policy: Policy | None = None,
-        visible: int | None = None,
-        *,
-        selection: Selection | None = None,
-        like: Array | None = None,
-        timeout: float | None = None,
-    ) -> Iterator[Pages]:
-        """Streams rows, one daemon after the other, like `spillway_kv.Sequence.fetch_pages`.
-
-        If a part is moved meanwhile, the stream ends with an error.
-        """
-        for part in self.parts_of(layer):
-            share = part.share
-            pages = part.sequence.fetch_pages(
-                share.local(layer),
-                None if q is None else heads_of(q, share.query_heads(self.group), 1),
-                local_policy(policy, share),
-                visible,
-                selection=None if selection is None else selection_of(selection, share.kv_heads),
-                like=like,
-                timeout=timeout,
-            )
-            for page in pages:
-                yield dataclasses.replace(page, kv_head=page.kv_head + share.kv_heads.start)
 
     def fetch(
         self,
