@@ -105,7 +105,7 @@ class DaemonCalls {
  public:
   DaemonCalls(Client& client, const std::string& target, const Case& bench_case)
       : client_(client),
-        channel_(spillway_channel_open(target.c_str()), &spillway_channel_close),
+        channel_(spillway_channel_open(target.c_str(), nullptr, nullptr), &spillway_channel_close),
         case_(bench_case),
         resources_(client),
         random_(bench_case.dtype, 1, 1),
@@ -268,7 +268,7 @@ class DaemonCalls {
         spillway_step_begin(channel_.get(), text.data(), text.size()), &spillway_step_end);
     if (step == nullptr) return LastError();
     const absl::Time start = absl::Now();
-    const int code = spillway_step_attend(step.get(), 0, &tensors_);
+    const int code = spillway_step_attend(step.get(), 0, &tensors_, -1);
     round_trip_us = absl::ToDoubleMicroseconds(absl::Now() - start);
     if (code != 0) return LastError();
     ++token_count_;

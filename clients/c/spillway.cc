@@ -235,23 +235,14 @@ int spillway_error(const char** message, const void** details, size_t* details_s
   return static_cast<int>(last_error.code());
 }
 
-spillway_channel* spillway_channel_open(const char* target) {
-  const spillway_access none = {};
-  return spillway_channel_open_with(target, &none);
-}
-
-spillway_channel* spillway_channel_open_with(const char* target, const spillway_access* access) {
-  return spillway_channel_open_as(target, access, nullptr);
-}
-
-spillway_channel* spillway_channel_open_as(const char* target, const spillway_access* access,
-                                           const char* client_id) {
+spillway_channel* spillway_channel_open(const char* target, const spillway_access* access,
+                                        const char* client_id) {
   return OrNull<spillway_channel>([&]() -> absl::StatusOr<spillway_channel*> {
-    const auto text = [](const char* given) { return given == nullptr ? "" : given; };
-    ASSIGN_OR_RETURN(
-        std::shared_ptr<grpc::Channel> channel,
-        spillway::OpenChannel(target, {text(access->tls_ca), text(access->tls_certificate),
-                                       text(access->tls_key), text(access->token)}));
+    const spillway_access given = access == nullptr ? spillway_access{} : *access;
+    const auto text = [](const char* of) { return of == nullptr ? "" : of; };
+    ASSIGN_OR_RETURN(std::shared_ptr<grpc::Channel> channel,
+                     spillway::OpenChannel(target, {text(given.tls_ca), text(given.tls_certificate),
+                                                    text(given.tls_key), text(given.token)}));
     std::unique_ptr<spillway::PresenceKeeper> presence;
     if (client_id == nullptr) presence = std::make_unique<spillway::PresenceKeeper>(channel);
     const std::string id = client_id == nullptr ? presence->client_id() : client_id;
@@ -275,12 +266,7 @@ spillway_channel* spillway_channel_embed(const char* const* settings, size_t set
 void spillway_channel_close(spillway_channel* channel) { delete channel; }
 
 spillway_call* spillway_call_open(spillway_channel* channel, const char* method,
-                                  double timeout_seconds) {
-  return spillway_call_open_traced(channel, method, timeout_seconds, nullptr);
-}
-
-spillway_call* spillway_call_open_traced(spillway_channel* channel, const char* method,
-                                         double timeout_seconds, const char* trace_id) {
+                                  double timeout_seconds, const char* trace_id) {
   return OrNull<spillway_call>([&]() -> absl::StatusOr<spillway_call*> {
     const std::string trace = trace_id == nullptr ? "" : trace_id;
     RETURN_IF_ERROR(spillway::CheckTraceId(trace));
@@ -352,12 +338,8 @@ spillway_step* spillway_step_begin_streamed(spillway_channel* channel, const voi
   });
 }
 
-int spillway_step_attend(spillway_step* step, int layer, const spillway_step_tensors* tensors) {
-  return spillway_step_attend_for(step, layer, tensors, -1);
-}
-
-int spillway_step_attend_for(spillway_step* step, int layer, const spillway_step_tensors* tensors,
-                             double timeout_seconds) {
+int spillway_step_attend(spillway_step* step, int layer, const spillway_step_tensors* tensors,
+                         double timeout_seconds) {
   const auto deadline = spillway::After(timeout_seconds);
   return step->Code([&] {
     std::optional<absl::Status> failed = step->Ask(layer, *tensors);

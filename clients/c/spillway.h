@@ -40,14 +40,6 @@ SPILLWAY_EXPORT int spillway_error(const char** message, const void** details,
 
 typedef struct spillway_channel spillway_channel;
 
-/* A channel to a daemon.
- *
- * target: gRPC target, for example "unix:/run/spillway.sock".
- *
- * It connects with its first call. If no daemon answers, that call fails.
- * NULL if memory is exhausted. */
-SPILLWAY_EXPORT spillway_channel* spillway_channel_open(const char* target);
-
 /* TLS files and token for a daemon over TCP. Each field may be NULL. */
 typedef struct {
   /* PEM file of the authorities that sign the daemon's certificate; NULL: the system's. */
@@ -59,23 +51,21 @@ typedef struct {
   const char* token;
 } spillway_access;
 
-/* The same as spillway_channel_open, with TLS files and token. TLS is used for
- * "tls:host:port", and for host:port without "tcp:" if tls_ca or tls_certificate is set.
+/* A channel to a daemon. It connects with its first call. If no daemon answers, that call
+ * fails.
+ *
+ * target: gRPC target, for example "unix:/run/spillway.sock".
+ * access: TLS files and token; NULL: none. TLS is used for "tls:host:port", and for host:port
+ * without "tcp:" if tls_ca or tls_certificate is set.
+ * client_id: for a program that calls SequenceService.Connect itself: the id in the Connect
+ * that it keeps open, which the channel's calls carry. NULL: the channel is a client of its own,
+ * and keeps its own Connect open until it is closed.
  *
  * NULL (INVALID_ARGUMENT) if a file cannot be read, a certificate is named without its key, or
  * the token has invalid characters. */
-SPILLWAY_EXPORT spillway_channel* spillway_channel_open_with(const char* target,
-                                                             const spillway_access* access);
-
-/* The same as spillway_channel_open_with, for a program that calls SequenceService.Connect
- * itself.
- *
- * client_id: the id in the SequenceService.Connect that the program keeps open. The channel's
- * calls carry this id. NULL: the channel is a separate client, and keeps its own Connect
- * open until it is closed. */
-SPILLWAY_EXPORT spillway_channel* spillway_channel_open_as(const char* target,
-                                                           const spillway_access* access,
-                                                           const char* client_id);
+SPILLWAY_EXPORT spillway_channel* spillway_channel_open(const char* target,
+                                                        const spillway_access* access,
+                                                        const char* client_id);
 
 /* An embedded engine in this process, and the only channel to it.
  *
@@ -101,20 +91,12 @@ typedef struct spillway_call spillway_call;
  *
  * method: for example "/spillway.v1.AttentionService/Decode".
  * timeout_seconds: limit for the whole call; 0 or less: no limit.
+ * trace_id: an id that the daemon's log shows for the call: a W3C trace id or a request id,
+ * 1 to 128 characters of [A-Za-z0-9._:=+/-]. NULL or empty: no id.
  *
- * NULL if memory is exhausted. */
+ * NULL if the id is longer or has other characters (INVALID_ARGUMENT), or memory is exhausted. */
 SPILLWAY_EXPORT spillway_call* spillway_call_open(spillway_channel* channel, const char* method,
-                                                  double timeout_seconds);
-
-/* The same as spillway_call_open, with an id that the daemon's log shows for the call.
- *
- * trace_id: a W3C trace id or a request id, 1 to 128 characters of [A-Za-z0-9._:=+/-]. NULL
- * or empty: no id.
- *
- * Also returns NULL if the id is longer or has other characters (INVALID_ARGUMENT). */
-SPILLWAY_EXPORT spillway_call* spillway_call_open_traced(spillway_channel* channel,
-                                                         const char* method, double timeout_seconds,
-                                                         const char* trace_id);
+                                                  double timeout_seconds, const char* trace_id);
 
 /* Sends a copy of a message, in order, without waiting. Data that cannot be
  * written yet is kept, without a limit, and is written when a later function sends
@@ -204,29 +186,26 @@ typedef struct {
   float* lse;          /* [B, T, H_q] in C order, written; may be NULL */
 } spillway_step_tensors;
 
+/* There is no answer yet. */
+enum { SPILLWAY_UNANSWERED = -1 };
+
 /* Appends the step's new tokens at a layer, and attends. An embedded engine reads inputs
  * and writes outputs in place, in this thread. For a daemon they are copied through the
  * shared memory.
  *
  * Returns 0, or the gRPC status code of the first part (sequence) that failed;
- * spillway_error has the details. The outputs of the other parts are written. */
-SPILLWAY_EXPORT int spillway_step_attend(spillway_step* step, int layer,
-                                         const spillway_step_tensors* tensors);
-
-/* The next two functions return this if there is no answer yet. */
-enum { SPILLWAY_UNANSWERED = -1 };
-
-/* The same as spillway_step_attend, for callers that want to check from time to time
- * whether they should stop. Returns SPILLWAY_UNANSWERED if a daemon has not answered within
- * timeout_seconds (less than 0: no limit), or if a signal interrupted the wait. Until
- * spillway_step_await returns an answer, all other functions of the step fail
- * (FAILED_PRECONDITION), except spillway_step_end. spillway_step_end gives up the attend:
- * nothing is written to the caller's memory any more, and the daemon either completes the
- * attend or never begins it. The sequences show whether its tokens were appended. With an
+ * spillway_error has the details. The outputs of the other parts are written.
+ *
+ * Returns SPILLWAY_UNANSWERED if a daemon has not answered within timeout_seconds (less than
+ * 0: no limit), or if a signal interrupted the wait, so that the caller can check whether it
+ * should stop. Until spillway_step_await returns an answer, all other functions of the step
+ * fail (FAILED_PRECONDITION), except spillway_step_end. spillway_step_end gives up the
+ * attend: nothing is written to the caller's memory any more, and the daemon either completes
+ * the attend or never begins it. The sequences show whether its tokens were appended. With an
  * embedded engine the function always returns the answer, whatever the timeout. */
-SPILLWAY_EXPORT int spillway_step_attend_for(spillway_step* step, int layer,
-                                             const spillway_step_tensors* tensors,
-                                             double timeout_seconds);
+SPILLWAY_EXPORT int spillway_step_attend(spillway_step* step, int layer,
+                                         const spillway_step_tensors* tensors,
+                                         double timeout_seconds);
 
 /* Continues to wait for an attend without an answer. Pass the same tensors. */
 SPILLWAY_EXPORT int spillway_step_await(spillway_step* step, const spillway_step_tensors* tensors,
@@ -236,7 +215,7 @@ SPILLWAY_EXPORT int spillway_step_await(spillway_step* step, const spillway_step
  * its own. */
 typedef struct {
   spillway_step* step;
-  int32_t code;             /* written: what spillway_step_attend_for would return */
+  int32_t code;             /* written: what spillway_step_attend would return */
   int32_t layer_first;      /* the layer that is layer 0 of the step */
   int32_t sequence_first;   /* index in `all` of its first sequence */
   int32_t sequence_every;   /* distance in `all` between its sequences */
@@ -247,7 +226,7 @@ typedef struct {
 
 /* Attends at a layer with several steps. It sends all requests before it waits for the
  * first answer, so the daemons work in parallel. Each step behaves as with
- * spillway_step_attend_for, and a step that fails does not affect the others. Embedded
+ * spillway_step_attend, and a step that fails does not affect the others. Embedded
  * engines attend one after the other.
  *
  * all: the tensors of every sequence and head; its lse is not used.

@@ -33,8 +33,9 @@ class DecodeInCTest : public ::testing::Test {
   void Open(double timeout_seconds = kNoLimit) { OpenAt(daemon_.target(), timeout_seconds); }
 
   void OpenAt(const std::string& target, double timeout_seconds = kNoLimit) {
-    channel_ = spillway_channel_open(target.c_str());
-    call_ = spillway_call_open(channel_, "/spillway.v1.AttentionService/Decode", timeout_seconds);
+    channel_ = spillway_channel_open(target.c_str(), nullptr, nullptr);
+    call_ = spillway_call_open(channel_, "/spillway.v1.AttentionService/Decode", timeout_seconds,
+                               nullptr);
   }
 
   int Send(uint64_t id, size_t padding = 0) {
@@ -208,7 +209,7 @@ TEST_F(DecodeInCTest, EndsWhenAllWasSent) {
 // Calls a unary method.
 std::string Unary(spillway_channel* channel, const char* method, const std::string& request,
                   int& code) {
-  spillway_call* const call = spillway_call_open(channel, method, kNoLimit);
+  spillway_call* const call = spillway_call_open(channel, method, kNoLimit, nullptr);
   EXPECT_EQ(spillway_call_send(call, request.data(), request.size()), 0);
   spillway_call_send_end(call);
   const void* data = nullptr;
@@ -243,7 +244,7 @@ TEST(EmbedInCTest, AnswersAsADaemonDoes) {
   EXPECT_EQ(code, grpc::StatusCode::NOT_FOUND);
   // A call may outlive the engine.
   spillway_call* const left =
-      spillway_call_open(channel, "/spillway.v1.AttentionService/Decode", kNoLimit);
+      spillway_call_open(channel, "/spillway.v1.AttentionService/Decode", kNoLimit, nullptr);
   spillway_channel_close(channel);
   const void* data = nullptr;
   size_t size = 0;
@@ -257,11 +258,11 @@ TEST(EmbedInCTest, ACallHasATraceThatGoesIntoALogOrIsNotOpened) {
   ASSERT_NE(channel, nullptr);
   const char* const method = "/spillway.v1.AdminService/GetServerInfo";
   for (const char* const trace : {static_cast<const char*>(nullptr), "", "job-7/3"}) {
-    spillway_call* const call = spillway_call_open_traced(channel, method, kNoLimit, trace);
+    spillway_call* const call = spillway_call_open(channel, method, kNoLimit, trace);
     EXPECT_NE(call, nullptr);
     spillway_call_close(call);
   }
-  EXPECT_EQ(spillway_call_open_traced(channel, method, kNoLimit, "two words"), nullptr);
+  EXPECT_EQ(spillway_call_open(channel, method, kNoLimit, "two words"), nullptr);
   const char* message = nullptr;
   const void* details = nullptr;
   size_t size = 0;
@@ -302,7 +303,7 @@ class StreamedStepInCTest : public ::testing::Test {
 };
 
 TEST_F(StreamedStepInCTest, RefusesWhatIsNoStepOfADaemon) {
-  spillway_channel* channel = spillway_channel_open("unix:/none");
+  spillway_channel* channel = spillway_channel_open("unix:/none", nullptr, nullptr);
   shape_.head_dim = 0;
   EXPECT_EQ(Begin(channel), nullptr);
   EXPECT_EQ(Failure().first, grpc::StatusCode::INVALID_ARGUMENT);
@@ -326,8 +327,8 @@ TEST_F(StreamedStepInCTest, OneThatFailsLeavesTheOthersAlone) {
   // Its answers are not valid for a step: the output has 4 bytes, and there is no log-sum-exp.
   daemon.answer_bytes = 4;
   daemon.Start();
-  spillway_channel* const there = spillway_channel_open(daemon.target().c_str());
-  spillway_channel* const gone = spillway_channel_open("unix:/none");
+  spillway_channel* const there = spillway_channel_open(daemon.target().c_str(), nullptr, nullptr);
+  spillway_channel* const gone = spillway_channel_open("unix:/none", nullptr, nullptr);
   spillway_step_share shares[] = {{Begin(gone), 0, 0, 0, 1, 0, 0, nullptr},
                                   {Begin(there), 0, 0, 0, 1, 0, 0, nullptr}};
   ASSERT_NE(shares[0].step, nullptr);
@@ -352,14 +353,15 @@ TEST_F(StreamedStepInCTest, AfterAFailureTheNextAttendHasANewStream) {
   // Valid answers: two query heads of one float.
   daemon.answer_bytes = daemon.lse_bytes = 2 * sizeof(float);
   daemon.Start();
-  spillway_channel* const channel = spillway_channel_open(daemon.target().c_str());
+  spillway_channel* const channel =
+      spillway_channel_open(daemon.target().c_str(), nullptr, nullptr);
   spillway_step* const step = Begin(channel);
   ASSERT_NE(step, nullptr);
   // The ids of a step's attends are 1, 2, ..., and the daemon refuses odd ones.
   for (const int streams : {1, 2}) {
-    EXPECT_EQ(spillway_step_attend(step, 0, &tensors_), grpc::StatusCode::INVALID_ARGUMENT);
+    EXPECT_EQ(spillway_step_attend(step, 0, &tensors_, -1), grpc::StatusCode::INVALID_ARGUMENT);
     EXPECT_EQ(daemon.decode_count, streams);
-    EXPECT_EQ(spillway_step_attend(step, 0, &tensors_), 0);
+    EXPECT_EQ(spillway_step_attend(step, 0, &tensors_, -1), 0);
     EXPECT_EQ(daemon.decode_count, streams + 1);
   }
   spillway_step_end(step);
@@ -370,8 +372,8 @@ TEST_F(StreamedStepInCTest, AsLongAsOneIsUnansweredSoAreAll) {
   FakeDaemon daemon;
   daemon.silent = true;
   daemon.Start();
-  spillway_channel* const there = spillway_channel_open(daemon.target().c_str());
-  spillway_channel* const gone = spillway_channel_open("unix:/none");
+  spillway_channel* const there = spillway_channel_open(daemon.target().c_str(), nullptr, nullptr);
+  spillway_channel* const gone = spillway_channel_open("unix:/none", nullptr, nullptr);
   spillway_step_share shares[] = {{Begin(gone), 0, 0, 0, 1, 0, 0, nullptr},
                                   {Begin(there), 0, 0, 0, 1, 0, 0, nullptr}};
   int code = spillway_steps_attend(shares, 2, 0, &tensors_, 0.05);
@@ -418,9 +420,9 @@ TEST(EmbedInCTest, DecodersAreOfAnEngineOnAGpu) {
     spillway_channel_close(channel);
     return std::pair(code, std::string(message));
   };
-  EXPECT_EQ(refused(spillway_channel_open("unix:/tmp/none"), "").first,
+  EXPECT_EQ(refused(spillway_channel_open("unix:/tmp/none", nullptr, nullptr), "").first,
             grpc::StatusCode::UNAVAILABLE);
-  const auto over_tcp = refused(spillway_channel_open("localhost:1"), "");
+  const auto over_tcp = refused(spillway_channel_open("localhost:1", nullptr, nullptr), "");
   EXPECT_EQ(over_tcp.first, grpc::StatusCode::UNIMPLEMENTED);
   EXPECT_EQ(over_tcp.second, "no doorbell: that takes a unix socket of the daemon");
 
@@ -489,7 +491,7 @@ bool Settles(const std::function<bool()>& condition) {
 // Calls GetServerInfo and waits for the answer.
 void Ask(spillway_channel* channel) {
   spillway_call* const call =
-      spillway_call_open(channel, "/spillway.v1.AdminService/GetServerInfo", 60);
+      spillway_call_open(channel, "/spillway.v1.AdminService/GetServerInfo", 60, nullptr);
   EXPECT_EQ(spillway_call_send(call, "", 0), 0);
   spillway_call_send_end(call);
   const void* message = nullptr;
@@ -502,7 +504,8 @@ TEST(PresenceInCTest, AChannelOfLibspillwayIsAClientOfItsOwn) {
   FakeDaemon daemon;
   daemon.connects = true;
   daemon.Start();
-  spillway_channel* const channel = spillway_channel_open(daemon.target().c_str());
+  spillway_channel* const channel =
+      spillway_channel_open(daemon.target().c_str(), nullptr, nullptr);
   Ask(channel);
   EXPECT_TRUE(Settles([&] { return daemon.connected_count == 1; }));
   EXPECT_EQ(daemon.asking_id(), daemon.connected_id());
@@ -514,9 +517,8 @@ TEST(PresenceInCTest, AChannelOfAClientThatConnectsItselfSaysWhoseItIs) {
   FakeDaemon daemon;
   daemon.connects = true;
   daemon.Start();
-  const spillway_access none = {};
   spillway_channel* const channel =
-      spillway_channel_open_as(daemon.target().c_str(), &none, "somebody");
+      spillway_channel_open(daemon.target().c_str(), nullptr, "somebody");
   Ask(channel);
   EXPECT_EQ(daemon.asking_id(), "somebody");
   EXPECT_EQ(daemon.connected_count, 0);

@@ -104,7 +104,7 @@ class Sequence {
     std::vector<const char*> texts;
     for (const std::string& setting : settings) texts.push_back(setting.c_str());
     channel_.reset(embedded ? spillway_channel_embed(texts.data(), texts.size())
-                            : spillway_channel_open(target.c_str()));
+                            : spillway_channel_open(target.c_str(), nullptr, nullptr));
     if (channel_ == nullptr) return LastError();
 
     v1::CreateModelRequest model;
@@ -125,7 +125,8 @@ class Sequence {
     name_ = made_sequence.sequence().name();
     head_dim_ = config.head_dim;
     if (embedded) return absl::OkStatus();
-    decode_.reset(spillway_call_open(channel_.get(), "/spillway.v1.AttentionService/Decode", 0));
+    decode_.reset(
+        spillway_call_open(channel_.get(), "/spillway.v1.AttentionService/Decode", 0, nullptr));
     return decode_ != nullptr ? absl::OkStatus() : LastError();
   }
 
@@ -157,14 +158,16 @@ class Sequence {
     };
     const spillway_step_tensors tensors = {SPILLWAY_F32, SPILLWAY_F32, place(q),       place(k),
                                            place(v),     place(out),   /*lse=*/nullptr};
-    return spillway_step_attend(step_.get(), layer, &tensors) == 0 ? absl::OkStatus() : LastError();
+    return spillway_step_attend(step_.get(), layer, &tensors, -1) == 0 ? absl::OkStatus()
+                                                                       : LastError();
   }
 
  private:
   template <typename Response, typename Request>
   absl::StatusOr<Response> Tell(const char* method, const Request& request) {
     const std::string path = absl::StrCat("/spillway.v1.", method);
-    const Call call(spillway_call_open(channel_.get(), path.c_str(), /*timeout_seconds=*/60));
+    const Call call(
+        spillway_call_open(channel_.get(), path.c_str(), /*timeout_seconds=*/60, nullptr));
     if (call == nullptr) return LastError();
     return Ask<Response>(call.get(), request, /*last=*/true);
   }

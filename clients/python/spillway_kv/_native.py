@@ -121,10 +121,10 @@ def library(required: bool = False) -> ctypes.CDLL | None:
     number, seconds = ctypes.c_int, ctypes.c_double
     for name, result, arguments in (
         ("error", number, (pointer, pointer, pointer)),
-        ("channel_open_as", pointer, (text, pointer, text)),
+        ("channel_open", pointer, (text, pointer, text)),
         ("channel_embed", pointer, (pointer, size)),
         ("channel_close", None, (pointer,)),
-        ("call_open_traced", pointer, (pointer, text, seconds, text)),
+        ("call_open", pointer, (pointer, text, seconds, text)),
         ("call_send", number, (pointer, text, size)),
         ("call_send_end", None, (pointer,)),
         ("call_receive", number, (pointer, seconds, pointer, pointer)),
@@ -133,7 +133,7 @@ def library(required: bool = False) -> ctypes.CDLL | None:
         ("call_close", None, (pointer,)),
         ("step_begin", pointer, (pointer, text, size)),
         ("step_begin_streamed", pointer, (pointer, text, size, pointer)),
-        ("step_attend_for", number, (pointer, number, pointer, seconds)),
+        ("step_attend", number, (pointer, number, pointer, seconds)),
         ("step_await", number, (pointer, pointer, seconds)),
         ("steps_attend", number, (pointer, size, number, pointer, seconds)),
         ("steps_await", number, (pointer, size, pointer, seconds)),
@@ -192,7 +192,7 @@ class NativeChannel:
             )
         else:
             texts = [part.encode() for part in (access.ca, access.cert, access.key, access.token)]
-            handle = loaded.spillway_channel_open_as(
+            handle = loaded.spillway_channel_open(
                 target.encode(), (ctypes.c_char_p * len(texts))(*texts), client_id.encode()
             )
         # The channel, its steps and its decoders.
@@ -241,7 +241,7 @@ class NativeChannel:
         seconds = 0.0 if timeout is None else max(timeout, 1e-9)
         self.check_open()
         call = self._handle.call(
-            self.library.spillway_call_open_traced, method.encode(), seconds, trace_id().encode()
+            self.library.spillway_call_open, method.encode(), seconds, trace_id().encode()
         )
         return NativeCall(self.library, self._checked(call))
 
@@ -282,7 +282,7 @@ class NativeChannel:
         """
         self.check_open()
         seconds = 0.0 if at_once else _WAIT_SECONDS
-        code = step.call(self.library.spillway_step_attend_for, layer, tensors, seconds)
+        code = step.call(self.library.spillway_step_attend, layer, tensors, seconds)
         if code not in (0, _UNANSWERED):
             raise self._error()
         return bool(code == 0)
