@@ -35,8 +35,9 @@ class SpillwayError(Exception):
     Attributes:
         code: Name of the gRPC status code, for example `NOT_FOUND`.
         message: Description of the error for people.
-        reason: Reason for programs, for example `SEQUENCE_NOT_FOUND`. Empty if the error did not
-            come from the daemon.
+        reason: Reason for programs: the name of a value of `spillway.v1.Reason` without `REASON_`,
+            for example `SEQUENCE_NOT_FOUND`, or else the name of the code. Empty if the error did
+            not come from the daemon.
         metadata: Values that belong to the reason, for example `boot_id`.
         fields: The refused fields of an `INVALID_ARGUMENT`.
         correlation_id: Correlation id of the `Decode` message that failed, or None.
