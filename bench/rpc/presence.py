@@ -34,6 +34,7 @@ import spillway_kv
 from decoding import ROOT, Decoder, filled, quantiles, surroundings
 from spillway_kv import Client
 from spillway_kv._proto import sequence_service_pb2, sequence_service_pb2_grpc
+from spillway_kv.connection import wire
 from spillway_kv.lab import serving
 from spillway_kv.presence import Presence
 
@@ -73,10 +74,11 @@ class Clients:
 
     def set(self, count: int) -> None:
         """Connects or disconnects clients. Returns when the daemon counts `count` of them."""
-        assert self._client._presence is not None
-        self._client._presence.close()
+        presence = wire(self._client).presence
+        assert presence is not None
+        presence.close()
         if count:
-            self._client._presence = Presence(self._client._stubs.sequences.Connect)
+            wire(self._client).presence = Presence(wire(self._client).stubs.sequences.Connect)
         self._ask.send(max(0, count - 1))
         self._ask.recv()
         deadline = time.monotonic() + 60

@@ -21,6 +21,7 @@ from random_llama import generate, llama, prompt
 from spillway_kv.cluster import ClusterClient, ClusterSequence
 from spillway_kv.cluster.connect import owner_of
 from spillway_kv.cluster.placement import Moved
+from spillway_kv.connection import wire
 from spillway_kv.transformers import SpillwayCache
 
 LAYERS, KV_HEADS, GROUP, DIM, TOKENS = 3, 2, 2, 64, 2500
@@ -508,13 +509,13 @@ def test_a_node_that_is_gone_takes_its_sequences_and_no_others(tmp_path: Path) -
         lost = sequences[0].daemons[0]
         cluster.directory.dead_nodes["node-" + lost[-1]] = "its machine is off"
         # As if the connection were lost.
-        client.placement.client(lost)._channel.close()
+        wire(client.placement.client(lost)).channel.close()
         broken = client.placement.client(lost)
 
         def unreachable(*_: Any, **__: Any) -> None:
             raise spillway_kv.Unavailable("no route to host")
 
-        broken._call = unreachable  # type: ignore[method-assign]
+        wire(broken).call = unreachable  # type: ignore[method-assign]
         started = time.monotonic()
         with pytest.raises(spillway_kv.Unavailable, match="its machine is off") as raised:
             sequences[0].refresh()
@@ -545,7 +546,7 @@ def test_a_name_that_was_lost_with_a_daemon_is_free_again(tmp_path: Path) -> Non
             def unreachable(*_: Any, **__: Any) -> None:
                 raise spillway_kv.Unavailable("no route to host")
 
-            broken._call = unreachable  # type: ignore[method-assign]
+            wire(broken).call = unreachable  # type: ignore[method-assign]
             deleted.delete()
             assert client.placement.find("sequences/a") is None
             # The old part of "b" was replaced, and its handle does not take the new one's name.

@@ -17,6 +17,7 @@ from spillway_kv.cluster.directory import Directory
 from spillway_kv.cluster.node import Node
 from spillway_kv.cluster.placement import Moved
 from spillway_kv.cluster.records import DaemonRecord, MemoryStore
+from spillway_kv.connection import wire
 
 
 class EndsOnce(Served):
@@ -52,7 +53,7 @@ def client(_: DaemonRecord) -> Any:
         server_info=info,
         statistics=lambda: SimpleNamespace(memory=memory, models=[]),
         close=lambda: None,
-        _restarts=SimpleNamespace(),
+        _wire=SimpleNamespace(restarts=SimpleNamespace()),
     )
 
 
@@ -172,9 +173,11 @@ def test_a_call_for_a_daemon_that_is_stopped_is_given_up() -> None:
     made_client = client(record(0, "unix:/nowhere"))
     made = Node(EndsOnce(), Directory(MemoryStore()), record(0, ""), lambda _: made_client)  # type: ignore[arg-type]
     made.start()
-    assert made_client._restarts.given_up() is None
+    given_up = wire(made_client).restarts.given_up
+    assert given_up is not None
+    assert given_up() is None
     made.stop()
-    assert "daemon-0 is stopped" in str(made_client._restarts.given_up())
+    assert "daemon-0 is stopped" in str(given_up())
 
 
 def test_a_daemon_that_ends_during_a_report_is_started_again(
@@ -198,7 +201,9 @@ def test_a_daemon_that_ends_during_a_report_is_started_again(
             process.pid = None
             process.ended.set()
             # As `Restarts` does while it waits for the daemon's next process.
-            given_up.append(settles(lambda: made._restarts.given_up() is not None, 5))
+            asked = wire(made).restarts.given_up
+            assert asked is not None
+            given_up.append(settles(lambda: asked() is not None, 5))
             raise spillway_kv.Unavailable("the daemon has ended")
 
         made.statistics = ends

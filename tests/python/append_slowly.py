@@ -10,6 +10,7 @@ import numpy as np
 import spillway_kv
 from spillway_kv import _split
 from spillway_kv._proto import attention_service_pb2
+from spillway_kv.connection import wire
 
 
 def main(target: str, name: str) -> None:
@@ -24,7 +25,7 @@ def main(target: str, name: str) -> None:
         print("sent", flush=True)
         threading.Event().wait()
 
-    client._stubs.attention.Append(requests())
+    wire(client).stubs.attention.Append(requests())
 
 
 if __name__ == "__main__":

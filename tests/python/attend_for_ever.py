@@ -7,6 +7,7 @@ import sys
 import numpy as np
 import spillway_kv
 from spillway_kv._proto import attention_service_pb2
+from spillway_kv.connection import wire
 
 
 def main(target: str, name: str, query_count: int, head_count: int, head_dim: int) -> None:
@@ -14,11 +15,11 @@ def main(target: str, name: str, query_count: int, head_count: int, head_dim: in
     q = np.ones((query_count, head_count, head_dim), np.float16)
     request = attention_service_pb2.AttendRequest()
     client.get_sequence(name)._fill_item(request.items.add(), q, None, None)
-    calls = [client._stubs.attention.Attend.future(request) for _ in range(2)]
+    calls = [wire(client).stubs.attention.Attend.future(request) for _ in range(2)]
     print("sent", flush=True)
     while True:
         calls.pop(0).result()
-        calls.append(client._stubs.attention.Attend.future(request))
+        calls.append(wire(client).stubs.attention.Attend.future(request))
 
 
 if __name__ == "__main__":

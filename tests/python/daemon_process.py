@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import spillway_kv
+from spillway_kv.connection import wire
 from spillway_kv.lab import serving
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -82,5 +83,5 @@ def connected(transport: str, request: pytest.FixtureRequest) -> spillway_kv.Cli
         return spillway_kv.connect("embedded:", settings={**fixed, **named})
     target = request.getfixturevalue("target")
     client = spillway_kv.connect(target, native=transport != "grpcio")
-    client._regions.staged_bytes_min = staged_bytes_min
+    wire(client).regions.staged_bytes_min = staged_bytes_min
     return client

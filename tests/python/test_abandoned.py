@@ -17,6 +17,7 @@ from arena_folder import DIM, LAYERS, SHAPES, daemon, folder_in_memory, rows
 from daemon_process import binary, running_daemon
 from helpers import refused, wait_for
 from spillway_kv._proto import admin_service_pb2, sequence_service_pb2, sequence_service_pb2_grpc
+from spillway_kv.connection import wire
 from spillway_kv.lab import serving
 
 GRACE_SECONDS = 1.0
@@ -63,7 +64,7 @@ def expiries(client: spillway_kv.Client) -> dict[str, float]:
     request = admin_service_pb2.GetStatisticsRequest(include_metrics=True)
     return {
         metric.labels["why"]: metric.value
-        for family in client._stubs.admin.GetStatistics(request).metrics
+        for family in wire(client).stubs.admin.GetStatistics(request).metrics
         if family.name == "spillway_sequences_expired_total"
         for metric in family.metrics
     }
@@ -121,8 +122,9 @@ def test_another_client_that_uses_it_keeps_it(short_grace: str, client: spillway
 def test_a_stream_that_breaks_is_opened_anew(short_grace: str, client: spillway_kv.Client) -> None:
     with spillway_kv.connect(short_grace) as other:
         name = other.create_sequence("models/m").name
-        assert other._presence is not None
-        other._presence._stream.cancel()
+        presence = wire(other).presence
+        assert presence is not None
+        presence._stream.cancel()
         grace_passes()
         assert names(client) == {name}
         wait_for(lambda: not next(iter(client.list_sequences())).abandoned)

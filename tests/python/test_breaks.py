@@ -11,13 +11,13 @@ from spillway_kv.errors import Cancelled, DataLoss, SpillwayError, Unavailable
 from spillway_kv.restart import Restarts
 
 
-class FakeClient:
+class FakeConnection:
     """A daemon that answers at once. `boots`: boot IDs of its next answers; the last one stays."""
 
     def __init__(self, *boots: str, store_id: str = "s") -> None:
         self._infos = [SimpleNamespace(store_id=store_id, boot_id=boot) for boot in boots]
         self.server_info: Any = self._infos[0]
-        self._regions = SimpleNamespace(forget=lambda: None)
+        self.regions = SimpleNamespace(forget=lambda: None)
 
     def get_server_info(self, *, timeout: float | None = None) -> Any:
         return self._infos.pop(0) if len(self._infos) > 1 else self._infos[0]
@@ -44,25 +44,25 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_connection_that_finds_no_daemon_is_tried_as_long_as_a_restart_may_take() -> None:
     call = Call(40, Unavailable("connection refused"))
-    assert Restarts(FakeClient("b"), 60).again(call) == "answer"  # type: ignore[arg-type]
+    assert Restarts(FakeConnection("b"), 60).again(call) == "answer"  # type: ignore[arg-type]
     assert call.count == 41
 
 
 def test_it_is_not_tried_longer() -> None:
     call = Call(10**6, Unavailable("connection refused"))
     with pytest.raises(Unavailable, match="connection refused"):
-        Restarts(FakeClient("b"), 0.05).again(call)  # type: ignore[arg-type]
+        Restarts(FakeConnection("b"), 0.05).again(call)  # type: ignore[arg-type]
     assert 2 <= call.count <= 60
 
 
 def test_five_restarts_are_survived_and_not_six() -> None:
     boots = [str(number) for number in range(9)]
     call = Call(5, Unavailable("gone"))
-    client: Any = FakeClient(*boots)
+    client: Any = FakeConnection(*boots)
     client.get_server_info()
     assert Restarts(client, 60).again(call) == "answer"
     call = Call(6, Unavailable("gone"))
-    client = FakeClient(*boots)
+    client = FakeConnection(*boots)
     client.get_server_info()
     with pytest.raises(Unavailable, match="gone"):
         Restarts(client, 60).again(call)
@@ -72,7 +72,7 @@ def test_five_restarts_are_survived_and_not_six() -> None:
 def test_what_was_cancelled_without_a_restart_is_not_tried_again() -> None:
     call = Call(1, Cancelled("by the caller"))
     with pytest.raises(Cancelled, match="by the caller"):
-        Restarts(FakeClient("b"), 60).again(call)  # type: ignore[arg-type]
+        Restarts(FakeConnection("b"), 60).again(call)  # type: ignore[arg-type]
     assert call.count == 1
 
 
@@ -81,7 +81,7 @@ def test_what_was_cancelled_without_a_restart_is_not_tried_again() -> None:
 )
 def test_without_a_store_nothing_is_tried_again(store_id: str, seconds: float) -> None:
     call = Call(1, Unavailable("gone"))
-    client: Any = FakeClient("a", "b", store_id=store_id)
+    client: Any = FakeConnection("a", "b", store_id=store_id)
     with pytest.raises(Unavailable, match="gone"):
         Restarts(client, seconds).again(call)
     assert call.count == 1
@@ -107,7 +107,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-class DeadClient(FakeClient):
+class DeadClient(FakeConnection):
     """A daemon that does not answer, or only after some calls."""
 
     def __init__(self, *, silent: int = 10**6, store_id: str = "s") -> None:
@@ -182,13 +182,13 @@ def test_who_does_not_wait_learns_it_too(
 
 
 def test_of_a_daemon_that_answers_nobody_is_asked() -> None:
-    restarts, judge = judged(FakeClient("a", "b"), 60, 1)
+    restarts, judge = judged(FakeConnection("a", "b"), 60, 1)
     assert restarts.again(Call(3, Unavailable("gone"))) == "answer"
     assert judge.count == 0
 
 
 def test_one_that_took_another_store_may_be_given_up() -> None:
-    client: Any = FakeClient("a")
+    client: Any = FakeConnection("a")
     client.server_info = SimpleNamespace(store_id="before", boot_id="a")
     restarts, judge = judged(client, 60, 1)
     with pytest.raises(DataLoss, match="the node is gone"):

@@ -17,6 +17,7 @@ from reference import dense_attention
 from spillway_kv import BFloat16, Client, Model, Policy, Sequence, TopK, TopP
 from spillway_kv._proto import admin_service_pb2 as admin
 from spillway_kv._proto import attention_service_pb2 as attention
+from spillway_kv.connection import wire
 from spillway_kv.tensors import decoder_like, encode_indices
 
 F32 = np.float32
@@ -356,7 +357,7 @@ def test_long_appends_and_attends_are_split(client: Client, rng: np.random.Gener
     sequence = client.create_sequence(model)
     k, v = kv(rng, 2, 8, 700, 128)
     result = sequence.append(0, 0, k, v)
-    in_messages = client.transport != "embedded" and client._regions.staged_bytes_min > 0
+    in_messages = client.transport != "embedded" and wire(client).regions.staged_bytes_min > 0
     if in_messages:
         assert result.appended_chunk_count >= 3
     else:
@@ -608,7 +609,7 @@ def test_a_fetch_is_a_stream_of_rows_by_kv_head(
         sequence=sequence.name,
         selection=attention.Selection(offsets=[0, 3, 5], indices=encode_indices(indices)),
     )
-    pages = list(client._stubs.attention.FetchPages(request))
+    pages = list(wire(client).stubs.attention.FetchPages(request))
     decode = decoder_like(None)
     for head, expected in ((0, [3, 500, 2999]), (1, [0, 128])):
         got = [page for page in pages if page.kv_head == head]
@@ -624,7 +625,7 @@ def test_abandoned_fetch_is_cancelled(
     q = rng.standard_normal((1, 4, 16), F32)
     request = attention.FetchPagesRequest(sequence=sequence.name)
     request.tokens.count = sequence.layer_token_counts[0]
-    pages = sequence._stream(client._stubs.attention.FetchPages, request, None)
+    pages = sequence._stream(wire(client).stubs.attention.FetchPages, request, None)
     next(iter(pages))
     pages.close()  # type: ignore[attr-defined]
     assert sequence.attend(0, q).out.shape == (1, 4, 16)
@@ -677,7 +678,7 @@ def test_statistics_come_in_pages(
     client: Client, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = sorted(client.create_sequence(model).name for _ in range(5))
-    call = client._stubs.admin.GetStatistics
+    call = wire(client).stubs.admin.GetStatistics
     pages = []
     request = admin.GetStatisticsRequest(model=model.name, page_size=2)
     while True:
@@ -708,7 +709,7 @@ def test_statistics_come_in_pages(
     # The client follows the page tokens.
     whole = client.statistics(model)
     assert [s.sequence for s in whole.sequences] == names
-    monkeypatch.setattr(client._stubs.admin, "GetStatistics", in_pages_of_two(call))
+    monkeypatch.setattr(wire(client).stubs.admin, "GetStatistics", in_pages_of_two(call))
     paged = client.statistics(model)
     assert (paged.sequences, paged.models) == (whole.sequences, whole.models)
 

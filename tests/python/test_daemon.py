@@ -24,6 +24,7 @@ from daemon_process import binary, device_flags, running_daemon
 from google.protobuf import descriptor_pb2
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from spillway_kv._proto import memory_service_pb2
+from spillway_kv.connection import wire
 from spillway_kv.errors import error_from_rpc
 
 
@@ -414,10 +415,10 @@ def test_tcp_on_loopback() -> None:
             with pytest.raises(ValueError, match="has no regions"):
                 client.attach_region(4096, device="cuda:0")
             with pytest.raises(grpc.RpcError) as caught:
-                client._stubs.memory.AttachRegion(memory_service_pb2.AttachRegionRequest())
+                wire(client).stubs.memory.AttachRegion(memory_service_pb2.AttachRegionRequest())
             assert error_from_rpc(caught.value).code == "UNIMPLEMENTED"
             with pytest.raises(grpc.RpcError) as caught:
-                client._stubs.memory.AttachRegion(
+                wire(client).stubs.memory.AttachRegion(
                     memory_service_pb2.AttachRegionRequest(byte_count=1, device="cuda:0")
                 )
             assert error_from_rpc(caught.value).code == "UNIMPLEMENTED"

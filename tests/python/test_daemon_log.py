@@ -14,6 +14,7 @@ import spillway_kv
 from daemon_process import running_daemon
 from helpers import wait_for
 from spillway_kv._proto import attention_service_pb2, sequence_service_pb2
+from spillway_kv.connection import wire
 
 # Events that every daemon logs at its start and end.
 FACTS = {
@@ -135,8 +136,8 @@ def test_what_is_logged_of_a_call_names_its_trace(tmp_path: Path) -> None:
                 client.get_sequence("sequences/none")
             client.create_sequence(model)
             decode = attention_service_pb2.DecodeRequest(sequence="sequences/none")
-            stub = client._stubs.attention.Decode
-            assert next(stub(iter([decode]), metadata=client._metadata)).result.status.code
+            stub = wire(client).stubs.attention.Decode
+            assert next(stub(iter([decode]), metadata=wire(client).metadata)).result.status.code
         with spillway_kv.traced(request_id="job-7/3"), pytest.raises(spillway_kv.InvalidArgument):
             client.get_sequence("sequences/NO NAME")
         brought = [
@@ -147,7 +148,7 @@ def test_what_is_logged_of_a_call_names_its_trace(tmp_path: Path) -> None:
         request = sequence_service_pb2.GetSequenceRequest(name="sequences/none")
         for metadata in brought:
             with pytest.raises(grpc.RpcError):
-                client._stubs.sequences.GetSequence(request, metadata=metadata)
+                wire(client).stubs.sequences.GetSequence(request, metadata=metadata)
         wait_for(lambda: any(entry["event"] == "expired" for entry in entries(tmp_path)))
     said = entries(tmp_path)
     refused = [entry for entry in said if entry["event"] == "refused"]

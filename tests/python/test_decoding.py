@@ -102,7 +102,8 @@ class FakeEngine:
         self.log: list[Any] = []
         self.failures: dict[str, BaseException] = {}
         self.unopened: BaseException | None = None
-        self._restarts = SimpleNamespace(wait=lambda error: self.log.append("restarted"))
+        restarts = SimpleNamespace(wait=lambda error: self.log.append("restarted"))
+        self._wire = SimpleNamespace(restarts=restarts)
         self.sequences = [FakeSequence(self.log, name) for name in "ab"]
 
     def do(self, what: str) -> None:

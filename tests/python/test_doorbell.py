@@ -26,6 +26,7 @@ from helpers import delete_model, refused, settles
 from spillway_kv import Client, Model, Sequence
 from spillway_kv._proto import attention_service_pb2 as attention
 from spillway_kv._proto import memory_service_pb2 as memory
+from spillway_kv.connection import wire
 
 LAYERS, HEADS, KV_HEADS, DIM = 2, 4, 2, 16  # as in the fixture `model`
 BEGIN, ATTEND, RESULTS, END = 1, 2, 3, 4
@@ -73,7 +74,7 @@ class RawDoorbell:
         self.socket.connect(path)
         self.session = self.socket.recv(256).decode()
         request = memory.AttachDoorbellRequest(session=self.session, byte_count=byte_count)
-        self.region = client._stubs.memory.AttachDoorbell(request).region
+        self.region = wire(client).stubs.memory.AttachDoorbell(request).region
         self.socket.send(self.region.name.encode())
         _, (descriptor,), _, _ = socket.recv_fds(self.socket, 256, 1)
         self.memory = mmap.mmap(descriptor, self.region.byte_count)
@@ -167,7 +168,7 @@ def test_none_where_no_memory_is_shared(tmp_path: Path) -> None:
 
 
 def test_doorbells_are_refused(client: Client, engine: Client) -> None:
-    call = client._stubs.memory.AttachDoorbell
+    call = wire(client).stubs.memory.AttachDoorbell
     for session, byte_count, code in (
         ("", 1, "NOT_FOUND"),
         ("no-session", 1, "NOT_FOUND"),
@@ -177,7 +178,9 @@ def test_doorbells_are_refused(client: Client, engine: Client) -> None:
         request = memory.AttachDoorbellRequest(session=session, byte_count=byte_count)
         assert refused(functools.partial(call, request)).code == code
     request = memory.AttachDoorbellRequest(session="x", byte_count=1)
-    assert refused(lambda: engine._stubs.memory.AttachDoorbell(request)).code == "UNIMPLEMENTED"
+    assert (
+        refused(lambda: wire(engine).stubs.memory.AttachDoorbell(request)).code == "UNIMPLEMENTED"
+    )
 
 
 def test_memory_and_the_number_of_doorbells_are_bounded(tmp_path: Path) -> None:
@@ -322,7 +325,7 @@ def test_a_detached_or_closed_one_is_freed(client: Client, no_leak: Callable[[],
             raw.close()
         else:
             request = memory.DetachRegionRequest(session=raw.session, name=raw.region.name)
-            client._stubs.memory.DetachRegion(request)
+            wire(client).stubs.memory.DetachRegion(request)
             raw.memory.close()
         assert settles(lambda: other_memory(client) <= before)
 

@@ -21,6 +21,7 @@ from daemon_process import binary, device_flags, on_gpu
 from helpers import refused, settles
 from spillway_kv import _split
 from spillway_kv._proto import admin_service_pb2, attention_service_pb2
+from spillway_kv.connection import wire
 from spillway_kv.starting import wait_until_serving
 from test_long_creation import LONG
 from test_service_manager import Manager, has_systemd
@@ -65,7 +66,7 @@ class Ending:
                 sent.set()
                 self._done.wait()
 
-        running = self.client._stubs.attention.Append.future(requests())
+        running = wire(self.client).stubs.attention.Append.future(requests())
         assert sent.wait(10)
         assert settles(lambda: self.statistics()["spillway_open_streams"] == 1)
         return running
@@ -76,7 +77,7 @@ class Ending:
     def statistics(self) -> dict[str, float]:
         """The metrics without labels, from GetStatistics."""
         request = admin_service_pb2.GetStatisticsRequest(include_metrics=True)
-        response = self.client._stubs.admin.GetStatistics(request)
+        response = wire(self.client).stubs.admin.GetStatistics(request)
         return {f.name: f.metrics[0].value for f in response.metrics if len(f.metrics) == 1}
 
     def ask(self, path: str) -> tuple[int, Any]:
@@ -184,7 +185,7 @@ def test_after_the_grace_what_still_runs_is_cancelled(tmp_path: Path) -> None:
 @pytest.mark.skipif(on_gpu(), reason="models that take long are the CPU's")
 def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
     with ending(tmp_path, "--grace", "3600") as daemon:
-        create = daemon.client._stubs.models.CreateModel.future(LONG)
+        create = wire(daemon.client).stubs.models.CreateModel.future(LONG)
         assert settles(lambda: daemon.statistics()["spillway_open_calls"] == 1)
         daemon.terminate()
         assert settles(lambda: bool(daemon.said("still_draining")))

@@ -17,13 +17,14 @@ import collections, json, sys, threading, time
 
 import numpy as np
 import spillway_kv
+from spillway_kv.connection import wire
 
 target, transport = sys.argv[1:]
 embedded = target == "embedded:"
 settings = {"device.name": "cpu", "memory.limit": "512MiB"} if embedded else None
 client = spillway_kv.connect(target, native=transport != "grpcio", settings=settings)
 if transport == "libspillway":
-    client._no_doorbell = "messages are tested"
+    wire(client).no_doorbell = "messages are tested"
 shape = dict(layer_count=1, query_head_count=16, kv_head_count=4, head_dim=64, dtype="float32")
 model = client.create_model(**shape)
 TOKENS = 6000

@@ -29,6 +29,7 @@ from http2 import (
     request,
 )
 from spillway_kv._proto.admin_service_pb2 import GetServerInfoRequest
+from spillway_kv.connection import wire
 
 TOKEN = "x" * 40
 CALL = request("/spillway.v1.AdminService/GetServerInfo")
@@ -206,7 +207,7 @@ def test_more_watchers_end_the_oldest_and_checks_are_answered(flooded: Flooded) 
 
 def test_clients_that_cancel_and_wait_are_served(flooded: Flooded) -> None:
     with flooded.connect() as client:
-        ask = client._stubs.admin.GetServerInfo.future
+        ask = wire(client).stubs.admin.GetServerInfo.future
         for _ in range(5):
             asked = [ask(GetServerInfoRequest(), timeout=20) for _ in range(200)]
             for call in asked[::2]:

@@ -18,6 +18,7 @@ import json, os, signal, sys
 
 import numpy as np
 import spillway_kv
+from spillway_kv.connection import wire
 
 target, native = sys.argv[1], sys.argv[2] != "grpcio"
 embedded = target == "embedded:"
@@ -36,7 +37,7 @@ stream = client.decode()
 stream.step(sequence, 0, q, row, row)
 step = client.begin_step([sequence])
 rows = sequence.fetch(0, 0, 16)
-connected = None if embedded else client._presence._stream
+connected = None if embedded else wire(client).presence._stream
 
 
 def tried(use):
@@ -85,7 +86,7 @@ step.attend(0, q[None], row[None], row[None])
 step.close()
 stream.step(sequence, 0, q, row, row)
 sequence.append(0, sequence.token_count, large, large)
-same = embedded or (client._presence._stream is connected and connected.is_active())
+same = embedded or (wire(client).presence._stream is connected and connected.is_active())
 left = [s.abandoned for s in client.list_sequences() if s.name == sequence.name]
 print(json.dumps({
     **told, "parent": os.getpid(), "statuses": [status, idle], "same": same, "abandoned": left,

@@ -13,6 +13,7 @@ from daemon_process import on_gpu
 from helpers import delete_model, refused
 from spillway_kv import Client, Model, OutOfRange, Policy, Sequence
 from spillway_kv._proto import attention_service_pb2
+from spillway_kv.connection import wire
 from spillway_kv.tensors import dtype_number
 
 GPU = on_gpu()
@@ -166,7 +167,7 @@ def chunk_at(sequence: Sequence, address: int, start: int) -> Any:
 
 
 def append(engine: Client, request: Any) -> Any:
-    return engine._call(engine._stubs.attention.Append, iter([request]))
+    return wire(engine).call(wire(engine).stubs.attention.Append, iter([request]))
 
 
 @pytest.mark.skipif(GPU, reason="of the CPU device")
@@ -190,6 +191,6 @@ def test_attends_do_not_read_gpu_memory(engine: Client, model: Model) -> None:
     item.q.dtype = dtype_number(model.dtype)  # type: ignore[assignment]
     item.q.shape.extend((1, HEADS, DIM))
     item.q.slice.region, item.q.slice.offset = "regions/gpu", 4096
-    error = refused(lambda: engine._call(engine._stubs.attention.Attend, request))
+    error = refused(lambda: wire(engine).call(wire(engine).stubs.attention.Attend, request))
     assert error.code == "INVALID_ARGUMENT"
     assert "regions/gpu is only for rows that Append reads or FetchPages writes" in error.message

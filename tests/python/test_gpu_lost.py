@@ -22,6 +22,7 @@ import spillway_kv
 from arena_folder import DIM, LAYERS, SHAPES, Writer, folder_in_memory, rows
 from daemon_process import ROOT, binary, device_flags, on_gpu, wait_for_log
 from helpers import settles
+from spillway_kv.connection import wire
 from spillway_kv.lab import serving
 
 FAULT = Path(
@@ -165,7 +166,7 @@ def test_a_daemon_that_ends_does_not_come_back(tmp_path: Path) -> None:
                 yield from ()
 
             # An open stream, for which the daemon waits.
-            append = client._stubs.attention.Append.future(nothing())
+            append = wire(client).stubs.attention.Append.future(nothing())
             assert settles(lambda: scraped(each.log, "spillway_open_streams") == {"": 1})
             os.kill(each.served.pid, signal.SIGTERM)
             wait_for_log(each.log, "draining")

@@ -18,6 +18,7 @@ from daemon_process import binary, running_daemon, wait_for_log
 from grpc_health.v1 import health_pb2
 from helpers import settles
 from spillway_kv._proto import admin_service_pb2
+from spillway_kv.connection import wire
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMISING = spillway_kv.Policy(dense_token_count=1024)
@@ -112,7 +113,7 @@ def metrics_of(text: str) -> dict[str, float]:
 def families(client: spillway_kv.Client) -> dict[str, Any]:
     """All metrics in GetStatistics."""
     request = admin_service_pb2.GetStatisticsRequest(include_metrics=True)
-    response = client._stubs.admin.GetStatistics(request)
+    response = wire(client).stubs.admin.GetStatistics(request)
     return {family.name: family for family in response.metrics}
 
 
@@ -179,7 +180,7 @@ def test_the_api_has_the_same_metrics(watched: Watched) -> None:
     assert durations.histogram.cumulative_counts[-1] == 40
     assert durations.histogram.upper_bounds[-1] == float("inf")
     # Clients that do not ask for metrics do not get them.
-    plain = watched.client._stubs.admin.GetStatistics(admin_service_pb2.GetStatisticsRequest())
+    plain = wire(watched.client).stubs.admin.GetStatistics(admin_service_pb2.GetStatisticsRequest())
     assert not plain.metrics
 
 
@@ -275,7 +276,7 @@ def test_it_serves_and_is_ready(watched: Watched) -> None:
     assert (ready.status, json.loads(ready.body)) == (200, {"ready": True})
     assert ask(watched.address, "/readyz", "HEAD").status == 200
     request = health_pb2.HealthCheckRequest(service="readiness")
-    response = watched.client._stubs.health.Check(request)
+    response = wire(watched.client).stubs.health.Check(request)
     assert response.status == health_pb2.HealthCheckResponse.SERVING
 
 

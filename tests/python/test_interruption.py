@@ -23,6 +23,7 @@ from daemon_process import on_gpu, running_daemon
 from helpers import delete_model, encode, held, settles, wait_for
 from spillway_kv import Client, Model, Policy, Sequence, _split
 from spillway_kv._proto import attention_service_pb2 as attention
+from spillway_kv.connection import wire
 
 F32 = np.float32
 # An attend of this many queries over this many tokens takes seconds.
@@ -72,7 +73,7 @@ def test_deadline_in_mid_attend(heavy: Sequence, no_leak: Callable[[], None]) ->
 
 def test_cancelled_attend(client: Client, heavy: Sequence, no_leak: Callable[[], None]) -> None:
     start = time.monotonic()
-    call = client._stubs.attention.Attend.future(long_request(heavy))
+    call = wire(client).stubs.attention.Attend.future(long_request(heavy))
     time.sleep(0.1)
     assert call.cancel()
     assert seconds_of_a_small_attend(heavy) < 1.0
@@ -292,7 +293,7 @@ def test_cancelled_append(client: Client, model: Model, no_leak: Callable[[], No
         sent.set()
         threading.Event().wait(10)
 
-    call = client._stubs.attention.Append.future(requests())
+    call = wire(client).stubs.attention.Append.future(requests())
     assert sent.wait(10)
     wait_for(lambda: sequence.refresh().token_count == 100)
     call.cancel()

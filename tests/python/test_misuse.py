@@ -34,6 +34,7 @@ from spillway_kv._proto import (
 from spillway_kv._proto import (
     tensor_pb2 as tensors,
 )
+from spillway_kv.connection import wire
 from spillway_kv.errors import error_from_rpc, error_from_status
 
 pytestmark = pytest.mark.transports("libspillway", "regions", "embedded")
@@ -57,7 +58,7 @@ class Scene:
 
     def state(self) -> Any:
         """All state that misuse might change."""
-        stubs = self.client._stubs
+        stubs = wire(self.client).stubs
         listed = stubs.sequences.ListSequences(sequences.ListSequencesRequest()).sequences
         for sequence in listed:
             sequence.ClearField("expire_time")  # every call renews it
@@ -289,14 +290,14 @@ BAD_POLICIES = {
 @pytest.mark.parametrize("changes", BAD_SPECS.values(), ids=BAD_SPECS)
 def test_bad_spec(scene: Scene, changes: dict[str, Any]) -> None:
     request = models.CreateModelRequest(model=spec(**changes))
-    error = refuse(lambda: scene.client._stubs.models.CreateModel(request), INVALID)
+    error = refuse(lambda: wire(scene.client).stubs.models.CreateModel(request), INVALID)
     last = list(changes)[-1]
     assert any(last in violation.field for violation in error.fields), error.fields
 
 
 @pytest.mark.parametrize(("field", "bad"), BAD_POLICIES.values(), ids=BAD_POLICIES)
 def test_bad_policy_everywhere(scene: Scene, field: str, bad: policies.Policy) -> None:
-    stubs, name = scene.client._stubs, scene.sequence.name
+    stubs, name = wire(scene.client).stubs, scene.sequence.name
     item = attention.AttendItem(sequence=name, q=tensor((1, 4, 16)), policy=bad)
     calls = {
         "default_policy.": lambda: stubs.models.CreateModel(
@@ -325,7 +326,7 @@ def test_bad_policy_everywhere(scene: Scene, field: str, bad: policies.Policy) -
     "bad_id", ["A", "a b", "-a", "a-", "a" * 64, "a/b", "ä", "../x", "a\n"], ids=repr
 )
 def test_bad_ids(scene: Scene, bad_id: str) -> None:
-    stubs = scene.client._stubs
+    stubs = wire(scene.client).stubs
     request = models.CreateModelRequest(model_id=bad_id, model=spec())
     refuse(lambda: stubs.models.CreateModel(request), INVALID)
     made = sequences.CreateSequenceRequest(
@@ -338,7 +339,7 @@ def test_bad_ids(scene: Scene, bad_id: str) -> None:
 
 @pytest.mark.parametrize("name", ["", "models/nobody", "nobody", "sequences/nobody", "models/"])
 def test_unknown_model(scene: Scene, name: str) -> None:
-    stubs = scene.client._stubs
+    stubs = wire(scene.client).stubs
     codes = (MISSING,) if name == "models/nobody" else (MISSING, INVALID)
     upload = models.UploadHashWeightsRequest(name=name, total_bytes=8, data=bytes(8))
     created = sequences.CreateSequenceRequest(sequence=sequences.Sequence(model=name))
@@ -361,7 +362,7 @@ def test_unknown_model(scene: Scene, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["", "sequences/nobody", "nobody", "models/nobody"])
 def test_unknown_sequence(scene: Scene, name: str) -> None:
-    stubs = scene.client._stubs
+    stubs = wire(scene.client).stubs
     codes = (MISSING,) if name == "sequences/nobody" else (MISSING, INVALID)
     item = attention.AttendItem(sequence=name, q=tensor((1, 4, 16)))
     chunk = attention.KvChunk(sequence=name, k=tensor((1, 2, 1, 16)), v=tensor((1, 2, 1, 16)))
@@ -388,7 +389,7 @@ def test_unknown_sequence(scene: Scene, name: str) -> None:
 
 
 def test_bad_pages_of_lists(scene: Scene) -> None:
-    stubs = scene.client._stubs
+    stubs = wire(scene.client).stubs
     bad: tuple[dict[str, Any], ...]
     bad = ({"page_size": -1}, {"page_size": 1001}, {"page_token": "\x01?"})
     for fields in bad:
@@ -401,11 +402,11 @@ def test_bad_pages_of_lists(scene: Scene) -> None:
 
 def test_model_in_use(scene: Scene) -> None:
     request = models.DeleteModelRequest(name=scene.model.name)
-    refuse(lambda: scene.client._stubs.models.DeleteModel(request), "FAILED_PRECONDITION")
+    refuse(lambda: wire(scene.client).stubs.models.DeleteModel(request), "FAILED_PRECONDITION")
 
 
 def test_taken_ids(scene: Scene) -> None:
-    stubs = scene.client._stubs
+    stubs = wire(scene.client).stubs
     taken = scene.sequence.name.removeprefix("sequences/")
     made = sequences.CreateSequenceRequest(
         sequence_id=taken, sequence=sequences.Sequence(model=scene.model.name)
@@ -424,14 +425,14 @@ def test_bad_ttl(scene: Scene, seconds: int) -> None:
     request = sequences.CreateSequenceRequest(
         sequence=sequences.Sequence(model=scene.model.name, ttl={"seconds": seconds})
     )
-    refuse(lambda: scene.client._stubs.sequences.CreateSequence(request), INVALID)
+    refuse(lambda: wire(scene.client).stubs.sequences.CreateSequence(request), INVALID)
 
 
 @pytest.mark.parametrize("token_count", [-1, 11, HUGE, -HUGE])
 def test_bad_truncation(scene: Scene, token_count: int) -> None:
     request = sequences.TruncateSequenceRequest(name=scene.sequence.name, token_count=token_count)
     codes: Any = RANGE if token_count > 0 else EITHER
-    refuse(lambda: scene.client._stubs.sequences.TruncateSequence(request), codes)
+    refuse(lambda: wire(scene.client).stubs.sequences.TruncateSequence(request), codes)
 
 
 def upload(name: str, *parts: bytes, total: int) -> Iterator[models.UploadHashWeightsRequest]:
@@ -442,7 +443,7 @@ def upload(name: str, *parts: bytes, total: int) -> Iterator[models.UploadHashWe
 
 
 def test_bad_uploads(client: Client) -> None:
-    stubs = client._stubs
+    stubs = wire(client).stubs
     rotation = client.create_model(
         layer_count=1, query_head_count=1, kv_head_count=1, head_dim=16, dtype="float32"
     )
@@ -531,7 +532,7 @@ BAD_CHUNKS: dict[str, tuple[Any, dict[str, Any]]] = {
 @pytest.mark.parametrize(("codes", "changes"), BAD_CHUNKS.values(), ids=BAD_CHUNKS)
 def test_bad_append(scene: Scene, codes: Any, changes: dict[str, Any]) -> None:
     request = attention.AppendRequest(chunk=chunk(scene, **changes))
-    error = refuse(lambda: scene.client._stubs.attention.Append(iter([request])), codes)
+    error = refuse(lambda: wire(scene.client).stubs.attention.Append(iter([request])), codes)
     if error.code == RANGE and changes.get("token_start", -1) >= 0:
         assert "10" in error.message  # the layer's length
 
@@ -586,7 +587,7 @@ def test_bad_decode(scene: Scene, codes: Any, changes: dict[str, Any]) -> None:
     request = attention.DecodeRequest(
         correlation_id=7, append=new_rows(**changes), **queries(scene)
     )
-    (answer,) = scene.client._stubs.attention.Decode(iter([request]))
+    (answer,) = wire(scene.client).stubs.attention.Decode(iter([request]))
     assert answer.correlation_id == 7
     assert code_pb2.Code.Name(answer.result.status.code) in codes, answer.result.status
     assert len(answer.result.status.message) > 8
@@ -602,12 +603,12 @@ def test_append_of_what_is_not_finite_names_the_position(
     arrays[name][1, 0, 3, 7] = value
     changes = {n: tensor(shape, a.tobytes()) for n, a in arrays.items()}
     request = attention.AppendRequest(chunk=chunk(scene, **changes))
-    error = refuse(lambda: scene.client._stubs.attention.Append(iter([request])), EITHER)
+    error = refuse(lambda: wire(scene.client).stubs.attention.Append(iter([request])), EITHER)
     assert "13" in error.message  # position 10 + 3
 
 
 def test_empty_append(scene: Scene) -> None:
-    stubs = scene.client._stubs
+    stubs = wire(scene.client).stubs
     refuse(lambda: stubs.attention.Append(iter([attention.AppendRequest()])), INVALID)
 
 
@@ -616,7 +617,7 @@ def test_first_bad_chunk_ends_the_stream(scene: Scene) -> None:
     good = chunk(scene, sequence=copy.name)
     bad = chunk(scene, sequence=copy.name, token_start=13)
     stream = [attention.AppendRequest(chunk=c) for c in (good, bad, good)]
-    refuse(lambda: scene.client._stubs.attention.Append(iter(stream)), RANGE)
+    refuse(lambda: wire(scene.client).stubs.attention.Append(iter(stream)), RANGE)
     assert copy.refresh().layer_token_counts == (11, 11)
     copy.delete()
 
@@ -656,7 +657,7 @@ BAD_ITEMS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 @pytest.mark.parametrize(("codes", "changes"), BAD_ITEMS.values(), ids=BAD_ITEMS)
 def test_bad_item_everywhere(scene: Scene, codes: Any, changes: dict[str, Any]) -> None:
-    stubs, bad = scene.client._stubs.attention, item(scene, **changes)
+    stubs, bad = wire(scene.client).stubs.attention, item(scene, **changes)
     refuse(lambda: stubs.Attend(attention.AttendRequest(items=[bad])), codes)
     refuse(lambda: stubs.Select(attention.SelectRequest(item=bad)), codes)
     decode = attention.DecodeRequest(correlation_id=3, **queries(scene, **changes))
@@ -667,7 +668,7 @@ def test_bad_item_everywhere(scene: Scene, codes: Any, changes: dict[str, Any]) 
 
 @pytest.mark.parametrize("layer", [-1, 2, 2**31 - 1, -(2**31)])
 def test_bad_layer(scene: Scene, layer: int) -> None:
-    stubs, good = scene.client._stubs.attention, item(scene)
+    stubs, good = wire(scene.client).stubs.attention, item(scene)
     refuse(lambda: stubs.Attend(attention.AttendRequest(layer=layer, items=[good])), EITHER)
     refuse(lambda: stubs.Select(attention.SelectRequest(layer=layer, item=good)), EITHER)
     tokens = attention.TokenRange(count=1)
@@ -678,7 +679,7 @@ def test_bad_layer(scene: Scene, layer: int) -> None:
 
 
 def test_bad_attends(scene: Scene, client: Client) -> None:
-    stubs, good = client._stubs.attention, item(scene)
+    stubs, good = wire(client).stubs.attention, item(scene)
     other = client.create_model(
         layer_count=2, query_head_count=4, kv_head_count=2, head_dim=16, dtype="float32"
     )
@@ -705,7 +706,7 @@ def test_query_that_is_not_finite(scene: Scene) -> None:
         q = tensor((1, 4, 16), np.full((1, 4, 16), value, np.float32).tobytes())
         request = attention.AttendRequest(items=[item(scene, q=q)])
         try:
-            (result,) = scene.client._stubs.attention.Attend(request).results
+            (result,) = wire(scene.client).stubs.attention.Attend(request).results
             code = code_pb2.Code.Name(result.status.code)
         except grpc.RpcError as error:
             code = error_from_rpc(error).code
@@ -727,7 +728,7 @@ def test_bad_decodes(scene: Scene, client: Client) -> None:
     ]
     for index, request in enumerate(requests):
         request.correlation_id = index
-    answers = {a.correlation_id: a for a in client._stubs.attention.Decode(iter(requests))}
+    answers = {a.correlation_id: a for a in wire(client).stubs.attention.Decode(iter(requests))}
     assert sorted(answers) == list(range(len(requests)))
     for index in range(len(requests) - 1):
         status = answers[index].result.status
@@ -740,7 +741,7 @@ def test_bad_decodes(scene: Scene, client: Client) -> None:
 
 
 def test_select_takes_one_query(scene: Scene) -> None:
-    stubs, two = scene.client._stubs.attention, item(scene, q=tensor((2, 4, 16)))
+    stubs, two = wire(scene.client).stubs.attention, item(scene, q=tensor((2, 4, 16)))
     refuse(lambda: stubs.Select(attention.SelectRequest(item=two)), INVALID)
 
 
@@ -764,7 +765,7 @@ def lsh_sequence(scene: Scene) -> Iterator[Sequence]:
 
 
 def test_no_rows_of_lsh_sampling(scene: Scene, lsh_sequence: Sequence) -> None:
-    stubs = scene.client._stubs.attention
+    stubs = wire(scene.client).stubs.attention
     asked = item(scene, sequence=lsh_sequence.name)
     error = refuse(lambda: stubs.Select(attention.SelectRequest(item=asked)), INVALID)
     assert ["item.policy.tail"] == [violation.field for violation in error.fields]
@@ -811,7 +812,7 @@ BAD_SELECTIONS = {
 @pytest.mark.parametrize("selection", BAD_SELECTIONS.values(), ids=BAD_SELECTIONS)
 def test_bad_selection(scene: Scene, selection: attention.Selection) -> None:
     request = attention.FetchPagesRequest(sequence=scene.sequence.name, selection=selection)
-    stubs = scene.client._stubs.attention
+    stubs = wire(scene.client).stubs.attention
     refuse(lambda: list(stubs.FetchPages(request)), EITHER)
 
 

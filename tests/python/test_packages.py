@@ -139,7 +139,7 @@ def test_streams_go_through_the_wheel_own_library(
         tmp_path,
         f"import spillway_kv\n"
         f"with spillway_kv.connect({target!r}, native=True) as client, client.decode() as stream:\n"
-        f"    print(stream.transport, client._native.library._name)",
+        f"    print(stream.transport, client._wire.native.library._name)",
     )
     assert used == f"libspillway {tmp_path}/spillway_kv/_lib/libspillway.so.1"
 

@@ -26,6 +26,7 @@ from spillway_kv import Client, Model, Region, Sequence
 from spillway_kv._proto import attention_service_pb2 as attention
 from spillway_kv._proto import memory_service_pb2 as memory
 from spillway_kv._proto import tensor_pb2 as tensors
+from spillway_kv.connection import wire
 
 MIB = 1 << 20
 HEADS, DIM = 2, 16  # as in the fixture `model`, which has two layers and four query heads
@@ -66,8 +67,8 @@ def test_appends_from_a_region(
     assert sequence.append(0, 0, k, v).appended_chunk_count == 1
     expect_rows(sequence, k, v)
     assert sequence.append(0, 0, k, v).already_present_chunk_count == 1
-    assert client._regions.slice_of(k) is not None
-    assert client._regions.slice_of(k.copy()) is None
+    assert wire(client).regions.slice_of(k) is not None
+    assert wire(client).regions.slice_of(k.copy()) is None
 
 
 def test_a_region_has_tensors(client: Client, region: Region) -> None:
@@ -77,7 +78,7 @@ def test_a_region_has_tensors(client: Client, region: Region) -> None:
     half.fill_(1)
     whole.fill_(2)
     assert half.float().sum() == 15
-    assert client._regions.slice_of(half[1:]) is not None
+    assert wire(client).regions.slice_of(half[1:]) is not None
     with pytest.raises(ValueError, match="do not fit"):
         region.tensor((4 * MIB,))
     region.reset()
@@ -182,7 +183,7 @@ def test_bad_slices(
         tensor.shape.extend([1, HEADS, 10, DIM])
         tensor.slice.CopyFrom(tensors.RegionSlice(**place))
     request = attention.AppendRequest(chunk=chunk)
-    error = refused(lambda: client._stubs.attention.Append(iter([request])))
+    error = refused(lambda: wire(client).stubs.attention.Append(iter([request])))
     assert error.code == code, error
     assert [violation.field for violation in error.fields] == ([field] if field else [])
     assert sequence.refresh().token_count == 0
@@ -215,7 +216,7 @@ def test_queries_and_outputs_in_a_region(
     item = attention.AttendItem(
         sequence=sequence.name, q=tensor(region.name, at[id(q)], 3, 4, DIM), **places
     )
-    (result,) = client._stubs.attention.Attend(attention.AttendRequest(items=[item])).results
+    (result,) = wire(client).stubs.attention.Attend(attention.AttendRequest(items=[item])).results
     assert result.out.slice.region == region.name
     np.testing.assert_array_equal(out, expected.out)
     np.testing.assert_array_equal(lse, expected.lse)
@@ -229,7 +230,7 @@ def test_queries_and_outputs_in_a_region(
         q=tensor(region.name, start, 3, 4, DIM, strides=(DIM * 4, 3 * DIM * 4, 4)),
         **places,
     )
-    (answer,) = client._stubs.attention.Decode(iter([step]))
+    (answer,) = wire(client).stubs.attention.Decode(iter([step]))
     assert answer.result.status.code == 0
     np.testing.assert_array_equal(out, expected.out)
     np.testing.assert_array_equal(lse, expected.lse)
@@ -245,7 +246,7 @@ def test_bad_queries_and_outputs(
         fields = {"q": tensor(region.name, 0, 1, 4, DIM), **fields}
         item = attention.AttendItem(sequence=sequence.name, **fields)
         return refused(
-            lambda: client._stubs.attention.Attend(attention.AttendRequest(items=[item]))
+            lambda: wire(client).stubs.attention.Attend(attention.AttendRequest(items=[item]))
         )
 
     def fields_of(error: spillway_kv.SpillwayError) -> list[str]:
@@ -270,11 +271,11 @@ def test_bad_queries_and_outputs(
         sequence=sequence.name,
         selection=attention.Selection(offsets=[0, 1, 2], indices=tensor(region.name, 0, 2)),
     )
-    assert refused(lambda: list(client._stubs.attention.FetchPages(request))).code == INVALID
+    assert refused(lambda: list(wire(client).stubs.attention.FetchPages(request))).code == INVALID
 
 
 def test_sessions_and_regions_that_are_not_there(client: Client, region: Region) -> None:
-    stub, session = client._stubs.memory, client._regions._session
+    stub, session = wire(client).stubs.memory, wire(client).regions._session
     for call in (
         lambda: stub.AttachRegion(memory.AttachRegionRequest(session="none", byte_count=1)),
         lambda: stub.ListRegions(memory.ListRegionsRequest()),
@@ -296,13 +297,13 @@ def test_sessions_and_regions_that_are_not_there(client: Client, region: Region)
 def test_a_session_has_its_own(client: Client, target: str, region: Region) -> None:
     with spillway_kv.connect(target) as other:
         theirs = other.attach_region(4096)
-        stub, session = other._stubs.memory, other._regions._session
+        stub, session = wire(other).stubs.memory, wire(other).regions._session
         listed = stub.ListRegions(memory.ListRegionsRequest(session=session)).regions
         assert [one.name for one in listed] == [theirs.name]
         taken = memory.DetachRegionRequest(session=session, name=region.name)
         assert refused(lambda: stub.DetachRegion(taken)).reason == "REGION_NOT_FOUND"
         # Its socket does not return another client's region either.
-        connection = other._regions._socket
+        connection = wire(other).regions._socket
         assert connection is not None
         connection.send(region.name.encode())
         assert connection.recv(256) == b"this session has no such region"
@@ -363,7 +364,7 @@ def test_a_client_that_keeps_its_descriptors_holds_no_more_than_the_limit(tmp_pa
         with pytest.raises(spillway_kv.ResourceExhausted, match="a region needs"):
             while len(kept) < 10:
                 region = client.attach_region(16 * MIB)
-                connection = client._regions._socket
+                connection = wire(client).regions._socket
                 assert connection is not None
                 connection.send(region.name.encode())
                 _, (descriptor,), _, _ = socket.recv_fds(connection, 256, 1)
@@ -526,8 +527,8 @@ def test_after_an_interrupt_a_region_is_not_taken_for_another(
 
 def own_regions(client: Client) -> int:
     """How many regions the client's session has. The client itself has attached all of them."""
-    request = memory.ListRegionsRequest(session=client._regions._session)
-    return len(client._stubs.memory.ListRegions(request).regions)
+    request = memory.ListRegionsRequest(session=wire(client).regions._session)
+    return len(wire(client).stubs.memory.ListRegions(request).regions)
 
 
 def large(rng: np.random.Generator) -> tuple[Any, Any]:
@@ -548,7 +549,7 @@ def test_large_appends_go_by_a_region_of_the_clients_own(
     with running_daemon(tmp_path) as target, spillway_kv.connect(target) as client:
         sequence = client.create_sequence(two_layers(client))
         sequence.append(0, 0, k[:, :, :10], v[:, :, :10])
-        assert client._regions._session == ""  # that append was small
+        assert wire(client).regions._session == ""  # that append was small
         result = sequence.append(0, 10, k[:, :, 10:], v[:, :, 10:])
         # The rows went through a region: they would not fit into one message.
         assert (result.appended_chunk_count, result.layer_token_counts) == (1, (20_000, 20_000))
@@ -642,7 +643,7 @@ def test_an_embedded_engine_has_its_process_memory_alone(client: Client) -> None
     with pytest.raises(ValueError, match="has no regions"):
         client.attach_region(MIB)
     request = memory.AttachRegionRequest(session="any", byte_count=1)
-    assert refused(lambda: client._stubs.memory.AttachRegion(request)).code == "UNIMPLEMENTED"
+    assert refused(lambda: wire(client).stubs.memory.AttachRegion(request)).code == "UNIMPLEMENTED"
 
 
 # GPU regions on a machine without a GPU. test_gpu_regions.py has the other tests.
@@ -661,13 +662,13 @@ def test_a_device_without_memory_of_its_own(client: Client, device: str, told: s
     if on_gpu() and device == "cpu:0":
         pytest.skip("of a daemon without a GPU")
     client.attach_region(1).detach()
-    request = memory.ListRegionsRequest(session=client._regions._session)
-    before, listed = other_bytes(client), client._stubs.memory.ListRegions(request)
+    request = memory.ListRegionsRequest(session=wire(client).regions._session)
+    before, listed = other_bytes(client), wire(client).stubs.memory.ListRegions(request)
     with pytest.raises(spillway_kv.InvalidArgument, match=re.escape(told)) as caught:
         client.attach_region(MIB, device=device)
     assert [violation.field for violation in caught.value.fields] == ["device"]
     assert device in caught.value.message
-    assert client._stubs.memory.ListRegions(request) == listed
+    assert wire(client).stubs.memory.ListRegions(request) == listed
     # Messages of calls that have just ended may still be charged, in either figure.
     assert abs(other_bytes(client) - before) < 1024
 
@@ -681,10 +682,11 @@ def test_no_region_of_a_gpu_without_the_library(target: str) -> None:
 
 
 def test_what_is_no_handle_is_not_mapped(client: Client) -> None:
-    assert client._native is not None
+    native = wire(client).native
+    assert native is not None
     nowhere = "GPU-00000000-0000-0000-0000-000000000000"
     for handle, codes in ((b"short", {INVALID}), (bytes(64), {MISSING})):
         with pytest.raises(spillway_kv.SpillwayError) as caught:
-            client._native.map_gpu_region(nowhere, handle)
+            native.map_gpu_region(nowhere, handle)
         # A build without CUDA cannot map.
         assert caught.value.code in codes | {"UNIMPLEMENTED"}, caught.value

@@ -16,6 +16,7 @@ from arena_folder import daemon as arena_daemon
 from helpers import delete_model, refused, wait_for
 from spillway_kv import Client, FailedPrecondition, Model, Sequence
 from spillway_kv._proto import attention_service_pb2 as attention
+from spillway_kv.connection import wire
 
 EVERY_TRANSPORT = pytest.mark.transports("grpcio", "libspillway", "regions", "embedded")
 pytestmark = EVERY_TRANSPORT
@@ -163,7 +164,7 @@ def test_an_append_keeps_its_messages_before_the_seal(
         k, v = (array[None] for array in new_token(rows, layer))
         return sequence._append_request(layer, LENGTH, (k, v), None)
 
-    answer = client._stubs.attention.Append.future(iter(waiting.get, None))
+    answer = wire(client).stubs.attention.Append.future(iter(waiting.get, None))
     waiting.put(message(0))
     waiting.put(message(1))
     lengths = (LENGTH + 1, LENGTH + 1, LENGTH, LENGTH)

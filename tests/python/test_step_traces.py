@@ -15,6 +15,7 @@ from daemon_process import binary, running_daemon
 from helpers import wait_for
 from spillway_kv import Client, Sequence
 from spillway_kv._proto import attention_service_pb2
+from spillway_kv.connection import wire
 from spillway_kv.lab import serving
 
 # With this limit, every attend is slow.
@@ -101,15 +102,16 @@ def test_a_trace_id_that_is_none_is_refused(target: str, trace_id: str) -> None:
     with spillway_kv.connect(target) as client:
         sequence = new_sequence(client)
         request = attention_service_pb2.DecodeRequest(sequence=sequence.name, trace_id=trace_id)
-        (answer,) = client._stubs.attention.Decode(iter([request]))
+        (answer,) = wire(client).stubs.attention.Decode(iter([request]))
         asked = "is not 1 to 128 characters of [A-Za-z0-9._:=+/-]"
         assert "trace_id: " in answer.result.status.message
         assert f"{len(trace_id)} characters, {asked}" in answer.result.status.message
         step = attention_service_pb2.DecodeStep(token_count=1, trace_id=trace_id)
         step.parts.add(sequence=sequence.name)
-        assert client._native is not None
+        native = wire(client).native
+        assert native is not None
         with pytest.raises(spillway_kv.InvalidArgument, match="trace_id") as caught:
-            client._native.begin_step(step.SerializeToString())
+            native.begin_step(step.SerializeToString())
         assert [violation.field for violation in caught.value.fields] == ["trace_id"]
         assert sequence.token_count == 0
 

@@ -34,6 +34,7 @@ from spillway_kv._proto import (
     sequence_service_pb2,
     tensor_pb2,
 )
+from spillway_kv.connection import wire
 from test_cli import run as run_cli
 from test_daemon import run
 from test_doorbell import RawDoorbell
@@ -193,7 +194,7 @@ def test_anothers_names_are_as_names_of_nothing(
     daemon: Daemon, alice: spillway_kv.Client, method: MethodDescriptor
 ) -> None:
     region = alice.attach_region(4096)
-    session = alice._regions._session
+    session = wire(alice).regions._session
     theirs = {
         "model": "models/shared-name",
         "sequence": "sequences/secret",
@@ -275,7 +276,7 @@ def test_pages_of_lists_stay_within_a_namespace(daemon: Daemon, alice: spillway_
         seen, token = [], ""
         for _ in range(10):
             request = sequence_service_pb2.ListSequencesRequest(page_size=2, page_token=token)
-            page = bob._call(bob._stubs.sequences.ListSequences, request)
+            page = wire(bob).call(wire(bob).stubs.sequences.ListSequences, request)
             seen += [sequence.name for sequence in page.sequences]
             token = page.next_page_token
             if not token:
@@ -332,7 +333,7 @@ def test_regions_and_doorbells_are_the_callers(daemon: Daemon, alice: spillway_k
             tensor.shape.extend([1, 1, 1, 16])
             tensor.slice.region = region.name
             tensor.slice.strides.extend([64, 64, 64, 4])
-        stub = bob._stubs.attention.Append
+        stub = wire(bob).stubs.attention.Append
         assert refused(lambda: stub(iter([request]), timeout=10)).reason == "REGION_NOT_FOUND"
         own = bob.attach_region(4096)
         chunk.k.slice.region = chunk.v.slice.region = own.name

@@ -13,44 +13,33 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
-import grpc
-from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2
 
-from spillway_kv import _native, _split, forks
-from spillway_kv._native import NativeChannel
+from spillway_kv import _native, _split
 from spillway_kv._proto import (
     admin_service_pb2,
-    admin_service_pb2_grpc,
     attention_service_pb2,
-    attention_service_pb2_grpc,
-    memory_service_pb2_grpc,
     model_service_pb2,
-    model_service_pb2_grpc,
     sequence_service_pb2,
-    sequence_service_pb2_grpc,
 )
 from spillway_kv.access import Access
+from spillway_kv.connection import Connection
 from spillway_kv.decode import DecodeStream
 from spillway_kv.errors import (
     NotFound,
     SpillwayError,
-    Unavailable,
-    VersionMismatch,
-    error_from_rpc,
     error_from_status,
 )
 from spillway_kv.indices import HashWeights, KeyIndices, RotationHash, hash_to_proto
 from spillway_kv.policy import Policy
-from spillway_kv.presence import Presence
-from spillway_kv.regions import GpuRegion, Region, Regions
-from spillway_kv.restart import Restarts
+from spillway_kv.regions import GpuRegion, Region
 from spillway_kv.results import (
     AttendResult,
     Model,
     SequenceInfo,
 )
 from spillway_kv.sequence import Sequence, explained
-from spillway_kv.server import ServerInfo, Statistics, Transport
+from spillway_kv.server import ServerInfo, Statistics
 from spillway_kv.step import DecodeStep
 from spillway_kv.target import default_target, normalize_target
 from spillway_kv.tensors import (
@@ -62,29 +51,13 @@ from spillway_kv.tensors import (
     dtype_of,
     engine_array,
 )
-from spillway_kv.tracing import Metadata, trace_metadata
 
 if TYPE_CHECKING:
     from spillway_kv.stream import StreamDecoder
 
-# Size limit of a message at the daemon. Larger messages are refused by both sides.
-MESSAGE_BYTES_MAX = 4 << 20
 UPLOAD_CHUNK_BYTES = 2 << 20
-API_MAJOR = 0
 # Prefix of targets that are clusters of daemons.
 _CLUSTER = "ray:"
-
-
-class _Stubs:
-    """The stubs of the services. Their methods have no types."""
-
-    def __init__(self, channel: Any) -> None:
-        self.models: Any = model_service_pb2_grpc.ModelServiceStub(channel)
-        self.sequences: Any = sequence_service_pb2_grpc.SequenceServiceStub(channel)
-        self.attention: Any = attention_service_pb2_grpc.AttentionServiceStub(channel)
-        self.memory: Any = memory_service_pb2_grpc.MemoryServiceStub(channel)
-        self.admin: Any = admin_service_pb2_grpc.AdminServiceStub(channel)
-        self.health: Any = health_pb2_grpc.HealthStub(channel)
 
 
 class Client:
@@ -93,76 +66,11 @@ class Client:
     Thread-safe: any number of threads may use it at the same time. For the objects that it
     returns (`Sequence`, `DecodeStream`), see their own documentation. Use it as a context
     manager, or call `close()`.
-
-    Attributes:
-        target: gRPC target of the daemon.
-        server_info: The daemon's description of itself, from the time when the client connected,
-            or continued after a restart.
     """
 
-    def __init__(
-        self,
-        target: str,
-        timeout: float,
-        native: bool | None,
-        settings: Mapping[str, str],
-        access: Access,
-        resume_seconds: float,
-    ) -> None:
-        forks.check_connect()
-        self.target = target
-        # Set in a forked process: the error for every use of the client, which belongs to the
-        # parent.
-        self._left = ""
-        self._timeout = timeout
-        self._native_asked = native
-        # Why there is no doorbell; empty as long as that is not known.
-        self._no_doorbell = ""
-        # Why the last decoder could not be opened.
-        self._no_decoder = ""
-        embedded = target == _native.EMBEDDED
-        library = None if native is False else _native.library(required=embedded or native is True)
-        # Carries decode streams, and all calls to an embedded engine.
-        self._native: NativeChannel | None = None
-        # None for an embedded engine, which ends with this process.
-        self._presence: Presence | None = None
-        if embedded:
-            assert library is not None
-            self._native = NativeChannel(library, target, settings, access)
-            self._channel: Any = self._native
-            self._stubs = _Stubs(self._channel)
-        else:
-            self._channel = _grpcio_channel(target, access)
-            self._stubs = _Stubs(self._channel)
-            self._presence = Presence(self._stubs.sequences.Connect)
-            # For a client that is never closed.
-            forks.finalizer(self, self._presence.close)
-            if library is not None:
-                self._native = NativeChannel(
-                    library, target, settings, access, self._presence.client_id
-                )
-        self._regions = Regions(self)
-        forks.leaves(self)
-        self._restarts = Restarts(self, resume_seconds)
-        try:
-            self.server_info = self.get_server_info()
-            major = self.server_info.version.split(".")[0]
-            if major != str(API_MAJOR):
-                raise VersionMismatch(
-                    f"the daemon at {target} has version {self.server_info.version}; "
-                    f"this client speaks major version {API_MAJOR}"
-                )
-        except Unavailable as error:
-            self.close()
-            raise Unavailable(
-                f"no daemon answers at {target} ({error.message}); start spillwayd or name another "
-                "target with connect(target) or SPILLWAY_TARGET"
-            ) from None
-        except BaseException:
-            self.close()
-            raise
-        limit = self.server_info.limits.message_bytes_max or MESSAGE_BYTES_MAX
-        self._budget_bytes = min(limit, MESSAGE_BYTES_MAX) - _split.OVERHEAD_BYTES
+    def __init__(self, connection: Connection) -> None:
+        """Takes the connection over: closing the client closes it."""
+        self._wire = connection
 
     def __enter__(self) -> Client:
         return self
@@ -186,24 +94,20 @@ class Client:
         client uses them. An embedded engine ends, with everything in it. In a process that was
         forked from the client's process, this does nothing.
         """
-        if self._left:
-            return
-        self._regions.close()
-        if self._presence is not None:
-            self._presence.close()
-        self._channel.close()
-        if self._native is not None:
-            self._native.close()
+        self._wire.close()
 
-    def _leave_to_parent(self, error: str) -> None:
-        self._left = error
-        # When these are destroyed they write to the connection, which only the parent may do.
-        for given in (self._channel, self._stubs, self._presence):
-            forks.keep(given)
-        if self._native is not None:
-            self._native.leave_to_parent(error)
-        self._channel = self._stubs = cast(Any, forks.Left(error))
-        self._regions.leave_to_parent(error)
+    @property
+    def target(self) -> str:
+        """gRPC target of the daemon."""
+        return self._wire.target
+
+    @property
+    def server_info(self) -> ServerInfo:
+        """The daemon's description of itself.
+
+        It is from the time when the client connected, or continued after a restart.
+        """
+        return self._wire.server_info
 
     @property
     def transport(self) -> str:
@@ -212,9 +116,7 @@ class Client:
         `embedded`: function calls within the process. `libspillway`, or `grpcio` if libspillway
         is not installed: the socket of a daemon.
         """
-        if self._native is None:
-            return "grpcio"
-        return "embedded" if self.target == _native.EMBEDDED else "libspillway"
+        return self._wire.transport
 
     @property
     def step_transport(self) -> str:
@@ -223,92 +125,7 @@ class Client:
         Like `transport`, or `doorbell`, which is faster than a socket: memory that libspillway
         shares with a daemon on this host.
         """
-        doorbell = self._native is not None and self._regions.available
-        return "doorbell" if doorbell and not self._no_doorbell else self.transport
-
-    def _described_transport(self) -> Transport:
-        """Returns how the engine is reached, and why no better transport is used."""
-        steps = self.step_transport
-        gpus = [device for device in self.server_info.devices if device.uuid]
-        mps = bool(gpus) and all(gpu.mps for gpu in gpus)
-        if steps == "embedded":
-            return Transport(steps, "in place", mps, "")
-        reasons = ['the engine is in a daemon, and not in this process: connect("embedded:")']
-        if steps == "grpcio":
-            reasons.append(
-                "native=False was asked for"
-                if self._native_asked is False
-                else "libspillway was not found: SPILLWAY_LIBRARY can name it"
-            )
-        elif steps == "libspillway":
-            reasons.append(self._no_doorbell or "no doorbell: it needs a unix socket of the daemon")
-        taking_turns = [gpu.name for gpu in gpus if not gpu.mps]
-        if taking_turns:
-            reasons.append(
-                f"the daemon's {', '.join(taking_turns)} is not shared through MPS: kernels of "
-                "this process take turns with the daemon's (spillwayd --mps on)"
-            )
-        if self._no_decoder:
-            reasons.append(f"no decoder: {self._no_decoder}")
-        if self._regions.no_gpu:
-            reasons.append(f"no memory of the daemon's GPU is shared: {self._regions.no_gpu}")
-        if not self._regions.available or self._regions.refused:
-            reasons.append(
-                "the client could not get a region of its own, for lack of memory or of the "
-                "daemon's socket for regions: Client.attach_region raises the reason"
-                if self._regions.available
-                else "there are no regions: they need a unix socket of the daemon"
-            )
-            return Transport(steps, "messages", mps, "; ".join(reasons))
-        if not self._regions.attached:
-            reasons.append(
-                "large arrays are copied to the client's own region, small ones to messages: "
-                "arrays in a region of Client.attach_region are not copied"
-            )
-        return Transport(steps, "regions", mps, "; ".join(reasons))
-
-    @property
-    def _metadata(self) -> Metadata | None:
-        """gRPC metadata of a call: the id of this client, and of the active trace."""
-        return None if self._presence is None else self._presence.metadata + trace_metadata()
-
-    def _call(self, method: Any, request: Any, *, timeout: float | None = None) -> Any:
-        """Calls a method with one response. Raises SpillwayError, or what `request` raises.
-
-        request: A message, or an iterator of messages.
-        timeout: Seconds. None means the client's timeout, and infinity no limit.
-        """
-        limit = self._timeout if timeout is None else timeout
-        # Errors while requests are made, which grpcio does in a thread of its own.
-        failed: list[Exception] = []
-        if isinstance(request, Iterator):
-            request = _noting(request, failed)
-        try:
-            return method(
-                request, timeout=None if math.isinf(limit) else limit, metadata=self._metadata
-            )
-        except grpc.RpcError as error:
-            if failed:
-                raise failed[0] from None
-            raise error_from_rpc(error) from None
-
-    def _read(self, method: Any, request: Any) -> Any:
-        """Calls a method that changes nothing. Repeats it if a restart of the daemon broke it."""
-        return self._restarts.again(partial(self._call, method, request))
-
-    def _stream(self, method: Any, request: Any, *, timeout: float | None = None) -> Iterator[Any]:
-        """Calls a method with a stream of responses. An abandoned iterator cancels the call."""
-        limit = self._timeout if timeout is None else timeout
-        call = method(request, timeout=limit, metadata=self._metadata)
-        try:
-            yield from call
-        except grpc.RpcError as error:
-            raise error_from_rpc(error) from None
-        finally:
-            if self._left:
-                forks.keep(call)
-            else:
-                call.cancel()
+        return self._wire.step_transport
 
     # Models.
 
@@ -370,8 +187,8 @@ class Client:
             first_layer=first_layer,
             first_kv_head=first_kv_head,
         )
-        response = self._call(
-            self._stubs.models.CreateModel,
+        response = self._wire.call(
+            self._wire.stubs.models.CreateModel,
             model_service_pb2.CreateModelRequest(model_id=model_id, model=message),
         )
         return Model.from_proto(response.model)
@@ -383,14 +200,14 @@ class Client:
             NotFound: No such model.
         """
         request = model_service_pb2.GetModelRequest(name=name)
-        return Model.from_proto(self._read(self._stubs.models.GetModel, request).model)
+        return Model.from_proto(self._wire.read(self._wire.stubs.models.GetModel, request).model)
 
     def list_models(self) -> Iterator[Model]:
         """Yields all models, ordered by name."""
         token = ""
         while True:
             request = model_service_pb2.ListModelsRequest(page_token=token)
-            response = self._read(self._stubs.models.ListModels, request)
+            response = self._wire.read(self._wire.stubs.models.ListModels, request)
             yield from map(Model.from_proto, response.models)
             token = response.next_page_token
             if not token:
@@ -404,7 +221,7 @@ class Client:
             FailedPrecondition: It has sequences.
         """
         request = model_service_pb2.DeleteModelRequest(name=_name(model))
-        self._call(self._stubs.models.DeleteModel, request)
+        self._wire.call(self._wire.stubs.models.DeleteModel, request)
 
     def upload_hash_weights(
         self, model: Model | str, path: str | Path, *, timeout: float | None = None
@@ -448,7 +265,9 @@ class Client:
                     )
                     first = False
 
-        response = self._call(self._stubs.models.UploadHashWeights, requests(), timeout=timeout)
+        response = self._wire.call(
+            self._wire.stubs.models.UploadHashWeights, requests(), timeout=timeout
+        )
         return Model.from_proto(response.model)
 
     # Sequences.
@@ -481,8 +300,8 @@ class Client:
         # boot_id is read first: if the daemon restarts in between, the model is gone, and the call
         # fails.
         boot_id = self.get_server_info().boot_id
-        response = self._call(
-            self._stubs.sequences.CreateSequence,
+        response = self._wire.call(
+            self._wire.stubs.sequences.CreateSequence,
             sequence_service_pb2.CreateSequenceRequest(sequence_id=sequence_id, sequence=message),
         )
         return Sequence(self, response.sequence, boot_id)
@@ -495,7 +314,7 @@ class Client:
         """
         boot_id = self.get_server_info().boot_id
         request = sequence_service_pb2.GetSequenceRequest(name=name)
-        response = self._read(self._stubs.sequences.GetSequence, request)
+        response = self._wire.read(self._wire.stubs.sequences.GetSequence, request)
         return Sequence(self, response.sequence, boot_id)
 
     def load_sequence(
@@ -538,10 +357,12 @@ class Client:
         """
         message = _sequence_message(_name(model), policy, ttl)
         boot_id = self.get_server_info().boot_id
-        response = self._call(
-            self._stubs.sequences.LoadSequence,
+        response = self._wire.call(
+            self._wire.stubs.sequences.LoadSequence,
             sequence_service_pb2.LoadSequenceRequest(
-                folder=self._snapshot_folder(folder), sequence_id=sequence_id, sequence=message
+                folder=self._wire.snapshot_folder(folder),
+                sequence_id=sequence_id,
+                sequence=message,
             ),
             timeout=math.inf if timeout is None else timeout,
         )
@@ -559,26 +380,10 @@ class Client:
                 has no folder for snapshots.
             Aborted: The snapshot is being saved or loaded (SNAPSHOT_BUSY).
         """
-        self._call(
-            self._stubs.sequences.DeleteSnapshot,
-            sequence_service_pb2.DeleteSnapshotRequest(folder=self._snapshot_folder(folder)),
+        self._wire.call(
+            self._wire.stubs.sequences.DeleteSnapshot,
+            sequence_service_pb2.DeleteSnapshotRequest(folder=self._wire.snapshot_folder(folder)),
         )
-
-    def _snapshot_folder(self, folder: str | Path) -> str:
-        """Returns the folder as the engine sees it. An embedded engine accepts any path.
-
-        Raises:
-            ValueError: The name is empty, or begins with "~" and an unknown user.
-        """
-        text = os.fspath(folder)
-        if self.target != _native.EMBEDDED:
-            return text
-        if not text:
-            raise ValueError("the name of the folder is empty")
-        path = os.path.expanduser(text)
-        if path.startswith("~"):
-            raise ValueError(f"{text}: there is no user of this name; for a folder, write ./{text}")
-        return os.path.abspath(path)
 
     def list_sequences(self, model: Model | str = "") -> Iterator[SequenceInfo]:
         """Yields all sequences, ordered by name.
@@ -591,7 +396,7 @@ class Client:
             request = sequence_service_pb2.ListSequencesRequest(
                 model=_name(model), page_token=token
             )
-            response = self._read(self._stubs.sequences.ListSequences, request)
+            response = self._wire.read(self._wire.stubs.sequences.ListSequences, request)
             yield from map(SequenceInfo.from_proto, response.sequences)
             token = response.next_page_token
             if not token:
@@ -673,7 +478,7 @@ class Client:
                 shape,
                 dtype,
                 dtype if out_dtype is None else dtype_number(out_dtype),
-                self._budget_bytes,
+                self._wire.budget_bytes,
                 limits.query_token_count_max,
             )
             part_policies[index] = policy
@@ -688,7 +493,7 @@ class Client:
             parts.extend(made)
 
         answers: list[list[attention_service_pb2.AttendResult]] = [[] for _ in sequences]
-        for group in _split.pack(parts, self._budget_bytes, limits.attend_item_count_max):
+        for group in _split.pack(parts, self._wire.budget_bytes, limits.attend_item_count_max):
             request = attention_service_pb2.AttendRequest(layer=layer)
             if out_dtype is not None:
                 request.out_dtype = dtype_number(out_dtype)  # type: ignore[assignment]
@@ -702,8 +507,13 @@ class Client:
                     None if sight is None else sight[part.start : part.end],
                 )
             try:
-                response = self._restarts.again(
-                    partial(self._call, self._stubs.attention.Attend, request, timeout=timeout)
+                response = self._wire.restarts.again(
+                    partial(
+                        self._wire.call,
+                        self._wire.stubs.attention.Attend,
+                        request,
+                        timeout=timeout,
+                    )
                 )
             except NotFound as error:
                 raise explained(error, sequences) from None
@@ -730,7 +540,7 @@ class Client:
         Args:
             timeout: Seconds that the whole stream may last. None means no limit.
         """
-        return DecodeStream(self, timeout)
+        return DecodeStream(self._wire, timeout)
 
     def begin_step(
         self,
@@ -833,8 +643,8 @@ class Client:
                 other regions of this client too. Appends from them continue in messages.
         """
         if device is None:
-            return self._regions.attach(byte_count)
-        return self._regions.attach_gpu(byte_count, device)
+            return self._wire.regions.attach(byte_count)
+        return self._wire.regions.attach_gpu(byte_count, device)
 
     # The daemon.
 
@@ -844,9 +654,7 @@ class Client:
         Args:
             timeout: Seconds. None means the client's timeout.
         """
-        request = admin_service_pb2.GetServerInfoRequest()
-        get = self._stubs.admin.GetServerInfo
-        return ServerInfo.from_proto(self._call(get, request, timeout=timeout))
+        return self._wire.get_server_info(timeout=timeout)
 
     def statistics(self, model: Model | str = "") -> Statistics:
         """Returns statistics about the memory and the work of the daemon.
@@ -858,20 +666,20 @@ class Client:
             NotFound: No such model.
         """
         request = admin_service_pb2.GetStatisticsRequest(model=_name(model))
-        response = self._read(self._stubs.admin.GetStatistics, request)
+        response = self._wire.read(self._wire.stubs.admin.GetStatistics, request)
         token = response.next_page_token
         while token:
             request.page_token = token
-            page = self._read(self._stubs.admin.GetStatistics, request)
+            page = self._wire.read(self._wire.stubs.admin.GetStatistics, request)
             if not request.model:  # Every page repeats the model that was asked for.
                 response.models.extend(page.models)
             response.sequences.extend(page.sequences)
             token = page.next_page_token
-        return Statistics.from_proto(response, self._described_transport())
+        return Statistics.from_proto(response, self._wire.described_transport())
 
     def health(self) -> bool:
         """Whether the daemon reports that it is serving (grpc.health.v1)."""
-        response = self._call(self._stubs.health.Check, health_pb2.HealthCheckRequest())
+        response = self._wire.call(self._wire.stubs.health.Check, health_pb2.HealthCheckRequest())
         return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
 
 
@@ -889,32 +697,8 @@ def _sequence_message(
     return message
 
 
-def _noting(requests: Iterator[Any], failed: list[Exception]) -> Iterator[Any]:
-    """Yields the requests. If making one of them fails, appends the error to `failed`."""
-    try:
-        yield from requests
-    except Exception as error:
-        failed.append(error)
-        raise
-
-
 def _name(model: Model | str) -> str:
     return model if isinstance(model, str) else model.name
-
-
-def _grpcio_channel(target: str, access: Access) -> grpc.Channel:
-    return access.grpcio_channel(
-        target,
-        [
-            # A daemon on this host is not behind the user's web proxy.
-            ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
-            ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
-            ("grpc.enable_http_proxy", 0),
-            # A daemon that restarts is found again soon.
-            ("grpc.initial_reconnect_backoff_ms", 50),
-            ("grpc.max_reconnect_backoff_ms", 1000),
-        ],
-    )
 
 
 def connect(
@@ -998,8 +782,9 @@ def connect(
         raise ValueError(f"settings are for {_native.EMBEDDED}, not for a daemon at {named}")
     texts = {name: str(value) for name, value in (settings or {}).items()}
     if named == _native.EMBEDDED:
-        return Client(named, timeout, native, texts, Access(), resume_seconds)
+        connection = Connection(named, timeout, native, texts, Access(), resume_seconds)
+        return Client(connection)
     access = Access.of(asked, ca, cert, key, token)
     if access.tls and not named.startswith("tls:"):
         named = f"tls:{named}"
-    return Client(named, timeout, native, texts, access, resume_seconds)
+    return Client(Connection(named, timeout, native, texts, access, resume_seconds))

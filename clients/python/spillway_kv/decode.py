@@ -36,7 +36,7 @@ from spillway_kv.tensors import (
 from spillway_kv.tracing import trace_id
 
 if TYPE_CHECKING:
-    from spillway_kv.client import Client
+    from spillway_kv.connection import Connection
 
 
 _METHOD = "/spillway.v1.AttentionService/Decode"
@@ -56,12 +56,12 @@ class _GrpcioStream:
 
     name = "grpcio"
 
-    def __init__(self, client: Client, timeout: float | None) -> None:
+    def __init__(self, connection: Connection, timeout: float | None) -> None:
         self._requests: queue.SimpleQueue[attention_service_pb2.DecodeRequest | None] = (
             queue.SimpleQueue()
         )
-        self._responses = client._stubs.attention.Decode(
-            iter(self._requests.get, None), timeout=timeout, metadata=client._metadata
+        self._responses = connection.stubs.attention.Decode(
+            iter(self._requests.get, None), timeout=timeout, metadata=connection.metadata
         )
 
     def send(self, request: attention_service_pb2.DecodeRequest) -> None:
@@ -113,11 +113,11 @@ class DecodeStream:
     unless the stream has a timeout.
     """
 
-    def __init__(self, client: Client, timeout: float | None) -> None:
-        self._client = client
+    def __init__(self, connection: Connection, timeout: float | None) -> None:
+        self._wire = connection
         self._timeout = timeout
         self._stream = self._opened()
-        self._breaks = client._restarts.breaks()
+        self._breaks = connection.restarts.breaks()
         self._pending: dict[int, _Pending] = {}
         # Held while steps are sent, so that after a restart each of them is sent again once.
         self._sending = threading.RLock()
@@ -127,17 +127,17 @@ class DecodeStream:
         self._trace: str | None = None
         forks.leaves(self)
 
-    def _leave_to_parent(self, error: str) -> None:
+    def leave_to_parent(self, error: str) -> None:
         self._sending = threading.RLock()
         forks.keep(self._stream)
         self._stream = cast(Any, forks.Left(error))
         self._pending.clear()
 
     def _opened(self) -> _GrpcioStream | _NativeStream:
-        client = self._client
-        if client._native is None:
-            return _GrpcioStream(client, self._timeout)
-        return _NativeStream(client._native.open(_METHOD, self._timeout), client.transport)
+        connection = self._wire
+        if connection.native is None:
+            return _GrpcioStream(connection, self._timeout)
+        return _NativeStream(connection.native.open(_METHOD, self._timeout), connection.transport)
 
     def _resume(self, error: Unavailable | Cancelled) -> None:
         """Sends the steps in flight again when the daemon is back; otherwise raises `error`."""
@@ -322,5 +322,5 @@ class DecodeStream:
             self._closed = True
             for step in list(self._pending.values()):
                 step.sequence._forget()
-            if not self._client._left:
+            if not self._wire.left:
                 self._stream.cancel()

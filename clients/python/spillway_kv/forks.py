@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 
 class _Held(Protocol):
-    def _leave_to_parent(self, error: str) -> None:
+    def leave_to_parent(self, error: str) -> None:
         """Makes later uses raise a RuntimeError with this text. Changes nothing of the parent's.
 
         Runs in the child before any of its other code. The parent's other threads do not exist in
@@ -40,7 +40,7 @@ _refusal = ""
 
 
 def leaves(held: _Held) -> None:
-    """Registers an object whose `_leave_to_parent` is called in the child after a fork."""
+    """Registers an object whose `leave_to_parent` is called in the child after a fork."""
     _held.add(held)
 
 
@@ -90,7 +90,7 @@ def _forked() -> None:
         f"{_ADVICE}"
     )
     for held in list(_held):
-        held._leave_to_parent(error)
+        held.leave_to_parent(error)
     _held.clear()
 
 

@@ -42,7 +42,7 @@ from spillway_kv.tensors import (
 if TYPE_CHECKING:
     import torch
 
-    from spillway_kv.client import Client
+    from spillway_kv.connection import Connection
 
 # Key of the staging region in host memory. Other keys are numbers of GPUs.
 _HOST = -1
@@ -302,9 +302,9 @@ class _Staging:
 class Regions:
     """The regions of one client. Thread-safe."""
 
-    def __init__(self, client: Client) -> None:
-        self._client = client
-        self._process = client.target == EMBEDDED
+    def __init__(self, connection: Connection) -> None:
+        self._wire = connection
+        self._process = connection.target == EMBEDDED
         # Re-entrant, because the garbage collector may run a finalizer that calls while it is held.
         self._lock = threading.RLock()
         self._socket: socket.socket | None = None
@@ -329,9 +329,7 @@ class Regions:
     @property
     def available(self) -> bool:
         """Whether the daemon can share regions with this client."""
-        return self._client.target.startswith(_UNIX) and bool(
-            self._client.server_info.region_socket
-        )
+        return self._wire.target.startswith(_UNIX) and bool(self._wire.server_info.region_socket)
 
     @property
     def attached(self) -> bool:
@@ -400,12 +398,12 @@ class Regions:
         first: torch.Tensor = k  # type: ignore[assignment]
         second: torch.Tensor = v  # type: ignore[assignment]
         ordinal = first.device.index
-        if second.device.index != ordinal or self._client._native is None or not self.available:
+        if second.device.index != ordinal or self._wire.native is None or not self.available:
             return None
         with self._lock:
             if ordinal not in self._staging:
                 # With several GPUs, the client does not know on which one a sequence is.
-                uuids = [device.uuid for device in self._client.server_info.devices]
+                uuids = [device.uuid for device in self._wire.server_info.devices]
                 there = len(uuids) == 1 and uuids[0] != "" and uuids[0] == gpu_uuid(ordinal)
                 self._staging[ordinal] = _Staging(uuids[0]) if there else None
             return self._staging[ordinal]
@@ -487,7 +485,7 @@ class Regions:
     def _slice_on_gpu(self, array: Array) -> tensor_pb2.RegionSlice | None:
         """The same for a CUDA tensor that an embedded engine on its GPU accesses in place."""
         tensor: torch.Tensor = array  # type: ignore[assignment]
-        names = [device.name for device in self._client.server_info.devices]
+        names = [device.name for device in self._wire.server_info.devices]
         if tensor.is_neg() or not has_gpu_rows(tensor) or names != [f"cuda:{tensor.device.index}"]:
             return None
         place = place_of_tensor(tensor)
@@ -517,7 +515,7 @@ class Regions:
 
     def attach_gpu(self, byte_count: int, device: str) -> GpuRegion:
         """Lets the daemon allocate a region of GPU memory, and maps it."""
-        native = self._client._native
+        native = self._wire.native
         if native is None:
             raise ValueError(
                 "regions in GPU memory need libspillway, which was not found: SPILLWAY_LIBRARY can "
@@ -540,8 +538,8 @@ class Regions:
             request = memory_service_pb2.AttachRegionRequest(
                 session=self._session, byte_count=byte_count, device=device
             )
-            response: memory_service_pb2.AttachRegionResponse = self._client._call(
-                self._client._stubs.memory.AttachRegion, request
+            response: memory_service_pb2.AttachRegionResponse = self._wire.call(
+                self._wire.stubs.memory.AttachRegion, request
             )
             return response
 
@@ -556,7 +554,7 @@ class Regions:
 
     def _detach(self, name: str) -> None:
         request = memory_service_pb2.DetachRegionRequest(session=self._session, name=name)
-        self._client._call(self._client._stubs.memory.DetachRegion, request)
+        self._wire.call(self._wire.stubs.memory.DetachRegion, request)
 
     def detach(self, region: Region | GpuRegion) -> None:
         """Gives a region back."""
@@ -597,11 +595,11 @@ class Regions:
             return self._socket
         if not self.available:
             raise ValueError(
-                f"{self._client.target} has no regions: they need a unix socket of a daemon"
+                f"{self._wire.target} has no regions: they need a unix socket of a daemon"
             )
         # Uses the client's path of the folder: the daemon may know the folder by another path.
-        folder = os.path.dirname(self._client.target.removeprefix(_UNIX))
-        path = os.path.join(folder, self._client.server_info.region_socket)
+        folder = os.path.dirname(self._wire.target.removeprefix(_UNIX))
+        path = os.path.join(folder, self._wire.server_info.region_socket)
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             connection.connect(path)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 from spillway_kv.errors import Cancelled, SpillwayError, Unavailable
 
 if TYPE_CHECKING:
-    from spillway_kv.client import Client
+    from spillway_kv.connection import Connection
     from spillway_kv.server import ServerInfo
 
 T = TypeVar("T")
@@ -41,9 +41,9 @@ class Restarts:
             error. None means that the daemon may come back. It must not raise.
     """
 
-    def __init__(self, client: Client, seconds: float) -> None:
+    def __init__(self, connection: Connection, seconds: float) -> None:
         """`seconds`: how long a restart may take."""
-        self._client = client
+        self._wire = connection
         self.seconds = seconds
         self.given_up: Callable[[], SpillwayError | None] | None = None
 
@@ -71,7 +71,7 @@ class Restarts:
                 answer in time. Also if the daemon did not restart and `error` says that the call
                 was cancelled. Instead of `error`, what `given_up` returns, if it returns an error.
         """
-        before = self._client.server_info
+        before = self._wire.server_info
         if not before.store_id or self.seconds <= 0:
             raise self.final(error)
         now = self._next_answer(error)
@@ -83,8 +83,8 @@ class Restarts:
             # A connection other than the one for this question may still wait before it reconnects.
             time.sleep(_RECONNECT_SECONDS)
             return False
-        self._client.server_info = now
-        self._client._regions.forget()
+        self._wire.server_info = now
+        self._wire.regions.forget()
         return True
 
     def final(self, error: SpillwayError) -> SpillwayError:
@@ -100,7 +100,7 @@ class Restarts:
         while True:
             try:
                 # A host that is gone does not answer at all, and `given_up` may know that.
-                return self._client.get_server_info(
+                return self._wire.get_server_info(
                     timeout=None if self.given_up is None else _ASK_SECONDS
                 )
             except SpillwayError:

@@ -14,6 +14,7 @@ import numpy as np
 
 from spillway_kv import _split
 from spillway_kv._proto import attention_service_pb2, sequence_service_pb2, tensor_pb2
+from spillway_kv.connection import wire
 from spillway_kv.errors import (
     InvalidArgument,
     NotFound,
@@ -123,6 +124,7 @@ class Sequence:
         self, client: Client, message: sequence_service_pb2.Sequence, boot_id: str
     ) -> None:
         self._client = client
+        self._wire = wire(client)
         # boot_id of the daemon that has the sequence.
         self._boot_id = boot_id
         self._store_id = client.server_info.store_id
@@ -147,14 +149,14 @@ class Sequence:
     def _call(self, method: Any, request: Any, *, timeout: float | None = None) -> Any:
         """Calls a method that names this sequence."""
         try:
-            return self._client._call(method, request, timeout=timeout)
+            return self._wire.call(method, request, timeout=timeout)
         except NotFound as error:
             raise self._explain(error) from None
 
     def _stream(self, method: Any, request: Any, timeout: float | None) -> Iterator[Any]:
         """Calls a method that names this sequence and has a stream of responses."""
         try:
-            yield from self._client._stream(method, request, timeout=timeout)
+            yield from self._wire.stream(method, request, timeout=timeout)
         except NotFound as error:
             raise self._explain(error) from None
 
@@ -206,8 +208,8 @@ class Sequence:
             NotFound: It was deleted or has expired.
         """
         request = sequence_service_pb2.GetSequenceRequest(name=self.name)
-        get = self._client._stubs.sequences.GetSequence
-        message = self._client._restarts.again(lambda: self._call(get, request)).sequence
+        get = self._wire.stubs.sequences.GetSequence
+        message = self._wire.restarts.again(lambda: self._call(get, request)).sequence
         self._learn(message)
         return SequenceInfo.from_proto(message)
 
@@ -223,7 +225,7 @@ class Sequence:
             NotFound: It was deleted or has expired.
         """
         request = sequence_service_pb2.GetSequenceRequest(name=self.name)
-        get = self._client._stubs.sequences.GetSequence
+        get = self._wire.stubs.sequences.GetSequence
 
         def unsigned(request: Any, **options: Any) -> Any:
             # The daemon keeps what a client without an id uses until its ttl.
@@ -270,7 +272,7 @@ class Sequence:
         if tuple(v.shape) != shape:
             raise ValueError(f"v has shape {list(v.shape)}, k has {list(shape)}")
         first = self.layer_token_counts[layer] if start is None else start
-        return self._client._restarts.again(lambda: self._append(layer, first, k, v, timeout))
+        return self._wire.restarts.again(lambda: self._append(layer, first, k, v, timeout))
 
     def _append(
         self, layer: int, start: int, k: Array, v: Array, timeout: float | None
@@ -278,11 +280,14 @@ class Sequence:
         """Appends at a position. May be repeated, because it cuts the same pieces each time."""
         layers, kv_heads, token_count, head_dim = k.shape
         token_bytes = 2 * kv_heads * head_dim * itemsize(dtype_of(k, "k"))
-        budget = self._client._budget_bytes
+        budget = self._wire.budget_bytes
         staged = self._append_staged(layer, start, k, v, timeout)
         if staged is not None:
             return staged
-        k_place, v_place = self._client._regions.slice_of(k), self._client._regions.slice_of(v)
+        k_place, v_place = (
+            self._wire.regions.slice_of(k),
+            self._wire.regions.slice_of(v),
+        )
         if k_place is not None and v_place is not None and on_gpu(k) == on_gpu(v):
             places = k_place, v_place
             wait_for_stream(k)
@@ -300,7 +305,7 @@ class Sequence:
                 yield self._append_request(layer + l0, start + t0, piece, there)
 
         try:
-            response = self._call(self._client._stubs.attention.Append, requests(), timeout=timeout)
+            response = self._call(self._wire.stubs.attention.Append, requests(), timeout=timeout)
         except BaseException as error:
             if places is not None and not isinstance(error, ANSWERED):
                 # The call was given up, but an embedded engine may still read a piece.
@@ -334,7 +339,7 @@ class Sequence:
         Returns:
             None if there is no such region, or if rows must be compared with those already there.
         """
-        regions = self._client._regions
+        regions = self._wire.regions
         if not regions.stages(k, v) or regions.slice_of(k) is not None:
             return None
         layers, kv_heads, token_count, head_dim = k.shape
@@ -352,7 +357,7 @@ class Sequence:
                 # Minus the space that alignment takes.
                 room = region.byte_count - 1024
                 # Whole messages, because the rest may have to be sent in messages.
-                room = _split.whole_messages(room, token_bytes, self._client._budget_bytes)
+                room = _split.whole_messages(room, token_bytes, self._wire.budget_bytes)
                 for l0, l1, t0, t1 in _split.kv_pieces(layers, token_count, token_bytes, room):
                     region.reset()
                     parts = [copied_to(region, whole[l0:l1, :, t0:t1]) for whole in (k, v)]
@@ -363,7 +368,7 @@ class Sequence:
                     request = self._append_request(
                         layer + l0, start + t0, (parts[0], parts[1]), (k_place, v_place)
                     )
-                    call = self._client._stubs.attention.Append
+                    call = self._wire.stubs.attention.Append
                     left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
                     response = self._call(call, iter([request]), timeout=left)
                     appended += response.appended_chunk_count
@@ -386,7 +391,7 @@ class Sequence:
 
     def _takes_from_gpu(self, array: Array) -> bool:
         """Whether appends read the tensor's rows directly in GPU memory."""
-        regions = self._client._regions
+        regions = self._wire.regions
         if not on_gpu(array):
             return False
         return regions.slice_of(array) is not None or regions.stages(array, array)
@@ -455,10 +460,8 @@ class Sequence:
         """
         request = attention_service_pb2.SelectRequest(layer=layer)
         self._fill_item(request.item, q, policy, None if visible is None else [visible])
-        select = self._client._stubs.attention.Select
-        response = self._client._restarts.again(
-            lambda: self._call(select, request, timeout=timeout)
-        )
+        select = self._wire.stubs.attention.Select
+        response = self._wire.restarts.again(lambda: self._call(select, request, timeout=timeout))
         chosen = response.selection
         decode = decoder_like(q)
         return Selection(
@@ -532,7 +535,7 @@ class Sequence:
         for rows, request in requests:
             request.layer, request.sequence = layer, self.name
             into = k[rows], v[rows]
-            self._client._restarts.again(partial(self._fetch_into, request, *into, timeout))
+            self._wire.restarts.again(partial(self._fetch_into, request, *into, timeout))
         return k, v
 
     def _fetch_into(
@@ -543,8 +546,11 @@ class Sequence:
         timeout: float | None,
     ) -> None:
         """Fetches the request's rows, in place or in messages."""
-        fetch = self._client._stubs.attention.FetchPages
-        k_place, v_place = self._client._regions.slice_of(k), self._client._regions.slice_of(v)
+        fetch = self._wire.stubs.attention.FetchPages
+        k_place, v_place = (
+            self._wire.regions.slice_of(k),
+            self._wire.regions.slice_of(v),
+        )
         # After a restart the request is sent again, without the regions of the last attempt.
         request.ClearField("k")
         request.ClearField("v")
@@ -561,7 +567,7 @@ class Sequence:
                 # The call was given up, but an embedded engine may still write its last rows.
                 keep_for_a_while(k, v)
                 raise
-            if self._client._regions.holds(k_place) and self._client._regions.holds(v_place):
+            if self._wire.regions.holds(k_place) and self._wire.regions.holds(v_place):
                 return
             request.ClearField("k")
             request.ClearField("v")
@@ -593,7 +599,7 @@ class Sequence:
             ResourceExhausted: The daemon's memory limit is reached.
         """
         response = self._call(
-            self._client._stubs.sequences.ForkSequence,
+            self._wire.stubs.sequences.ForkSequence,
             sequence_service_pb2.ForkSequenceRequest(name=self.name, sequence_id=sequence_id),
         )
         return Sequence(self._client, response.sequence, self._boot_id)
@@ -605,7 +611,7 @@ class Sequence:
             OutOfRange: `token_count` is above the length of the sequence.
         """
         response = self._call(
-            self._client._stubs.sequences.TruncateSequence,
+            self._wire.stubs.sequences.TruncateSequence,
             sequence_service_pb2.TruncateSequenceRequest(name=self.name, token_count=token_count),
         )
         self._learn(response.sequence)
@@ -636,7 +642,7 @@ class Sequence:
 
     def _seal(self, sealed: bool) -> SequenceInfo:
         response = self._call(
-            self._client._stubs.sequences.SealSequence,
+            self._wire.stubs.sequences.SealSequence,
             sequence_service_pb2.SealSequenceRequest(name=self.name, sealed=sealed),
         )
         self._learn(response.sequence)
@@ -655,7 +661,7 @@ class Sequence:
                 (SEQUENCE_NOT_SEALED), or a decoder holds it (SEQUENCE_HELD).
         """
         self._call(
-            self._client._stubs.sequences.DeleteSequence,
+            self._wire.stubs.sequences.DeleteSequence,
             sequence_service_pb2.DeleteSequenceRequest(name=self.name, if_sealed=if_sealed),
         )
 
@@ -684,10 +690,10 @@ class Sequence:
             ResourceExhausted: There is not enough space on the disk or in the daemon's memory.
         """
         response = self._call(
-            self._client._stubs.sequences.SaveSequence,
+            self._wire.stubs.sequences.SaveSequence,
             sequence_service_pb2.SaveSequenceRequest(
                 name=self.name,
-                folder=self._client._snapshot_folder(folder),
+                folder=self._wire.snapshot_folder(folder),
                 client_data=client_data,
             ),
             timeout=math.inf if timeout is None else timeout,
@@ -711,7 +717,7 @@ class Sequence:
         _split.check_shape(q, ("T", "H_q", "d"), "q")
         item.sequence = self.name
         # The daemon itself reads queries that are in a region of its GPU.
-        place = self._client._regions.slice_on_gpu_of(q)
+        place = self._wire.regions.slice_on_gpu_of(q)
         if place is not None:
             wait_for_stream(q)
         fill(item.q, q, "q", place)

@@ -16,6 +16,7 @@ from spillway_kv._native import Sums
 from spillway_kv._native_step import NativeStep
 from spillway_kv._proto import attention_service_pb2
 from spillway_kv.attend_sums import LayerStatistics
+from spillway_kv.connection import wire
 from spillway_kv.errors import Cancelled, NotFound, SpillwayError
 from spillway_kv.policy import Policy
 from spillway_kv.restart import BROKEN
@@ -220,9 +221,10 @@ class DecodeStep(_Together):
     ) -> None:
         super().__init__(client, sequences, token_count)
         self._client, self._policy = client, policy
+        self._wire = wire(client)
         self.starts = self._checked(starts)
         # None: the step must be begun again before the next attend.
-        self._kind: NativeStep | _StreamStep | None = client._restarts.again(self._begun)
+        self._kind: NativeStep | _StreamStep | None = self._wire.restarts.again(self._begun)
         self._closed = False
         self._last: tuple[Any, Any] = (None, None)
 
@@ -241,10 +243,10 @@ class DecodeStep(_Together):
 
     def _begun(self) -> NativeStep | _StreamStep:
         client = self._client
-        if client._native is None:
+        if self._wire.native is None:
             return _StreamStep(client, self.sequences, self.starts, self._policy, self._trace)
         message = self._description(self.starts, self._policy)
-        begun = partial(NativeStep, client._native, message, self._model)
+        begun = partial(NativeStep, self._wire.native, message, self._model)
         if client.step_transport in ("embedded", "doorbell"):
             try:
                 return begun(streamed=False)
@@ -254,7 +256,7 @@ class DecodeStep(_Together):
                 if client.transport == "embedded" or error.code != "UNIMPLEMENTED":
                     raise
                 # Statistics.transport reports this.
-                client._no_doorbell = error.message
+                self._wire.no_doorbell = error.message
         return begun(streamed=True)
 
     def _ask(
@@ -348,7 +350,7 @@ class DecodeStep(_Together):
         return partial(self._guarded, lambda: self._noted(layer, answer))
 
     def _noted(self, layer: int, answer: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
-        self._last = self._client._restarts.again(answer)
+        self._last = self._wire.restarts.again(answer)
         self._appended(layer)
         return self._last
 

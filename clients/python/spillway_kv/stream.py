@@ -12,6 +12,7 @@ import torch
 from spillway_kv._native import Sums
 from spillway_kv._native_step import F32, Tensors, set_place
 from spillway_kv._proto import attention_service_pb2
+from spillway_kv.connection import wire
 from spillway_kv.errors import SpillwayError
 from spillway_kv.policy import Policy
 from spillway_kv.regions import GPU_ALIGNMENT, Place, byte_strides, has_gpu_rows, has_gpu_strides
@@ -77,29 +78,30 @@ class StreamDecoder(_Together):
         policy: Policy | None,
     ) -> None:
         super().__init__(client, sequences, token_count)
+        connection = wire(client)
         if client.step_transport not in ("embedded", "doorbell"):
             raise ValueError(
                 "decoders need an embedded engine, or a daemon that shares memory with "
                 f"this process, by libspillway: {client.target} is reached by "
                 f"{client.step_transport}"
             )
-        assert client._native is not None
+        assert connection.native is not None
         starts = [sequence.token_count for sequence in sequences]
         if token_count_max is None:
             token_count_max = default_token_count_max(max(starts))
         self.layer_count = self._model.layer_count
         self.version = 0
         self.token_count_max = token_count_max
-        self._channel = client._native
+        self._channel = connection.native
         message = self._description(starts, policy)
         try:
             self._handle = self._channel.open_decoder(message.SerializeToString(), token_count_max)
         except SpillwayError as error:
             if error.code == "UNIMPLEMENTED":
                 # Statistics.transport reports this.
-                client._no_decoder = error.message
+                connection.no_decoder = error.message
             raise
-        client._no_decoder = ""
+        connection.no_decoder = ""
         gpu = self._channel.decoder_gpu(self._handle)
         self.device = (
             _device_of([device.name for device in client.server_info.devices])
