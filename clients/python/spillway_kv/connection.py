@@ -57,7 +57,10 @@ class Connection:
         target: gRPC target of the daemon.
         server_info: The daemon's description of itself, from the time when the client connected,
             or continued after a restart.
+        channel: Carries the calls, except decode streams.
         stubs: The services.
+        presence: Shows a daemon that the client is connected. None: an embedded engine, which ends
+            with this process.
         native: Carries decode streams, and all calls to an embedded engine. None: without
             libspillway.
         regions: The memory that the client shares with the daemon.
@@ -80,20 +83,14 @@ class Connection:
     ) -> None:
         forks.check_connect()
         self.target = target
-        # Set in a forked process: the error for every use of the client, which belongs to the
-        # parent.
         self.left = ""
         self._timeout = timeout
         self._native_asked = native
-        # Why there is no doorbell; empty as long as that is not known.
         self.no_doorbell = ""
-        # Why the last decoder could not be opened.
         self.no_decoder = ""
         embedded = target == _native.EMBEDDED
         library = None if native is False else _native.library(required=embedded or native is True)
-        # Carries decode streams, and all calls to an embedded engine.
         self.native: NativeChannel | None = None
-        # None for an embedded engine, which ends with this process.
         self.presence: Presence | None = None
         if embedded:
             assert library is not None
@@ -145,6 +142,7 @@ class Connection:
             self.native.close()
 
     def leave_to_parent(self, error: str) -> None:
+        """In a forked process: makes every use raise a RuntimeError with this text."""
         self.left = error
         # When these are destroyed they write to the connection, which only the parent may do.
         for given in (self.channel, self.stubs, self.presence):

@@ -128,6 +128,7 @@ class DecodeStream:
         forks.leaves(self)
 
     def leave_to_parent(self, error: str) -> None:
+        """In a forked process: makes every use raise a RuntimeError with this text."""
         self._sending = threading.RLock()
         forks.keep(self._stream)
         self._stream = cast(Any, forks.Left(error))
