@@ -33,7 +33,8 @@ def test_hooks_and_lint_are_one() -> None:
     (recipe,) = re.findall(r"^lint: .*\n((?:\t.*\n)+)", MAKEFILE, re.MULTILINE)
     assert recipe.strip() == "$(PYTHON) -m pre_commit run --all-files --show-diff-on-failure"
     assert [hook["id"] for hook in hooks()] == [
-        *("clang-format", "includes", "class-names", "ruff", "ruff-format", "mypy", "proto")
+        *("clang-format", "includes", "class-names", "imports", "ruff", "ruff-format", "mypy"),
+        "proto",
     ]
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
+from concurrent.futures import Future, wait
 from itertools import pairwise
 from typing import Any
 
@@ -525,12 +525,18 @@ def test_failed_appends_hold_no_memory(model: Model, monkeypatch: pytest.MonkeyP
     def appended(*_: Any, **__: Any) -> None:
         raise spillway_kv.ResourceExhausted("the memory limit is reached")
 
+    submit = appends._pool.submit
+
+    def ended(*call: Any) -> Future[None]:
+        """The next append is added after this one has failed."""
+        future: Future[None] = submit(*call)
+        wait([future])
+        return future
+
     monkeypatch.setattr(spillway_kv.Sequence, "append", appended)
+    monkeypatch.setattr(appends._pool, "submit", ended)
     for key in range(1, 6):
         model.step(StepPlan([_request(key, 0, 40)]), {key: key})
-        for append in list(appends._order):
-            while not appends._future(append).done():
-                time.sleep(0.001)
     held = [append for of in appends._of.values() for append in of if append._rows is not None]
     # Those of the last layer: there was none after it.
     assert len(held) == 1
