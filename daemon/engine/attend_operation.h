@@ -26,7 +26,7 @@ class Engine::AttendOperation : public OrderedQueues::Operation {
   void OnJobDone(std::unique_ptr<Job> job);
   // Counts where the job's time went, and records the attend if it was slow.
   void NoteTimes(const Job& job);
-  // Undoes the append of a failed item, counts what was done, and shares rows.
+  // Undoes the append of a failed item, and counts what was done.
   void Settle(AttendItem& item, const Job& job, const JobItem& done);
   void End(absl::StatusOr<AttendOutcome> outcome);
   LayerRows& RowsOf(const AttendItem& item) { return item.sequence->rows[request_.layer]; }

@@ -12,13 +12,14 @@ namespace {
 // Pages per KV head in one stage, for runs of many queries.
 constexpr int64_t kStagePages = 64;
 // Splits of rows that are read in place: at least so many rows in each, and at most so many splits
-// of a sequence, over all KV heads. That is about what a GPU runs at once, and does not depend on
-// what else runs, because a sum's order must not.
+// of a KV head. A sum's order depends on them, so they depend neither on what else runs nor on how
+// many KV heads the model has here: it may be a part of a larger one.
 constexpr int64_t kSplitRowsLeast = 128;
-constexpr int64_t kSequenceSplits = 640;
-// Blocks that read over the link. They keep enough bytes in flight; more of them read from further
-// apart, and get a smaller part of its rate.
+constexpr int64_t kHeadSplits = 128;
+// Blocks that read over the link. They keep enough bytes in flight.
 constexpr int kLinkBlocks = 64;
+// Rows are read over the link if at least one of so many is in host memory.
+constexpr int64_t kLinkShare = 16;
 constexpr int64_t kPartialBytes = int64_t{256} << 20;
 // The grids of a step are rounded up to a multiple of this many splits.
 constexpr int64_t kSplitStep = 64;
@@ -29,10 +30,9 @@ int64_t DensePipeline::StageBytes() const {
   return kStagePages * kPageTokenCount * spec().row_bytes();
 }
 
-int64_t DensePipeline::SplitsOf(int64_t n, bool staged) const {
+int64_t DensePipeline::SplitsOf(int64_t n, bool staged) {
   if (staged) return (n + kStagedSplitRows - 1) / kStagedSplitRows;
-  const int64_t most = std::max<int64_t>(1, kSequenceSplits / spec().kv_head_count);
-  return std::min((n + kSplitRowsLeast - 1) / kSplitRowsLeast, most);
+  return std::min((n + kSplitRowsLeast - 1) / kSplitRowsLeast, kHeadSplits);
 }
 
 int64_t DensePipeline::RoomOf(int64_t n, bool staged) const {
@@ -63,7 +63,8 @@ void DensePipeline::Add(size_t item, int64_t begin, int64_t end) {
     if (!fits || !staged) {
       const int64_t held = std::min(n, context_->index(item).whole().end());
       result.moved_row_count += (n - held) * spec().kv_head_count;
-      part.over_link |= !staged && n - held > kPageTokenCount;
+      part.row_count += n;
+      part.host_row_count += n - held;
     }
     part.partial_bytes += bytes;
     for (int h = 0; h < spec().kv_head_count; ++h) {
@@ -131,7 +132,7 @@ void DensePipeline::Fill(Part& part) const {
                   static_cast<int16_t>(block.kv_head)};
     unit.row_pages = part.staged ? part.device_stage_table + block.kv_head * kStagePages
                                  : context_->index(block.item).read_pages(block.kv_head);
-    unit.over_link = part.over_link;
+    unit.over_link = !part.staged && part.host_row_count * kLinkShare >= part.row_count;
     unit.error_token = part.errors + i;
     unit.result = part.results + i;
     unit.lse = part.lse + i * kDenseQueryRows;

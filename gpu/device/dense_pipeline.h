@@ -44,7 +44,8 @@ class DensePipeline {
     std::vector<Block> blocks;
     // Rows are copied to the GPU for all blocks together, one stage at a time.
     bool staged = false;
-    bool over_link = false;  // many rows are read from host memory, in place
+    int64_t row_count = 0;       // of a KV head, over the blocks' sequences
+    int64_t host_row_count = 0;  // those of them that are not in GPU memory
     int64_t split_count = 0;
     int64_t partial_bytes = 0;
     // In pinned memory. The first three are copied to the workspace together.
@@ -67,7 +68,7 @@ class DensePipeline {
   // Bytes of one stage of a KV head's rows.
   int64_t StageBytes() const;
   // The number of splits of a unit of n tokens. It does not fall when n grows.
-  int64_t SplitsOf(int64_t n, bool staged) const;
+  static int64_t SplitsOf(int64_t n, bool staged);
   // The splits to make room for: in a step, those of its capacity, so that its memory does not
   // depend on the length.
   int64_t RoomOf(int64_t n, bool staged) const;

@@ -112,6 +112,35 @@ TEST_P(Parts, AnswerAsTheWhole) {
   }
 }
 
+// A head's rows are added up in an order that does not depend on the number of heads.
+TEST_P(Parts, AttendExactlyAsTheWhole) {
+  constexpr int kHeads = 8;
+  const auto ask = [&](const Context& context, const std::vector<float>& q) {
+    DeviceBench bench(GetParam(), context.spec);
+    BenchSequence sequence(bench);
+    EXPECT_TRUE(sequence.Append(context, 0, kTokens).ok());
+    Policy policy = DefaultPolicy(context.spec);
+    policy.selector = Selector::kAll;
+    JobItem item = sequence.Attend(policy, q);
+    EXPECT_TRUE(item.status.ok()) << item.status;
+    return std::move(item.result.out);
+  };
+  const Context whole =
+      reference::TraceContext(MakeSpec(kHeads, 1, kDim, DType::kBF16), kTokens, 7);
+  const std::vector<float> q = reference::TraceQueries(whole, 1, 9, 1.5);
+  const std::vector<float> out = ask(whole, q);
+  const auto of_head = [](const std::vector<float>& rows, int head, int64_t floats) {
+    return std::vector<float>(rows.begin() + head * floats, rows.begin() + (head + 1) * floats);
+  };
+  for (const int head : {0, 5}) {
+    ModelSpec spec = MakeSpec(1, 1, kDim, DType::kBF16);
+    spec.first_kv_head = head;
+    const Context part{spec, kTokens, of_head(whole.k, head, kTokens * kDim),
+                       of_head(whole.v, head, kTokens * kDim)};
+    EXPECT_EQ(ask(part, of_head(q, head, kDim)), of_head(out, head, kDim)) << "head " << head;
+  }
+}
+
 TEST_P(Parts, SelectTheSetsOfTheWhole) {
   const AttendResult whole = Ask({0, 0, kKvHeads}, 1, true);
   const AttendResult part = Ask({1, 1, 2}, 1, true);

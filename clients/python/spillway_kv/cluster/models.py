@@ -266,7 +266,7 @@ class ClusterModels:
         self.each(tried, self.placement.daemons())
 
     def list_models(self) -> Iterator[Model]:
-        """Yields every model of which a daemon has a part, ordered by name."""
+        """Yields every recorded model of which a daemon has a part, ordered by name."""
         listed = self.each(
             lambda daemon: [each.name for each in self.placement.client(daemon).list_models()],
             self.placement.daemons(),
