@@ -10,15 +10,16 @@ sequences with the same rows:
 - eager: `Client.open_decoder`, attends enqueued one by one.
 - graph: the same, captured once and replayed for each token.
 - resident: the same, with an engine that also keeps all rows in GPU memory
-  (`device.gpu_resident_limit`).
+  (`device.gpu_resident_limit`) and chooses rows all the same (`device.reproducible`).
+- auto: the same without `device.reproducible`: dense while that is faster.
 - halves: two decoders, each with half of the sequences. Their graphs run at once on two
   streams. The comparison with `graph` of half as many sequences shows how far they overlap.
 - sdpa: torch's attention (cuDNN, or else flash) with K/V in GPU memory, in a graph.
 
 Times are measured on the GPU, between events around the attends of all layers, and are per
 layer. `next` and `attend` are times on the host, per step and per layer. Before anything is
-timed, the outputs of all ways except sdpa must be equal. Their error compared with sdpa is
-printed with the times. One JSON object per line.
+timed, the outputs of all ways except auto and sdpa must be equal. Errors compared with exact
+attention are printed with the times. One JSON object per line.
 
 With --kernels, also the kernels of `graph` and `resident` by name: how long they run, and how
 long each of them keeps the others waiting. Kernels begin while those before them run, so the
@@ -40,6 +41,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,7 +61,7 @@ KERNEL_STEPS = 8
 PAUSE_US_MAX = 50
 # Tokens that are decoded: a warm-up, the rounds, and the steps whose kernels are timed.
 DECODED = STEPS * (ROUNDS + 2) + KERNEL_STEPS
-WAYS = ("job", "eager", "graph", "halves", "resident")
+WAYS = ("job", "eager", "graph", "halves", "resident", "auto")
 
 
 @dataclass(frozen=True)
@@ -371,8 +373,7 @@ def host_us(times: list[float] | None) -> float | None:
 
 
 def measure(
-    client: spillway_kv.Client,
-    resident: spillway_kv.Client,
+    engines: dict[str, spillway_kv.Client],
     trace: Trace,
     count: int,
     names: Sequence[str],
@@ -380,29 +381,30 @@ def measure(
     with_kernels: bool,
 ) -> None:
     shape = trace.shape
-    model, resident_model = (
-        engine.create_model(
+    models = {
+        name: engine.create_model(
             layer_count=LAYERS,
             query_head_count=shape.heads,
             kv_head_count=shape.kv_heads,
             head_dim=shape.dim,
             dtype="bfloat16",
         )
-        for engine in (client, resident)
-    )
-    make: dict[str, Callable[[], Any]] = {
-        "job": lambda: Job(client, model, trace, count, policy),
-        "eager": lambda: Eager(client, model, trace, count, policy),
-        "graph": lambda: Captured(client, model, trace, count, policy),
-        "halves": lambda: Halves(client, model, trace, count, policy),
-        "resident": lambda: Captured(resident, resident_model, trace, count, policy),
+        for name, engine in engines.items()
     }
-    names = [name for name in names if name != "halves" or count % 2 == 0]
-    ways = {name: make[name]() for name in names}
-    streams = [name for name in names if name != "job"]
-    (gpu,) = resident.get_server_info().devices
+    kinds = {"job": Job, "eager": Eager, "halves": Halves}
+    ways: dict[str, Any] = {}
+    for name in names:
+        if name == "halves" and count % 2 != 0:
+            continue
+        engine = name if name in engines else "plain"
+        kind = kinds.get(name, Captured)
+        ways[name] = kind(engines[engine], models[engine], trace, count, policy)
+    streams = [name for name in ways if name not in ("job", "auto")]
     rows_bytes = _row_bytes(shape) * trace.tokens * count
-    assert "resident" not in ways or gpu.resident_used_bytes > 0.9 * rows_bytes, gpu
+    for name in ("resident", "auto"):
+        if name in ways:
+            (gpu,) = engines[name].get_server_info().devices
+            assert gpu.resident_used_bytes > 0.9 * rows_bytes, gpu
     start = trace.tokens - DECODED
     for step in range(2 * STEPS):  # warm-up, in which outputs are checked
         outs = {name: way.step()[0] for name, way in ways.items()}
@@ -410,11 +412,12 @@ def measure(
             wanted = outs["job"][layer].cuda()
             for name in streams:
                 assert torch.equal(outs[name][layer], wanted), (step, layer, name)
-    errors = []
+    errors: dict[str, list[float]] = {name: [] for name in ("job", "auto") if name in ways}
     for layer in range(LAYERS):
         right = exact(trace, layer, start + 2 * STEPS)
-        mine = outs["job"][layer].cuda()[0, 0].float()
-        errors += ((mine - right).norm(dim=-1) / right.norm(dim=-1)).tolist()
+        for name, of_way in errors.items():
+            mine = outs[name][layer].cuda()[0, 0].float()
+            of_way += ((mine - right).norm(dim=-1) / right.norm(dim=-1)).tolist()
     sdpa = Sdpa(trace, count)
     for way in ways.values():
         way.next_us.clear()
@@ -430,6 +433,7 @@ def measure(
     moved_bytes = moved_rows * 4 * shape.dim
     for name, all_of in times.items():
         way = ways.get(name)
+        of_way = errors.get(name, errors["job"])
         report(
             tokens=trace.tokens,
             sequences=count,
@@ -444,21 +448,21 @@ def measure(
             else None,
             next_host_us=host_us(way and way.next_us),
             attend_host_us=host_us(way and way.attend_us),
-            error_median=round(statistics.median(errors), 4),
-            error_max=round(max(errors), 4),
+            error_median=round(statistics.median(of_way), 4),
+            error_max=round(max(of_way), 4),
             **(
                 {"top": policy.heavy.fraction} if isinstance(policy.heavy, spillway_kv.TopK) else {}
             ),
             rounds=ROUNDS,
             steps=STEPS,
         )
-    for name in ("graph", "resident") if with_kernels else ():
+    for name in ("graph", "resident", "auto") if with_kernels else ():
         for row in ways[name].kernels() if name in ways else ():
             report(tokens=trace.tokens, sequences=count, way=name, **row)
     for way in ways.values():
         way.close()
-    client.delete_model(model)
-    resident.delete_model(resident_model)
+    for name, engine in engines.items():
+        engine.delete_model(models[name])
 
 
 def _row_bytes(shape: Shape) -> int:
@@ -475,7 +479,7 @@ def main() -> None:
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--dim", type=int, default=128, choices=(64, 128, 256))
     parser.add_argument("--kernels", action="store_true", help="also times kernels by name")
-    parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS, help="job among them")
+    parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS, help="besides job")
     parser.add_argument("--top", type=float, help="this share of the rows, in place of the default")
     parser.add_argument("--exact", action="store_true", help="all rows, in place of the default")
     parser.add_argument("--device", default="cuda:0")
@@ -489,6 +493,7 @@ def main() -> None:
     if shape.heads % shape.kv_heads != 0:
         raise SystemExit(f"--heads {shape.heads} is not a multiple of --kv-heads {shape.kv_heads}")
     report(gpu=torch.cuda.get_device_name(), torch=torch.__version__)
+    ways = ["job", *(name for name in WAYS[1:] if name in arguments.ways)]
     for tokens in arguments.tokens:
         # Room for all rows of the largest batch, in whole slabs of each sequence.
         rows = _row_bytes(shape) * tokens * max(arguments.sequences)
@@ -498,15 +503,23 @@ def main() -> None:
             "device.name": arguments.device,
             "models.sampling_seed": 0,
         }
-        with (
-            spillway_kv.connect("embedded:", settings=settings) as client,
-            spillway_kv.connect(
-                "embedded:", settings=settings | {"device.gpu_resident_limit": resident_limit}
-            ) as resident,
-        ):
+        resident = {"device.gpu_resident_limit": resident_limit}
+        kinds = {
+            "plain": {},
+            "resident": resident | {"device.reproducible": "true"},
+            "auto": resident,
+        }
+        with ExitStack() as stack:
+            engines = {
+                name: stack.enter_context(
+                    spillway_kv.connect("embedded:", settings=settings | more)
+                )
+                for name, more in kinds.items()
+                if name in ("plain", *ways)
+            }
             trace = Trace(arguments.folder, tokens, shape)
             for count in arguments.sequences:
-                measure(client, resident, trace, count, arguments.ways, policy, arguments.kernels)
+                measure(engines, trace, count, ways, policy, arguments.kernels)
 
 
 if __name__ == "__main__":

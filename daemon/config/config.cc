@@ -307,6 +307,11 @@ const std::vector<Setting>& Settings() {
                   "part of --gpu-memory-limit for copies of all K/V rows of sequences in use, "
                   "whose attends then read no rows over PCIe; 0: no copies",
                   &Config::gpu_resident_limit_bytes),
+      Flag("device.reproducible", "--reproducible",
+           "choose rows by codes also where all rows of a sequence are in GPU memory, so that the "
+           "same request has the same bits whatever is copied there; otherwise decode steps on a "
+           "runner's stream are dense while that is faster",
+           &Config::reproducible),
       Choice(
           "device.mps", "--mps",
           "share GPUs through CUDA MPS, so that kernels of other processes need not wait for their "

@@ -71,6 +71,8 @@ struct Config {
   int64_t gpu_memory_limit_bytes = 0;
   // The part of it for copies of all rows of sequences in use; 0: no copies.
   int64_t gpu_resident_limit_bytes = 0;
+  // Whether answers do not depend on which copies there are.
+  bool reproducible = false;
   MpsMode mps = MpsMode::kAuto;
   WhenLost when_lost = WhenLost::kRestart;
   // Worker threads; 0: one per core.

@@ -35,17 +35,22 @@ using cuda::JobRun;
 using cuda::StreamSlot;
 
 // Jobs of one kind that run at the same time. Two, so that rows of one job cross the link while the
-// other is scored.
-constexpr int kSlotsOfKind = 2;
-constexpr int kStreamSlotCount = kSlotsOfKind * static_cast<int>(std::size(kJobKinds));
-// Most bytes of a stream slot's workspace for the units of one wave.
-constexpr int64_t kWaveBytes = int64_t{1} << 30;
-// GPU memory, at most a quarter, that codes leave to attends, so that sequences that fill the rest
-// can be attended to.
-constexpr int64_t kWorkspaceBytes = int64_t{4} << 30;
+// other is scored; but one if memory is scarce, because each has a workspace.
+constexpr int64_t kScarceBytes = int64_t{4} << 30;
+int SlotsOfKind(int64_t memory_limit_bytes) { return memory_limit_bytes < kScarceBytes ? 1 : 2; }
 
+int StreamSlotCount(int64_t memory_limit_bytes) {
+  return SlotsOfKind(memory_limit_bytes) * static_cast<int>(std::size(kJobKinds));
+}
+
+// Most bytes of a stream slot's workspace for the units of one wave.
+int64_t WaveBytes(int64_t memory_limit_bytes) {
+  return std::min(memory_limit_bytes / 16, int64_t{1} << 30);
+}
+
+// GPU memory that codes leave to attends, so that sequences that fill the rest can be attended to.
 int64_t WorkspaceBytes(int64_t memory_limit_bytes) {
-  return std::min(memory_limit_bytes / 4, kWorkspaceBytes);
+  return WaveBytes(memory_limit_bytes) * StreamSlotCount(memory_limit_bytes);
 }
 
 std::string UuidName(const cudaUUID_t& uuid) {
@@ -160,9 +165,10 @@ class CudaDevice final : public Device {
 
   absl::StatusOr<std::unique_ptr<StreamStep>> CreateStreamStep(DeviceModel& model,
                                                                StreamStepOptions options) override {
-    return cuda::CreateStreamStep({ordinal_, gpu_, this, static_cast<CudaModel*>(&model), &budget_,
-                                   host_budget_, slots_.front()->wave_bytes(), &workers_},
-                                  std::move(options));
+    return cuda::CreateStreamStep(
+        {ordinal_, gpu_, this, static_cast<CudaModel*>(&model), &budget_, host_budget_,
+         slots_.front()->wave_bytes(), reproducible_, &workers_},
+        std::move(options));
   }
 
   absl::StatusOr<std::unique_ptr<SharedDeviceMemory>> AllocateShared(std::string_view device,
@@ -197,9 +203,10 @@ class CudaDevice final : public Device {
     absl::Status status;  // of Enqueue()
   };
 
-  CudaDevice(int ordinal, int64_t memory_limit_bytes, int64_t resident_limit_bytes,
-             int thread_count, MemoryBudget* host_budget)
-      : ordinal_(ordinal),
+  CudaDevice(const CudaDeviceOptions& options, int64_t memory_limit_bytes,
+             int64_t resident_limit_bytes, int thread_count, MemoryBudget* host_budget)
+      : ordinal_(options.ordinal),
+        reproducible_(options.reproducible),
         host_budget_(host_budget),
         budget_(memory_limit_bytes, 0, "--gpu-memory-limit"),
         resident_limit_bytes_(resident_limit_bytes),
@@ -218,6 +225,7 @@ class CudaDevice final : public Device {
   }
 
   const int ordinal_;
+  const bool reproducible_;
   MemoryBudget* const host_budget_;
   cuda::Gpu gpu_;
   DeviceInfo info_;
@@ -281,9 +289,16 @@ absl::StatusOr<std::unique_ptr<Device>> CudaDevice::Create(const CudaDeviceOptio
   const int threads =
       options.thread_count > 0 ? options.thread_count : tbb::this_task_arena::max_concurrency();
   std::unique_ptr<CudaDevice> device(
-      new CudaDevice(options.ordinal, limit, resident_limit, threads, host_budget));
+      new CudaDevice(options, limit, resident_limit, threads, host_budget));
   device->gpu_ = {properties.multiProcessorCount,
                   static_cast<int>(properties.sharedMemPerBlockOptin), properties.major >= 9};
+  int clock_khz = 0, width_bits = 0;
+  SPILLWAY_CUDA_RETURN_IF_ERROR(
+      cudaDeviceGetAttribute(&clock_khz, cudaDevAttrMemoryClockRate, options.ordinal));
+  SPILLWAY_CUDA_RETURN_IF_ERROR(
+      cudaDeviceGetAttribute(&width_bits, cudaDevAttrGlobalMemoryBusWidth, options.ordinal));
+  // Two transfers a clock.
+  device->gpu_.memory_bytes_per_us = 2.0 * clock_khz / 1000 * width_bits / 8;
   const auto create_arena = [&](int64_t bytes) -> absl::StatusOr<std::unique_ptr<Arena>> {
     absl::StatusOr<std::unique_ptr<ArenaBacking>> backing =
         cuda::CreateDeviceBacking(options.ordinal, bytes);
@@ -297,12 +312,10 @@ absl::StatusOr<std::unique_ptr<Device>> CudaDevice::Create(const CudaDeviceOptio
   }
   device->blocks_.SetArena(device->arena_.get());
   ASSIGN_OR_RETURN(device->probe_, cuda::Stream::Create());
-  for (int i = 0; i < kStreamSlotCount; ++i) {
-    const JobKind kind = kJobKinds[i / kSlotsOfKind];
-    absl::StatusOr<std::unique_ptr<StreamSlot>> slot =
-        StreamSlot::Create(&device->budget_, host_budget,
-                           std::min(kWaveBytes, WorkspaceBytes(limit) / kStreamSlotCount),
-                           /*urgent=*/kind == JobKind::kStep);
+  for (int i = 0; i < StreamSlotCount(limit); ++i) {
+    const JobKind kind = kJobKinds[i / SlotsOfKind(limit)];
+    absl::StatusOr<std::unique_ptr<StreamSlot>> slot = StreamSlot::Create(
+        &device->budget_, host_budget, WaveBytes(limit), /*urgent=*/kind == JobKind::kStep);
     if (!slot.ok()) return slot.status();
     device->slots_.push_back(*std::move(slot));
     const MutexLock lock(device->mutex_);

@@ -26,6 +26,9 @@ struct CudaDeviceOptions {
   int64_t memory_limit_bytes = 0;
   // Of this, the limit for copies of all rows of some sequences (Residency); 0: no copies.
   int64_t resident_limit_bytes = 0;
+  // Whether answers do not depend on which copies there are. Otherwise stream steps are dense while
+  // all rows are copied and that is faster (ChooseDense()).
+  bool reproducible = false;
   // Host threads that copy rows; 0: one per core.
   int thread_count = 0;
 };

@@ -23,7 +23,8 @@ struct Gpu {
   // Compute capability 9.0 or later: bulk copies, and kernels that overlap the one before.
   bool hopper = false;
   int ordinal = 0;
-  std::string_view name = {};  // of the device, "cuda:0"; must outlive jobs
+  std::string_view name = {};      // of the device, "cuda:0"; must outlive jobs
+  double memory_bytes_per_us = 0;  // of its memory, as clock and width say; 0: not known
 };
 
 inline int64_t RoundUp(int64_t x, int64_t step) { return (x + step - 1) / step * step; }

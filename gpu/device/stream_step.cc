@@ -5,7 +5,6 @@
 #include <cstring>
 #include <future>
 #include <iterator>
-#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -23,6 +22,7 @@
 #include "host/base/status_macros.h"
 #include "host/device/results.h"
 #include "host/memory/layer_record.h"
+#include "host/policy/dense_choice.h"
 
 namespace spillway::cuda {
 namespace {
@@ -128,12 +128,14 @@ class CudaStreamStep final : public StreamStep {
   Slot& newest() { return slots_[(announced_count_ - 1) % kSlotCount]; }
   Slot& oldest() { return slots_[(announced_count_ - pending_count_) % kSlotCount]; }
 
-  // Plans a layer whose attends see up to lengths[i] tokens of part i. selector: replaces that of
-  // the policies.
+  // Plans a layer whose attends see up to lengths[i] tokens of part i. dense: parts that are dense
+  // whatever their policies say.
   std::unique_ptr<LayerRun> Plan(int layer, const std::vector<int64_t>& lengths,
-                                 const StepContext& step, std::optional<Selector> selector) const;
+                                 const StepContext& step, const std::vector<bool>& dense) const;
   // Returns the most bytes that a layer takes; raises workspace_bytes to the largest workspace.
-  LayerBytes Measure(std::optional<Selector> selector, int64_t& workspace_bytes) const;
+  LayerBytes Measure(bool dense, int64_t& workspace_bytes) const;
+  // Which parts are dense because all their rows are in GPU memory and that is faster.
+  std::vector<bool> FasterDense(const std::vector<int64_t>& lengths) const;
   absl::Status CheckLengths() const;
   // Does what no step can do: indexes first pages of parts, and copies rows that are to be in GPU
   // memory.
@@ -183,7 +185,7 @@ class CudaStreamStep final : public StreamStep {
 
 std::unique_ptr<LayerRun> CudaStreamStep::Plan(int layer, const std::vector<int64_t>& lengths,
                                                const StepContext& step,
-                                               std::optional<Selector> selector) const {
+                                               const std::vector<bool>& dense) const {
   auto run = std::make_unique<LayerRun>(home_.gpu, step);
   Job& job = run->job;
   job.model = home_.model;
@@ -201,7 +203,7 @@ std::unique_ptr<LayerRun> CudaStreamStep::Plan(int layer, const std::vector<int6
     AttendQuery& attend = item.attend.emplace();
     attend.rows = item.append->rows;
     attend.policy = part.policy;
-    if (selector) attend.policy.selector = *selector;
+    if (dense[i]) attend.policy.selector = Selector::kAll;
     attend.query_count = count;
     for (int64_t t = 1; t <= count; ++t) attend.visible.push_back(lengths[i] - count + t);
     item.result.certificates.resize(static_cast<size_t>(count * spec().query_head_count));
@@ -216,8 +218,25 @@ std::unique_ptr<LayerRun> CudaStreamStep::Plan(int layer, const std::vector<int6
   return run;
 }
 
-LayerBytes CudaStreamStep::Measure(std::optional<Selector> selector,
-                                   int64_t& workspace_bytes) const {
+std::vector<bool> CudaStreamStep::FasterDense(const std::vector<int64_t>& lengths) const {
+  if (home_.reproducible) return std::vector<bool>(lengths.size(), false);
+  std::vector<DenseCandidate> candidates;
+  for (size_t i = 0; i < lengths.size(); ++i) {
+    const StreamStepPart& part = options_.parts[i];
+    DenseCandidate& candidate = candidates.emplace_back();
+    candidate.token_count = lengths[i];
+    // Without a tail, the caller asks for the rows that a selector finds.
+    candidate.may_be_dense = part.policy.tail != Tail::kNone;
+    for (int layer = 0; layer < spec().layer_count && candidate.may_be_dense; ++layer) {
+      candidate.may_be_dense = index(part, layer).whole().end() >= lengths[i];
+    }
+  }
+  const int64_t code_bytes = CudaModel::IndexPageBytes(spec()) / kPageTokenCount;
+  return ChooseDense(spec(), {home_.gpu.memory_bytes_per_us, home_.gpu.sm_count}, code_bytes,
+                     options_.token_count, candidates);
+}
+
+LayerBytes CudaStreamStep::Measure(bool dense, int64_t& workspace_bytes) const {
   StepContext step;
   step.token_count_max = options_.token_count_max;
   step.wave_bytes = home_.wave_bytes;
@@ -226,7 +245,8 @@ LayerBytes CudaStreamStep::Measure(std::optional<Selector> selector,
       options_.parts, [](const StreamStepPart& part) { return part.policy.dense_layers.empty(); });
   LayerBytes most;
   for (int layer = 0; layer < spec().layer_count; ++layer) {
-    const std::unique_ptr<LayerRun> run = Plan(layer, lengths, step, selector);
+    const std::unique_ptr<LayerRun> run =
+        Plan(layer, lengths, step, std::vector<bool>(lengths.size(), dense));
     Carver requests, results;
     run->sparse.Reserve(requests, results);
     workspace_bytes = std::max(
@@ -260,9 +280,10 @@ absl::Status CudaStreamStep::Open() {
                        "selection, and the tails none, uniform and stratified"));
     }
   }
-  // A layer may be dense or sparse, depending on the length of its sequences.
-  const LayerBytes sparse = Measure(std::nullopt, workspace_bytes_);
-  const LayerBytes dense = Measure(Selector::kAll, workspace_bytes_);
+  // A layer may be dense or sparse, depending on the length of its sequences and on what is in GPU
+  // memory.
+  const LayerBytes sparse = Measure(/*dense=*/false, workspace_bytes_);
+  const LayerBytes dense = Measure(/*dense=*/true, workspace_bytes_);
   Carver requests, uploaded, pinned, device;
   requests.Take<std::byte>(sparse.requests);
   requests.Take<std::byte>(dense.requests);
@@ -516,12 +537,13 @@ absl::Status CudaStreamStep::Fill(Slot& slot, cudaStream_t stream) {
     lengths.push_back(part.rows->front().token_count() + options_.token_count);
     for (LayerRows& rows : *part.rows) rows.Commit(lengths.back());
   }
+  const std::vector<bool> dense = FasterDense(lengths);
   // Layers have nothing in common, so threads share them.
   const auto layer_count = static_cast<size_t>(spec().layer_count);
   std::vector<LayerFill> filled(layer_count);
   slot.layers.resize(layer_count);
   InParallel([&](size_t layer) {
-    slot.layers[layer] = Plan(static_cast<int>(layer), lengths, step, std::nullopt);
+    slot.layers[layer] = Plan(static_cast<int>(layer), lengths, step, dense);
     filled[layer].status = FillLayer(slot, *slot.layers[layer], filled[layer]);
   });
   std::vector<TableUpdate> updates;

@@ -18,6 +18,7 @@ struct StreamStepHome {
   MemoryBudget* device_budget = nullptr;
   MemoryBudget* host_budget = nullptr;
   int64_t wave_bytes = 0;
+  bool reproducible = false;           // see CudaDeviceOptions
   tbb::task_arena* workers = nullptr;  // the device's threads
 };
 

@@ -35,6 +35,7 @@ const std::vector<DeviceFactory>& DeviceFactories() {
       all->push_back({"cuda_resident", [](int thread_count, Arena*, MemoryBudget* budget) {
                         return CreateCudaDevice({.memory_limit_bytes = int64_t{4} << 30,
                                                  .resident_limit_bytes = int64_t{2} << 30,
+                                                 .reproducible = true,
                                                  .thread_count = thread_count},
                                                 budget)
                             .value();

@@ -22,19 +22,33 @@ class Order : public ::testing::TestWithParam<DeviceFactory> {
   Order()
       : spec_(MakeSpec(2, 4, 64, DType::kBF16)),
         bench_(GetParam(), spec_),
-        context_(reference::TraceContext(spec_, LongTokens() + kSteps, 7)),
+        context_(reference::TraceContext(spec_, kTokens + kSteps, 7)),
         q_(reference::TraceQueries(context_, 1, 8, 1.5)),
         long_q_(reference::TraceQueries(context_, kLongQueries, 9, 1.5)) {}
 
-  // Tokens of sequences whose attends take long. A GPU folds those of kTokens in the time that it
-  // takes to submit them.
-  static int64_t LongTokens() { return GetParam().name == "cpu" ? kTokens : 16 * kTokens; }
-
   // A sequence with the first tokens of the context.
-  BenchSequence Filled(int64_t tokens = kTokens) {
+  BenchSequence Filled() {
     BenchSequence sequence(bench_);
-    EXPECT_TRUE(sequence.Append(context_, 0, tokens).ok());
+    EXPECT_TRUE(sequence.Append(context_, 0, kTokens).ok());
     return sequence;
+  }
+
+  // The context's first tokens again and again. A GPU attends to kTokens in the time that it takes
+  // to submit that.
+  Context LongContext() const {
+    const int times = GetParam().name == "cpu" ? 1 : 16;
+    Context context = context_;
+    context.n = times * kTokens;
+    for (auto [from, to] :
+         {std::pair{&context_.k, &context.k}, std::pair{&context_.v, &context.v}}) {
+      to->clear();
+      const int64_t row = spec_.head_dim;
+      for (int h = 0; h < spec_.kv_head_count; ++h) {
+        const auto begin = from->begin() + h * context_.n * row;
+        for (int t = 0; t < times; ++t) to->insert(to->end(), begin, begin + kTokens * row);
+      }
+    }
+    return context;
   }
 
   // Starts an exact attend of kLongQueries queries, thousands of times the work of a step.
@@ -64,9 +78,12 @@ bool IsReady(const std::future<JobItem>& result) {
 
 TEST_P(Order, StepsDoNotWaitForLongJobs) {
   BenchSequence stepping = Filled();
+  const Context context = LongContext();
   std::vector<BenchSequence> sequences;
   std::vector<std::future<JobItem>> results;
-  for (int i = 0; i < 12; ++i) sequences.push_back(Filled(LongTokens()));
+  for (int i = 0; i < 12; ++i) {
+    EXPECT_TRUE(sequences.emplace_back(bench_).Append(context, 0, context.n).ok());
+  }
   for (BenchSequence& sequence : sequences) results.push_back(StartLong(sequence));
   const JobItem step = stepping.Step(context_, DefaultPolicy(spec_), q_);
   EXPECT_TRUE(step.status.ok()) << step.status;

@@ -25,13 +25,14 @@ LIMIT = 6 << 20
 POLICIES = [Policy(), Policy(selector="all"), Policy(heavy=TopK(fraction=0.02), tail="none")]
 
 
-def connect(limit: int) -> Client:
+def connect(limit: int, *, reproducible: bool = True) -> Client:
     prefer_library(binary())
     settings = {
         "memory.limit": "2GiB",
         "device.name": device(),
         "device.gpu_memory_limit": "4GiB",
         "device.gpu_resident_limit": str(limit),
+        "device.reproducible": "true" if reproducible else "false",
     }
     return spillway_kv.connect("embedded:", settings=settings)
 
@@ -140,6 +141,43 @@ def test_a_decoder_reads_them_too(plain: Client, resident: Client) -> None:
         assert (moved == 0) == (client is resident)
     half = len(outs) // 2
     assert all(torch.equal(a, b) for a, b in zip(outs[:half], outs[half:], strict=True))
+
+
+def decoded(
+    client: Client, sequence: Sequence, policy: Policy, count: int
+) -> tuple[list[torch.Tensor], list[set[str]]]:
+    """Outputs of all layers of steps on a stream, and the promises of each step."""
+    outs, promises = [], []
+    with client.open_decoder([sequence], policy=policy) as decoder:
+        for t in range(count):
+            decoder.next()
+            q = normal(t, LAYERS, 1, 1, HEADS, DIM).cuda()
+            k, v = normal(t + 1, 2, LAYERS, 1, KV_HEADS, 1, DIM).cuda()
+            outs += [decoder.attend(i, q[i], k[i], v[i])[0].clone() for i in range(LAYERS)]
+            results = [decoder.results(i)[0] for i in range(LAYERS)]
+            promises.append({p for each in results for p in each.certificate.promises.flat})
+    return outs, promises
+
+
+def test_dense_while_all_rows_are_there(plain: Client) -> None:
+    exact = Policy(selector="all")
+    with connect(LIMIT, reproducible=False) as client:
+        model = create_model(client)
+        sequence = filled(client, model, 5)
+        outs, promises = decoded(client, sequence, Policy(), 20)
+        other = filled(plain, create_model(plain), 5)
+        wanted, _ = decoded(plain, other, exact, 20)
+        assert promises == [{"exact"}] * 20
+        assert all(torch.equal(a, b) for a, b in zip(outs, wanted, strict=True))
+        # A caller who asks for certain rows gets these.
+        top = Policy(heavy=TopK(fraction=0.02), tail="none")
+        outs, _ = decoded(client, sequence, top, 3)
+        wanted, _ = decoded(plain, other, top, 3)
+        assert all(torch.equal(a, b) for a, b in zip(outs, wanted, strict=True))
+        # A sequence without room for all its rows is sparse.
+        second = filled(client, model, 2)
+        _, promises = decoded(client, second, Policy(), 3)
+        assert promises == [{"statistical"}] * 3
 
 
 def test_the_idle_give_theirs_up_and_get_them_back(plain: Client, resident: Client) -> None:

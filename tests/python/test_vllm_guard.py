@@ -139,8 +139,11 @@ def test_settings() -> None:
         "VLLM_SPILLWAY_RECONNECT_SECONDS": "1.5",
         "VLLM_SPILLWAY_SEED": "7",
         "VLLM_SPILLWAY_GPU_RESIDENT": "2GiB",
+        "VLLM_SPILLWAY_REPRODUCIBLE": "1",
     }
-    wanted = Settings("embedded:", "64GiB", "8GiB", "cuda:1", "high", 0, 1.5, 7, "2GiB")
+    wanted = Settings(
+        "embedded:", "64GiB", "8GiB", "cuda:1", "high", 0, 1.5, 7, "2GiB", reproducible=True
+    )
     assert settings_from(given) == wanted
     assert set(VARIABLES) == {*given, "VLLM_SPILLWAY_TARGET"}
     daemon = settings_from({"VLLM_SPILLWAY_TARGET": " unix:/run/spillwayd.sock "})
@@ -156,6 +159,7 @@ def test_settings() -> None:
         ("KEPT_SEQUENCES", "many", "KEPT_SEQUENCES is 'many', not a whole number"),
         ("RECONNECT_SECONDS", "nan", r"RECONNECT_SECONDS is 'nan', not seconds in \[0, 86400\]"),
         ("RECONNECT_SECONDS", "soon", "RECONNECT_SECONDS is 'soon', not seconds"),
+        ("REPRODUCIBLE", "yes", "REPRODUCIBLE is 'yes', not 0 or 1"),
         ("TARGTE", "x", "VLLM_SPILLWAY_TARGTE is not a setting of Spillway; settings are VL"),
     ],
 )
@@ -165,7 +169,15 @@ def test_wrong_settings(name: str, value: str, expected: str) -> None:
         settings_from({f"VLLM_SPILLWAY_{name}": value})
 
 
-@pytest.mark.parametrize("name", ["MEMORY", "GPU_MEMORY", "GPU_RESIDENT"])
-def test_a_daemon_has_settings_of_its_own(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("MEMORY", "1GiB"),
+        ("GPU_MEMORY", "1GiB"),
+        ("GPU_RESIDENT", "1GiB"),
+        ("REPRODUCIBLE", "1"),
+    ],
+)
+def test_a_daemon_has_settings_of_its_own(name: str, value: str) -> None:
     with pytest.raises(ValueError, match=f"VLLM_SPILLWAY_{name} is for an embedded engine"):
-        settings_from({"VLLM_SPILLWAY_TARGET": "unix:/x", f"VLLM_SPILLWAY_{name}": "1GiB"})
+        settings_from({"VLLM_SPILLWAY_TARGET": "unix:/x", f"VLLM_SPILLWAY_{name}": value})

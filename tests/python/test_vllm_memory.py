@@ -26,6 +26,7 @@ class Model(SimpleNamespace):
 def _model(**more: Any) -> Model:
     text = SimpleNamespace(**{name: more.pop(name) for name in list(more) if name in TEXT})
     given = {"sliding_window": None, "is_hybrid": False, "is_attention_free": False, **more}
+    given.setdefault("max_model_len", 32768)
     return Model(hf_text_config=text, **given)
 
 
@@ -121,6 +122,37 @@ def test_little_memory_is_for_codes() -> None:
         limits = _limits(Settings(), available)
         assert limits.append_bytes == appends
         assert limits.gpu_memory == str(available - others - (32 << 20) - appends)
+
+
+def _host(monkeypatch: pytest.MonkeyPatch, gib: int) -> None:
+    sizes = {"SC_PHYS_PAGES": gib << 18, "SC_PAGE_SIZE": 4096}
+    monkeypatch.setattr("os.sysconf", sizes.__getitem__)
+
+
+def test_copies_of_rows_get_what_codes_cannot_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    """61 bytes of codes a token and KV head, 56 KV heads in all, 32 requests of 32,768 tokens."""
+    _host(monkeypatch, 1024)
+    limits = _limits(Settings(), 12 << 30)
+    rest = int(limits.gpu_memory) - int(limits.gpu_memory) // 4
+    assert limits.gpu_resident == str((rest - 32 * 32768 * 61 * 56) >> 20 << 20)
+    # At most three quarters.
+    limits = _limits(Settings(), 200 << 30)
+    rest = int(limits.gpu_memory) - (4 << 30)
+    assert limits.gpu_resident == str(rest // 4 * 3 >> 20 << 20)
+    # Where codes may need everything, there are no copies.
+    assert _limits(Settings(), 2 << 30).gpu_resident == "0"
+    assert _limits(Settings(gpu_resident="1GiB"), 20 << 30).gpu_resident == "1GiB"
+
+
+def test_codes_need_no_more_than_for_the_rows_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token has 28 KiB of rows, so 4 GiB have those of 149,796 tokens."""
+    _host(monkeypatch, 4)
+    limits = _limits(Settings(), 20 << 30)
+    rest = int(limits.gpu_memory) - (4 << 30)
+    assert limits.gpu_resident == str(rest // 4 * 3 >> 20 << 20)
+    limits = _limits(Settings(), 2 << 30)
+    rest = int(limits.gpu_memory) // 4 * 3
+    assert int(limits.gpu_resident) == min(rest - 149796 * 61 * 56, rest // 4 * 3) >> 20 << 20
 
 
 @pytest.mark.parametrize(

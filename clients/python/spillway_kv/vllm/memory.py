@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from dataclasses import replace
 from typing import Any
@@ -105,8 +106,9 @@ def with_limits(
 ) -> Settings:
     """Gives an embedded engine the GPU memory that vLLM found for K/V, unless the user has set it.
 
-    What the pool takes, and what prompts take besides, stays free. A pool that is not thin has all
-    of that memory, and the engine has its own default.
+    What the pool takes, and what prompts take besides, stays free. Of the engine's memory, copies
+    of K/V rows get what codes cannot need. A pool that is not thin has all of that memory, and the
+    engine has its own default.
 
     Args:
         settings: The settings.
@@ -147,4 +149,27 @@ def with_limits(
             f"prompts of {chunk} tokens {(appends + buffers + attends) >> 20} MiB; nothing is "
             "left for codes of keys. Raise it, or lower --max-num-batched-tokens"
         )
-    return replace(settings, gpu_memory=str(limit), append_bytes=appends)
+    return replace(
+        settings,
+        gpu_memory=str(limit),
+        gpu_resident=settings.gpu_resident or str(_resident_bytes(limit, config, shapes)),
+        append_bytes=appends,
+    )
+
+
+def _resident_bytes(limit: int, config: Any, shapes: Shapes) -> int:
+    """Returns how much of the engine's memory codes and workspaces cannot need.
+
+    Codes are of the tokens of all running requests, and of no more than the host's memory has rows
+    for. Finished requests that are kept are dropped if there is no room for their codes.
+    """
+    row = 2 * shapes.head_dim * shapes.dtype.itemsize
+    # Three bits a dimension, factors, and one row in a hundred.
+    code = 3 * shapes.head_dim // 8 + 8 + row // 100
+    heads = shapes.layer_count * shapes.kv_head_count
+    running = config.scheduler_config.max_num_seqs * config.model_config.max_model_len
+    host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    codes = min(running, host // (row * heads)) * code * heads
+    # A quarter at most is for workspaces, and three quarters of the rest at most for copies.
+    rest = limit - min(limit // 4, 4 << 30)
+    return max(0, min(rest - codes, rest // 4 * 3)) >> 20 << 20

@@ -309,6 +309,7 @@ def _connect(settings: Settings, device: torch.device) -> spillway_kv.Client:
         ("memory.limit", settings.memory),
         ("device.gpu_memory_limit", settings.gpu_memory),
         ("device.gpu_resident_limit", settings.gpu_resident),
+        ("device.reproducible", "true" if settings.reproducible else ""),
         ("models.sampling_seed", settings.seed),
     )
     return spillway_kv.connect(

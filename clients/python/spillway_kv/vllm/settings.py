@@ -22,7 +22,10 @@ class Settings:
         gpu_memory: GPU memory of an embedded engine, like `device.gpu_memory_limit`. Empty means
             the engine's default.
         gpu_resident: The part of it that copies of all K/V rows may take, like
-            `device.gpu_resident_limit`. Empty means the engine's default.
+            `device.gpu_resident_limit`. Empty means what codes cannot need, or the engine's
+            default if the engine's GPU memory is set.
+        reproducible: Whether answers do not depend on which copies there are, like
+            `device.reproducible`.
         device: Device of an embedded engine, "cpu" or "cuda:0". Empty means the worker's device.
         quality: How decode steps attend: one of `spillway_kv.quality.QUALITIES`.
         kept_sequence_count: Number of finished requests whose K/V are kept for requests with the
@@ -42,6 +45,7 @@ class Settings:
     reconnect_seconds: float = 60.0
     seed: int = -1
     gpu_resident: str = ""
+    reproducible: bool = False
     append_bytes: int = BYTES_MAX
 
     @property
@@ -55,6 +59,7 @@ _NAMES = {
     "MEMORY": "memory",
     "GPU_MEMORY": "gpu_memory",
     "GPU_RESIDENT": "gpu_resident",
+    "REPRODUCIBLE": "reproducible",
     "DEVICE": "device",
     "SEED": "seed",
     "QUALITY": "quality",
@@ -86,7 +91,7 @@ def settings_from(environment: Mapping[str, str]) -> Settings:
         values[name] = _value(variable, name, text)
     settings = Settings(**values)  # type: ignore[arg-type]
     if not settings.embedded:
-        for name in ("MEMORY", "GPU_MEMORY", "GPU_RESIDENT", "DEVICE", "SEED"):
+        for name in ("MEMORY", "GPU_MEMORY", "GPU_RESIDENT", "REPRODUCIBLE", "DEVICE", "SEED"):
             if values.get(_NAMES[name], "") != "":
                 raise ValueError(
                     f"{PREFIX}{name} is for an embedded engine; the daemon at {settings.target} "
@@ -96,6 +101,10 @@ def settings_from(environment: Mapping[str, str]) -> Settings:
 
 
 def _value(variable: str, name: str, text: str) -> str | int | float:
+    if name == "reproducible":
+        if text not in ("0", "1"):
+            raise ValueError(f"{variable} is {text!r}, not 0 or 1")
+        return text == "1"
     if name == "kept_sequence_count":
         return _whole(variable, text, 0, 100_000)
     if name == "seed":
