@@ -30,6 +30,7 @@ def connect(limit: int, *, reproducible: bool = True) -> Client:
     settings = {
         "memory.limit": "2GiB",
         "device.name": device(),
+        "models.sampling_seed": "0",
         "device.gpu_memory_limit": "4GiB",
         "device.gpu_resident_limit": str(limit),
         "device.reproducible": "true" if reproducible else "false",
@@ -177,7 +178,7 @@ def test_dense_while_all_rows_are_there(plain: Client) -> None:
         # A sequence without room for all its rows is sparse.
         second = filled(client, model, 2)
         _, promises = decoded(client, second, Policy(), 3)
-        assert promises == [{"statistical"}] * 3
+        assert all("statistical" in of_step for of_step in promises)
 
 
 def test_the_idle_give_theirs_up_and_get_them_back(plain: Client, resident: Client) -> None:
