@@ -282,6 +282,12 @@ const std::vector<Setting>& Settings() {
          return bytes.status();
        },
        [](const Config& config) { return FormatBytes(config.memory_limit_bytes); }},
+      BytesOrZero("memory.ready", "--memory-ready",
+                  "host memory that is committed, and pinned for GPUs, when the daemon starts, and "
+                  "not given back to the system, such as 16GiB, so that prompts need not wait for "
+                  "it; no more than --memory-limit leaves for rows; 0: memory is committed when it "
+                  "is needed",
+                  &Config::memory_ready_bytes),
       {"memory.arena_directory", "--arena-directory",
        "absolute path of a folder on tmpfs or hugetlbfs, such as /dev/shm/spillway, in which K/V "
        "rows outlive the process; the next process continues with them; empty: rows end with the "

@@ -61,6 +61,8 @@ struct Config {
   // Limit on all host memory of the daemon. By default three quarters of the machine's memory, or
   // of the limit of its control group or process.
   int64_t memory_limit_bytes = 0;
+  // Host memory that is committed at the start and kept; no more than the limit leaves for rows.
+  int64_t memory_ready_bytes = 0;
   // Absolute path of a tmpfs or hugetlbfs folder in which K/V rows outlive the process. Empty: they
   // end with the process.
   std::string arena_directory;

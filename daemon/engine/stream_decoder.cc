@@ -8,6 +8,7 @@
 #include "daemon/engine/checks.h"
 #include "daemon/engine/errors.h"
 #include "host/base/limits.h"
+#include "host/base/parallel.h"
 #include "host/base/status_macros.h"
 
 namespace spillway {
@@ -76,16 +77,24 @@ absl::Status StreamDecoder::CheckLayers() const {
   return absl::OkStatus();
 }
 
+template <typename F>
+void StreamDecoder::InParallel(F f) const {
+  InShares(parts_.size(), part_count() * int64_t{model().spec.layer_count}, f);
+}
+
 absl::Status StreamDecoder::Prepare() {
   std::vector<int> layers(model().spec.layer_count);
   std::iota(layers.begin(), layers.end(), 0);
+  std::vector<absl::Status> prepared(parts_.size());
+  InParallel([&](size_t i) {
+    prepared[i] = engine_->PrepareAppend(*parts_[i].sequence, layers, token_count_);
+  });
+  const auto failed = std::ranges::find_if_not(prepared, &absl::Status::ok);
+  if (failed == prepared.end()) return absl::OkStatus();
   for (size_t i = 0; i < parts_.size(); ++i) {
-    absl::Status status = engine_->PrepareAppend(*parts_[i].sequence, layers, token_count_);
-    if (status.ok()) continue;
-    for (size_t j = 0; j < i; ++j) Truncate(j, parts_[j].sequence->token_count());
-    return status;
+    if (prepared[i].ok()) Truncate(i, parts_[i].sequence->token_count());
   }
-  return absl::OkStatus();
+  return *failed;
 }
 
 absl::Status StreamDecoder::Next(void* stream) {
@@ -133,20 +142,17 @@ absl::Status StreamDecoder::Settle() {
   starts_.pop_front();
   has_ended_ = true;
   absl::Status first;
+  std::vector<std::vector<AttendSums>> sums(parts_.size());
+  if (outcome.ran) {
+    InParallel([&](size_t i) {
+      if (outcome.parts[i].ok()) Count(i, starts[i] + token_count_, sums[i]);
+    });
+  }
   for (size_t i = 0; i < parts_.size() && outcome.ran; ++i) {
     engine_->NoteEnded(*parts_[i].sequence, outcome.parts[i]);
-    if (outcome.parts[i].ok()) {
-      for (LayerRows& rows : parts_[i].sequence->rows) {
-        if (step_->keeps_lengths()) {
-          rows.KeepWritten(starts[i] + token_count_);
-        } else {
-          rows.Keep(starts[i] + token_count_);
-        }
-      }
-      Count(i);
-      continue;
-    }
-    if (!first.ok()) continue;
+    // In the order of the parts, on which sums of floats depend.
+    for (size_t layer = 0; layer < sums[i].size(); ++layer) sums_[layer].Add(sums[i][layer]);
+    if (outcome.parts[i].ok() || !first.ok()) continue;
     const std::string& name = parts_[i].sequence->name;
     first = WithMessage(outcome.parts[i], absl::StrCat(name, ": ", outcome.parts[i].message()));
   }
@@ -193,9 +199,16 @@ void StreamDecoder::Truncate(size_t part, int64_t token_count) {
   sequence.Publish();
 }
 
-void StreamDecoder::Count(size_t part) {
+void StreamDecoder::Count(size_t part, int64_t token_count, std::vector<AttendSums>& sums) {
   Sequence& sequence = *parts_[part].sequence;
   const ModelSpec& spec = model().spec;
+  for (LayerRows& rows : sequence.rows) {
+    if (step_->keeps_lengths()) {
+      rows.KeepWritten(token_count);
+    } else {
+      rows.Keep(token_count);
+    }
+  }
   engine_->CountAppend(sequence, token_count_ * spec.kv_head_count * spec.layer_count);
   AttendSums all;
   double time_us = 0;
@@ -206,9 +219,8 @@ void StreamDecoder::Count(size_t part) {
       engine_->counters_.attend_device.Note(job.device_time_us / 1e6);
       engine_->counters_.attend_stages.Note(job.stages);
     }
-    AttendSums own;
+    AttendSums& own = sums.emplace_back();
     own.Add(job.items[part], spec.kv_head_count);
-    sums_[layer].Add(own);
     all.Add(own);
     time_us += ItemTimeUs(job);
   }

@@ -76,7 +76,11 @@ class StreamDecoder {
   // Records that the device failed. The destructor drops the tokens of the steps in starts_.
   absl::Status Fail(const absl::Status& status);
   void Truncate(size_t part, int64_t token_count);
-  void Count(size_t part);
+  // Keeps the tokens of a part's successful step, and counts the step; by layer in `sums`.
+  void Count(size_t part, int64_t token_count, std::vector<AttendSums>& sums);
+  // Calls f(part) for all parts, which several threads share if there is much to do.
+  template <typename F>
+  void InParallel(F f) const;
 
   Engine* const engine_;
   const std::vector<Part> parts_;

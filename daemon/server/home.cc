@@ -48,6 +48,7 @@ absl::StatusOr<std::unique_ptr<Home>> Home::Open(const Config& config,
   // Rows and codes leave room for page tables and workspaces, so that attends work even when the
   // arena is full.
   options.limit_bytes = limit_bytes - home->budget_.message_bytes() - limit_bytes / kAttendShare;
+  options.ready_bytes = config.memory_ready_bytes;
   // The device takes memory from the arena, so the observer refers to a device that is created
   // later.
   std::unique_ptr<Device>& device = home->device_;

@@ -15,7 +15,7 @@
 
 namespace spillway {
 
-// Runs a thread that once per period deletes expired sequences, ends streams whose clients are
+// Runs a thread that commits the memory that is to be ready, and then once per period deletes expired sequences, ends streams whose clients are
 // silent, returns idle memory of the arena to the system, logs slow attends, and flushes the event
 // logs.
 class Sweeper {
@@ -45,6 +45,9 @@ class Sweeper {
 
  private:
   void Run() ABSL_LOCKS_EXCLUDED(mutex_) {
+    while (!Stopped() && engine_.arena().CommitReady()) {
+      last_turn_ = std::chrono::steady_clock::now();
+    }
     MutexLock lock(mutex_);
     while (!stopped_) {
       const auto next = std::chrono::steady_clock::now() + absl::ToChronoNanoseconds(period_);
@@ -62,6 +65,11 @@ class Sweeper {
       last_turn_ = std::chrono::steady_clock::now();
       lock.Lock();
     }
+  }
+
+  bool Stopped() ABSL_LOCKS_EXCLUDED(mutex_) {
+    const MutexLock lock(mutex_);
+    return stopped_;
   }
 
   const absl::Duration period_;

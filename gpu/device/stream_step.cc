@@ -489,20 +489,9 @@ absl::Status CudaStreamStep::Announce(void* on) {
 
 template <typename F>
 void CudaStreamStep::InParallel(F f) const {
-  // A unit takes some 4 us. Waking workers takes longer than few units, and those that wake spin
-  // for a while, beside the runner's threads.
-  constexpr int64_t kUnitsMin = 128;
-  constexpr size_t kShares = 4;
-  const auto layer_count = static_cast<size_t>(spec().layer_count);
   const int64_t units =
       spec().layer_count * item_count() * options_.token_count * spec().kv_head_count;
-  const auto run = [&](size_t share, size_t shares) {
-    for (size_t layer = share; layer < layer_count; layer += shares) f(layer);
-  };
-  if (units < kUnitsMin) return run(0, 1);
-  home_.workers->execute([&] {
-    Isolated([&] { ParallelFor(size_t{0}, kShares, [&](size_t share) { run(share, kShares); }); });
-  });
+  home_.workers->execute([&] { InShares(static_cast<size_t>(spec().layer_count), units, f); });
 }
 
 absl::Status CudaStreamStep::FillLayer(Slot& slot, LayerRun& run, LayerFill& filled) {

@@ -3,6 +3,10 @@
 #include <tbb/parallel_for.h>
 #include <tbb/task_arena.h>
 
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
 namespace spillway {
 
 // While a SerialScope lives, the loops below run in the thread that created it. Used where waking a
@@ -35,6 +39,22 @@ void ParallelFor(Index begin, Index end, const F& f) {
 template <typename F>
 auto Isolated(const F& f) {
   return SerialScope::active() ? f() : tbb::this_task_arena::isolate(f);
+}
+
+// Calls f(i) for every i in [0, count), in few threads, for loops in a decode step. work: how many
+// pieces of some microseconds there are in all. One thread does few: waking a worker takes longer,
+// and workers that wake spin for a while, beside the caller's threads.
+template <typename F>
+void InShares(size_t count, int64_t work, const F& f) {
+  constexpr int64_t kWorkOfShare = 128;
+  constexpr int64_t kSharesMax = 8;
+  const auto wanted = static_cast<size_t>(std::clamp<int64_t>(work / kWorkOfShare, 1, kSharesMax));
+  const size_t shares = std::min(count, wanted);
+  const auto run = [&](size_t share) {
+    for (size_t i = share; i < count; i += shares) f(i);
+  };
+  if (shares == 1) return run(0);
+  Isolated([&] { ParallelFor(size_t{0}, shares, run); });
 }
 
 }  // namespace spillway

@@ -47,6 +47,7 @@ struct Arena::Impl {
   Impl(const ArenaOptions& options, MemoryBudget* budget, std::unique_ptr<ArenaBacking> backing)
       : slab_capacity(options.limit_bytes / kSlabBytes),
         extent_slabs(options.extent_bytes / kSlabBytes),
+        ready_slabs(std::min(options.ready_bytes / kSlabBytes, slab_capacity)),
         budget(budget),
         backing(std::move(backing)),
         reclaim(budget->AddReclaim([this](int64_t bytes) { GiveBack(bytes); })) {}
@@ -90,6 +91,7 @@ struct Arena::Impl {
 
   const int64_t slab_capacity;
   const int64_t extent_slabs;
+  const int64_t ready_slabs;
   MemoryBudget* const budget;
   const std::unique_ptr<ArenaBacking> backing;
   const std::list<MemoryBudget::Reclaim>::iterator reclaim;
@@ -348,6 +350,14 @@ void Arena::Expect(int64_t bytes) {
   }
 }
 
+bool Arena::CommitReady() {
+  const MutexLock lock(impl_->mutex);
+  const int64_t missing = impl_->ready_slabs - impl_->committed_count;
+  if (missing <= 0) return false;
+  return impl_->Grow(1, std::min(missing, kExtentSlabsMax)).ok() &&
+         impl_->committed_count < impl_->ready_slabs;
+}
+
 void Arena::GiveBackIdle() {
   // Only a share: a sequence that ends is often followed by the next. Committing again costs the
   // zeroing of pages and, for a GPU, their pinning, as much as the copy of the rows into them.
@@ -355,9 +365,10 @@ void Arena::GiveBackIdle() {
   int64_t slab_count = 0;
   {
     const MutexLock lock(impl_->mutex);
-    slab_count = (impl_->idle_count_min + kShare - 1) / kShare;
+    slab_count = std::min((impl_->idle_count_min + kShare - 1) / kShare,
+                          impl_->committed_count - impl_->ready_slabs);
   }
-  impl_->GiveBack(slab_count * kSlabBytes);
+  if (slab_count > 0) impl_->GiveBack(slab_count * kSlabBytes);
   const MutexLock lock(impl_->mutex);
   impl_->idle_count_min = impl_->idle_count;
 }

@@ -24,6 +24,8 @@ struct ArenaOptions {
   // Bytes to commit at a time, a multiple of kSlabBytes. 1/256 of the committed bytes if that is
   // more; less if the limit or the budget leaves less.
   int64_t extent_bytes = int64_t{8} << 20;
+  // CommitReady() commits so many bytes, and GiveBackIdle() leaves as many; no more than limit_bytes.
+  int64_t ready_bytes = 0;
   // NUMA node to bind to (hwloc logical index); -1: not bound.
   int numa_node = -1;
   // Threads that touch a new extent; 0: one per core of the node.
@@ -109,6 +111,10 @@ class Arena {
   // Announces that `bytes` will be allocated. Commits missing slabs in extents of up to 64 MiB,
   // because a device registers each one. Returns no error: the allocations report it.
   void Expect(int64_t bytes);
+
+  // Commits up to 64 MiB of what is missing of ready_bytes. Returns whether more is missing; false
+  // too if there is no memory.
+  bool CommitReady();
 
   // Gives back to system and budget an eighth of the extents that were free all the time since the
   // last call. For a timer: with one call per second, half of what stays free is gone after five.

@@ -96,8 +96,9 @@ def _limits(
     available: int | None,
     device: torch.device = GPU,
     model: Model | None = None,
+    **more: Any,
 ) -> Settings:
-    config = _config(model)
+    config = _config(model, **more)
     memory.make_thin(config)
     before, memory._available = memory._available, available
     try:
@@ -153,6 +154,21 @@ def test_codes_need_no_more_than_for_the_rows_of_the_host(monkeypatch: pytest.Mo
     limits = _limits(Settings(), 2 << 30)
     rest = int(limits.gpu_memory) // 4 * 3
     assert int(limits.gpu_resident) == min(rest - 149796 * 61 * 56, rest // 4 * 3) >> 20 << 20
+
+
+@pytest.mark.parametrize(
+    ("host_gib", "max_num_seqs", "expected"),
+    [
+        (1024, 1, 32768 * 28672),  # one request of 28 KiB a token
+        (1024, 32, 16 << 30),
+        (64, 32, 8 << 30),
+    ],
+)
+def test_memory_for_rows_is_ready(
+    monkeypatch: pytest.MonkeyPatch, host_gib: int, max_num_seqs: int, expected: int
+) -> None:
+    _host(monkeypatch, host_gib)
+    assert _limits(Settings(), 20 << 30, max_num_seqs=max_num_seqs).ready_bytes == expected
 
 
 @pytest.mark.parametrize(

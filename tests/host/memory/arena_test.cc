@@ -263,6 +263,43 @@ TEST(Arena, GivesBackAnEighthOfWhatStayedFree) {
   EXPECT_EQ(released.size(), 16u);
 }
 
+TEST(Arena, CommitsWhatIsToBeReadyAndKeepsIt) {
+  MemoryBudget budget(256 * kS);
+  ArenaOptions options;
+  options.limit_bytes = 128 * kS;
+  options.extent_bytes = 4 * kS;
+  options.ready_bytes = 80 * kS;
+  auto arena = *Arena::Create(options, &budget);
+  // 64 MiB are 32 slabs.
+  for (const int64_t committed : {32, 64, 80}) {
+    EXPECT_EQ(arena->CommitReady(), committed < 80);
+    EXPECT_EQ(arena->statistics().committed_bytes, committed * kS);
+  }
+  EXPECT_FALSE(arena->CommitReady());
+  EXPECT_EQ(arena->statistics().committed_bytes, 80 * kS);
+  std::vector<std::byte*> slabs;
+  for (int i = 0; i < 120; ++i) slabs.push_back(*arena->AllocateSlabs(1));
+  EXPECT_EQ(arena->statistics().committed_bytes, 120 * kS);
+  for (std::byte* slab : slabs) arena->FreeSlabs(slab, 1);
+  for (int i = 0; i < 40; ++i) arena->GiveBackIdle();
+  EXPECT_EQ(arena->statistics().committed_bytes, 80 * kS);
+  EXPECT_EQ(arena->free_bytes(), 128 * kS);
+}
+
+TEST(Arena, IsReadyAsFarAsThereIsMemory) {
+  MemoryBudget budget(24 * kS);
+  ArenaOptions options;
+  options.limit_bytes = 16 * kS;
+  options.extent_bytes = 4 * kS;
+  options.ready_bytes = 1000 * kS;
+  auto arena = *Arena::Create(options, &budget);
+  while (arena->CommitReady()) {
+  }
+  EXPECT_EQ(arena->statistics().committed_bytes, 16 * kS);
+  // Other users of the budget get it.
+  EXPECT_TRUE(budget.Reserve(20 * kS, "another use").ok());
+}
+
 TEST(Arena, KeepsExtentsThatHoldSomethingAndThatWereTakenMeanwhile) {
   MemoryBudget budget(64 * kS);
   auto arena = MakeArena(16, 2, &budget);

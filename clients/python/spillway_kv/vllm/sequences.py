@@ -307,6 +307,7 @@ def _connect(settings: Settings, device: torch.device) -> spillway_kv.Client:
     values: Iterable[tuple[str, str | int]] = (
         ("device.name", name),
         ("memory.limit", settings.memory),
+        ("memory.ready", str(settings.ready_bytes)),
         ("device.gpu_memory_limit", settings.gpu_memory),
         ("device.gpu_resident_limit", settings.gpu_resident),
         ("device.reproducible", "true" if settings.reproducible else ""),

@@ -33,6 +33,8 @@ class Settings:
         reconnect_seconds: How long a worker waits for a daemon that is gone.
         seed: Seed of the sampling of an embedded engine, like `models.sampling_seed`. All ranks
             have the same. -1 means random.
+        ready_bytes: Host memory of an embedded engine that is pinned at the start, like
+            `memory.ready`. No variable sets it.
         append_bytes: Most GPU memory of K/V that wait to be appended. No variable sets it.
     """
 
@@ -46,6 +48,7 @@ class Settings:
     seed: int = -1
     gpu_resident: str = ""
     reproducible: bool = False
+    ready_bytes: int = 0
     append_bytes: int = BYTES_MAX
 
     @property
