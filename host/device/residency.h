@@ -20,7 +20,7 @@ namespace spillway {
 class Residency {
  public:
   // A sequence that has not been used for this long makes room for others.
-  static constexpr absl::Duration kIdle = absl::Seconds(1);
+  static constexpr absl::Duration kIdle = absl::Milliseconds(300);
 
   // One sequence. Must live until Remove().
   class Member {

@@ -68,12 +68,12 @@ TEST_F(ResidencyTest, WhoIsUsedKeepsWhatItHas) {
   const ResidencyUse outer = a_.Use();
   { const ResidencyUse inner = a_.Use(); }
   b_.Use();
-  Pass(absl::Seconds(0.5));
+  Pass(absl::Seconds(0.15));
   // a is in use, b was used half a second ago, and c has not been used for 5.5 seconds.
   EXPECT_TRUE(residency_.MakeRoom());
   EXPECT_EQ(given_up_, Names{"c"});
   EXPECT_FALSE(residency_.MakeRoom());
-  Pass(absl::Seconds(0.5));
+  Pass(absl::Seconds(0.15));
   EXPECT_TRUE(residency_.MakeRoom());
   EXPECT_EQ(given_up_, (Names{"c", "b"}));
   // A sequence in use keeps its memory.
