@@ -69,7 +69,7 @@ TEST_F(ResidencyTest, WhoIsUsedKeepsWhatItHas) {
   { const ResidencyUse inner = a_.Use(); }
   b_.Use();
   Pass(absl::Seconds(0.15));
-  // a is in use, b was used half a second ago, and c has not been used for 5.5 seconds.
+  // a is in use, b was used 0.15 s ago, and c has not been used for 5.15 s.
   EXPECT_TRUE(residency_.MakeRoom());
   EXPECT_EQ(given_up_, Names{"c"});
   EXPECT_FALSE(residency_.MakeRoom());
