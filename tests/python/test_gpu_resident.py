@@ -175,9 +175,11 @@ def test_dense_while_all_rows_are_there(plain: Client) -> None:
         outs, _ = decoded(client, sequence, top, 3)
         wanted, _ = decoded(plain, other, top, 3)
         assert all(torch.equal(a, b) for a, b in zip(outs, wanted, strict=True))
-        # A sequence without room for all its rows is sparse.
-        second = filled(client, model, 2)
-        _, promises = decoded(client, second, Policy(), 3)
+        # A sequence without room for all its rows is sparse. The first one keeps its room while a
+        # decoder holds it.
+        with client.open_decoder([sequence]):
+            second = filled(client, model, 2)
+            _, promises = decoded(client, second, Policy(), 3)
         assert all("statistical" in of_step for of_step in promises)
 
 
