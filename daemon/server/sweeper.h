@@ -15,9 +15,9 @@
 
 namespace spillway {
 
-// Runs a thread that commits the memory that is to be ready, and then once per period deletes expired sequences, ends streams whose clients are
-// silent, returns idle memory of the arena to the system, logs slow attends, and flushes the event
-// logs.
+// Runs a thread that commits the memory that is to be ready, and then once per period deletes
+// expired sequences, ends streams whose clients are silent, returns idle memory of the arena to the
+// system, logs slow attends, and flushes the event logs.
 class Sweeper {
  public:
   // also: further work for each turn. All references must outlive the sweeper.

@@ -24,7 +24,8 @@ struct ArenaOptions {
   // Bytes to commit at a time, a multiple of kSlabBytes. 1/256 of the committed bytes if that is
   // more; less if the limit or the budget leaves less.
   int64_t extent_bytes = int64_t{8} << 20;
-  // CommitReady() commits so many bytes, and GiveBackIdle() leaves as many; no more than limit_bytes.
+  // CommitReady() commits so many bytes, and GiveBackIdle() leaves as many; no more than
+  // limit_bytes.
   int64_t ready_bytes = 0;
   // NUMA node to bind to (hwloc logical index); -1: not bound.
   int numa_node = -1;
