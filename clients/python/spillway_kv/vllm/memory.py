@@ -186,6 +186,9 @@ def _resident_bytes(limit: int, config: Any, shapes: Shapes) -> int:
     # Three bits a dimension, factors, and one row in a hundred.
     code = 3 * shapes.head_dim // 8 + 8 + row // 100
     codes = min(_rows_bytes(config, shapes), _host_bytes()) // row * code
+    # And of each request: its first and newest rows, and tables.
+    heads = shapes.layer_count * shapes.kv_head_count
+    codes += config.scheduler_config.max_num_seqs * heads * (256 * row + (24 << 10))
     # A quarter at most is for workspaces, and three quarters of the rest at most for copies.
     rest = limit - min(limit // 4, 4 << 30)
     return max(0, min(rest - codes, rest // 4 * 3)) >> 20 << 20
