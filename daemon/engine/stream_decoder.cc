@@ -79,7 +79,8 @@ absl::Status StreamDecoder::CheckLayers() const {
 
 template <typename F>
 void StreamDecoder::InParallel(F f) const {
-  InShares(parts_.size(), part_count() * int64_t{model().spec.layer_count}, f);
+  const int64_t pairs = part_count() * int64_t{model().spec.layer_count};
+  InShares(ShareCount(pairs, home().info().thread_count), parts_.size(), f);
 }
 
 absl::Status StreamDecoder::Prepare() {
@@ -89,6 +90,12 @@ absl::Status StreamDecoder::Prepare() {
   InParallel([&](size_t i) {
     prepared[i] = engine_->PrepareAppend(*parts_[i].sequence, layers, token_count_);
   });
+  // Forks of one sequence, prepared at once, may each have copied a page that the last of them need
+  // not copy. One after the other, they take no more than they need.
+  for (size_t i = 0; i < parts_.size(); ++i) {
+    if (prepared[i].ok()) continue;
+    prepared[i] = engine_->PrepareAppend(*parts_[i].sequence, layers, token_count_);
+  }
   const auto failed = std::ranges::find_if_not(prepared, &absl::Status::ok);
   if (failed == prepared.end()) return absl::OkStatus();
   for (size_t i = 0; i < parts_.size(); ++i) {

@@ -10,14 +10,15 @@
 #include "daemon/engine/engine.h"
 #include "daemon/server/event_log.h"
 #include "daemon/server/library_messages.h"
+#include "daemon/server/logging.h"
 #include "daemon/services/stream_set.h"
 #include "host/base/mutex.h"
 
 namespace spillway {
 
-// Runs a thread that commits the memory that is to be ready, and then once per period deletes
-// expired sequences, ends streams whose clients are silent, returns idle memory of the arena to the
-// system, logs slow attends, and flushes the event logs.
+// Runs a thread that at first commits the memory that is to be ready, and that once per period
+// deletes expired sequences, ends streams whose clients are silent, returns idle memory of the arena
+// to the system, logs slow attends, and flushes the event logs.
 class Sweeper {
  public:
   // also: further work for each turn. All references must outlive the sweeper.
@@ -45,12 +46,18 @@ class Sweeper {
 
  private:
   void Run() ABSL_LOCKS_EXCLUDED(mutex_) {
-    while (!Stopped() && engine_.arena().CommitReady()) {
-      last_turn_ = std::chrono::steady_clock::now();
-    }
+    // Between two steps others get the arena.
+    constexpr auto kPause = std::chrono::milliseconds(1);
+    bool lacks_memory = true;
     MutexLock lock(mutex_);
     while (!stopped_) {
       const auto next = std::chrono::steady_clock::now() + absl::ToChronoNanoseconds(period_);
+      while (lacks_memory && !stopped_ && std::chrono::steady_clock::now() < next) {
+        lock.Unlock();
+        lacks_memory = CommitReady();
+        lock.Lock();
+        wake_.WaitUntil(mutex_, std::chrono::steady_clock::now() + kPause);
+      }
       while (!stopped_ && wake_.WaitUntil(mutex_, next)) {
       }
       if (stopped_) return;
@@ -67,9 +74,13 @@ class Sweeper {
     }
   }
 
-  bool Stopped() ABSL_LOCKS_EXCLUDED(mutex_) {
-    const MutexLock lock(mutex_);
-    return stopped_;
+  // Commits a part of the memory that is to be ready. Returns whether more is missing.
+  bool CommitReady() {
+    const absl::StatusOr<bool> more = engine_.arena().CommitReady();
+    if (more.ok()) return *more;
+    Log(LogLevel::kWarning, "memory.ready is not reached",
+        {{"error", std::string(more.status().message())}});
+    return false;
   }
 
   const absl::Duration period_;

@@ -48,9 +48,10 @@ int64_t WaveBytes(int64_t memory_limit_bytes) {
   return std::min(memory_limit_bytes / 16, int64_t{1} << 30);
 }
 
-// GPU memory that codes leave to attends, so that sequences that fill the rest can be attended to.
+// GPU memory that codes leave to attends, so that sequences that fill the rest can be attended to:
+// a wave for each slot, and at least for a step on a stream, which may have two, beside a long job.
 int64_t WorkspaceBytes(int64_t memory_limit_bytes) {
-  return WaveBytes(memory_limit_bytes) * StreamSlotCount(memory_limit_bytes);
+  return WaveBytes(memory_limit_bytes) * std::max(3, StreamSlotCount(memory_limit_bytes));
 }
 
 std::string UuidName(const cudaUUID_t& uuid) {
@@ -293,12 +294,14 @@ absl::StatusOr<std::unique_ptr<Device>> CudaDevice::Create(const CudaDeviceOptio
   device->gpu_ = {properties.multiProcessorCount,
                   static_cast<int>(properties.sharedMemPerBlockOptin), properties.major >= 9};
   int clock_khz = 0, width_bits = 0;
-  SPILLWAY_CUDA_RETURN_IF_ERROR(
-      cudaDeviceGetAttribute(&clock_khz, cudaDevAttrMemoryClockRate, options.ordinal));
-  SPILLWAY_CUDA_RETURN_IF_ERROR(
-      cudaDeviceGetAttribute(&width_bits, cudaDevAttrGlobalMemoryBusWidth, options.ordinal));
-  // Two transfers a clock.
-  device->gpu_.memory_bytes_per_us = 2.0 * clock_khz / 1000 * width_bits / 8;
+  if (cudaDeviceGetAttribute(&clock_khz, cudaDevAttrMemoryClockRate, options.ordinal) ==
+          cudaSuccess &&
+      cudaDeviceGetAttribute(&width_bits, cudaDevAttrGlobalMemoryBusWidth, options.ordinal) ==
+          cudaSuccess) {
+    // Two transfers a clock.
+    device->gpu_.memory_bytes_per_us = 2.0 * clock_khz / 1000 * width_bits / 8;
+  }
+  cudaGetLastError();
   const auto create_arena = [&](int64_t bytes) -> absl::StatusOr<std::unique_ptr<Arena>> {
     absl::StatusOr<std::unique_ptr<ArenaBacking>> backing =
         cuda::CreateDeviceBacking(options.ordinal, bytes);

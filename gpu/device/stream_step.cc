@@ -227,6 +227,8 @@ std::vector<bool> CudaStreamStep::FasterDense(const std::vector<int64_t>& length
     candidate.token_count = lengths[i];
     // Without a tail, the caller asks for the rows that a selector finds.
     candidate.may_be_dense = part.policy.tail != Tail::kNone;
+    candidate.is_dense =
+        part.policy.selector == Selector::kAll || lengths[i] <= part.policy.dense_token_count;
     for (int layer = 0; layer < spec().layer_count && candidate.may_be_dense; ++layer) {
       candidate.may_be_dense = index(part, layer).whole().end() >= lengths[i];
     }
@@ -491,7 +493,10 @@ template <typename F>
 void CudaStreamStep::InParallel(F f) const {
   const int64_t units =
       spec().layer_count * item_count() * options_.token_count * spec().kv_head_count;
-  home_.workers->execute([&] { InShares(static_cast<size_t>(spec().layer_count), units, f); });
+  const auto layer_count = static_cast<size_t>(spec().layer_count);
+  const size_t shares = ShareCount(units, home_.workers->max_concurrency());
+  if (shares == 1) return InShares(1, layer_count, f);
+  home_.workers->execute([&] { InShares(shares, layer_count, f); });
 }
 
 absl::Status CudaStreamStep::FillLayer(Slot& slot, LayerRun& run, LayerFill& filled) {

@@ -41,15 +41,18 @@ auto Isolated(const F& f) {
   return SerialScope::active() ? f() : tbb::this_task_arena::isolate(f);
 }
 
-// Calls f(i) for every i in [0, count), in few threads, for loops in a decode step. work: how many
-// pieces of some microseconds there are in all. One thread does few: waking a worker takes longer,
-// and workers that wake spin for a while, beside the caller's threads.
-template <typename F>
-void InShares(size_t count, int64_t work, const F& f) {
+// How many threads share a loop of a decode step. work: how many pieces of some microseconds there
+// are in all. One thread does few: waking a worker takes longer, and workers that wake spin for a
+// while, beside the caller's threads.
+inline size_t ShareCount(int64_t work, int thread_count) {
   constexpr int64_t kWorkOfShare = 128;
-  constexpr int64_t kSharesMax = 8;
-  const auto wanted = static_cast<size_t>(std::clamp<int64_t>(work / kWorkOfShare, 1, kSharesMax));
-  const size_t shares = std::min(count, wanted);
+  const int64_t shares_max = std::clamp(thread_count, 1, 8);
+  return static_cast<size_t>(std::clamp<int64_t>(work / kWorkOfShare, 1, shares_max));
+}
+
+// Calls f(i) for every i in [0, count), in so many shares.
+template <typename F>
+void InShares(size_t shares, size_t count, const F& f) {
   const auto run = [&](size_t share) {
     for (size_t i = share; i < count; i += shares) f(i);
   };

@@ -82,9 +82,9 @@ struct Arena::Impl {
   void CountFree(int64_t first, int64_t slab_count, int sign) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
   // Removes slabs that are free from free_runs.
   void CutRun(int64_t first, int64_t slab_count) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
-  // Gives back the last extent without allocated slabs. Returns its slabs; 0 if there is none or
-  // the backing keeps it.
-  int64_t GiveBackOne() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
+  // Gives back the last extent without allocated slabs. Returns its slabs; 0 if there is none, it
+  // has more than `most`, or the backing keeps it.
+  int64_t GiveBackOne(int64_t most = kSlabCountMax) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
   void GiveBack(int64_t bytes) ABSL_LOCKS_EXCLUDED(mutex);
   int64_t FreeBytes() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
   absl::Status Exhausted(std::string_view what, int64_t needed_bytes, int64_t free_bytes) const;
@@ -224,13 +224,14 @@ void Arena::Impl::GiveRun(int64_t first, int64_t slab_count) {
   free_runs.emplace_hint(next, first, slab_count);
 }
 
-int64_t Arena::Impl::GiveBackOne() {
+int64_t Arena::Impl::GiveBackOne(int64_t most) {
   if (idle_count == 0) return 0;
   const auto last = std::find_if(extents.rbegin(), extents.rend(), [](const auto& extent) {
     return extent.second.free_count == extent.second.slab_count;
   });
   const int64_t first = last->first;
   const int64_t slab_count = last->second.slab_count;
+  if (slab_count > most) return 0;
   if (!backing->Release({At(first), static_cast<size_t>(slab_count * kSlabBytes)})) return 0;
   CutRun(first, slab_count);
   CountFree(first, slab_count, -1);
@@ -350,12 +351,12 @@ void Arena::Expect(int64_t bytes) {
   }
 }
 
-bool Arena::CommitReady() {
+absl::StatusOr<bool> Arena::CommitReady() {
   const MutexLock lock(impl_->mutex);
   const int64_t missing = impl_->ready_slabs - impl_->committed_count;
   if (missing <= 0) return false;
-  return impl_->Grow(1, std::min(missing, kExtentSlabsMax)).ok() &&
-         impl_->committed_count < impl_->ready_slabs;
+  RETURN_IF_ERROR(impl_->Grow(1, std::min(missing, kExtentSlabsMax)));
+  return impl_->committed_count < impl_->ready_slabs;
 }
 
 void Arena::GiveBackIdle() {
@@ -365,10 +366,15 @@ void Arena::GiveBackIdle() {
   int64_t slab_count = 0;
   {
     const MutexLock lock(impl_->mutex);
-    slab_count = std::min((impl_->idle_count_min + kShare - 1) / kShare,
-                          impl_->committed_count - impl_->ready_slabs);
+    slab_count = (impl_->idle_count_min + kShare - 1) / kShare;
   }
-  if (slab_count > 0) impl_->GiveBack(slab_count * kSlabBytes);
+  while (slab_count > 0) {
+    // One extent at a time: an append may take a slab in between.
+    const MutexLock lock(impl_->mutex);
+    const int64_t given = impl_->GiveBackOne(impl_->committed_count - impl_->ready_slabs);
+    if (given == 0) break;
+    slab_count -= given;
+  }
   const MutexLock lock(impl_->mutex);
   impl_->idle_count_min = impl_->idle_count;
 }

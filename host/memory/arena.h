@@ -113,9 +113,9 @@ class Arena {
   // because a device registers each one. Returns no error: the allocations report it.
   void Expect(int64_t bytes);
 
-  // Commits up to 64 MiB of what is missing of ready_bytes. Returns whether more is missing; false
-  // too if there is no memory.
-  bool CommitReady();
+  // Commits up to 64 MiB of what is missing of ready_bytes. Returns whether more is missing.
+  // RESOURCE_EXHAUSTED; errors of the observer.
+  absl::StatusOr<bool> CommitReady();
 
   // Gives back to system and budget an eighth of the extents that were free all the time since the
   // last call. For a timer: with one call per second, half of what stays free is gone after five.

@@ -32,6 +32,7 @@ std::vector<bool> ChooseDense(const ModelSpec& spec, const GpuRates& rates, int6
   double none_us = 0, cheaper_us = 0, all_us = 0;
   bool all_may = true, any_cheaper = false, all_cheaper = true;
   for (size_t i = 0; i < candidates.size(); ++i) {
+    if (candidates[i].is_dense) continue;  // the same in all three
     const auto n = static_cast<double>(candidates[i].token_count);
     const double dense_us = passes * n * heads * static_cast<double>(spec.row_bytes()) /
                             (kDenseShareOfRate * rates.memory_bytes_per_us);

@@ -20,6 +20,8 @@ struct DenseCandidate {
   // Whether it may be attended densely: all its rows are in the GPU's memory, and its policy asks
   // for an answer and not for certain rows.
   bool may_be_dense = false;
+  // Whether it is dense anyway, as its policy says.
+  bool is_dense = false;
 };
 
 // Which sequences of a step are to be attended densely, because it then takes less time

@@ -148,6 +148,8 @@ def test_settings() -> None:
     assert set(VARIABLES) == {*given, "VLLM_SPILLWAY_TARGET"}
     daemon = settings_from({"VLLM_SPILLWAY_TARGET": " unix:/run/spillwayd.sock "})
     assert daemon.target == "unix:/run/spillwayd.sock"
+    given = {"VLLM_SPILLWAY_TARGET": "unix:/x", "VLLM_SPILLWAY_REPRODUCIBLE": " 0 "}
+    assert not settings_from(given).reproducible
     assert not daemon.embedded
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,6 +47,9 @@ def _config(model: Model | None = None, **more: Any) -> Any:
         model_config=model or _model(),
         cache_config=SimpleNamespace(**given),
         scheduler_config=SimpleNamespace(**given),
+        parallel_config=SimpleNamespace(
+            world_size=given.get("world_size", 1), data_parallel_size_local=1
+        ),
         kv_transfer_config=SimpleNamespace(kv_connector_extra_config={}),
         speculative_config=given.get("speculative_config"),
         max_in_flight_tokens=2 * given["max_num_batched_tokens"],
@@ -125,20 +129,21 @@ def test_little_memory_is_for_codes() -> None:
         assert limits.gpu_memory == str(available - others - (32 << 20) - appends)
 
 
-def _host(monkeypatch: pytest.MonkeyPatch, gib: int) -> None:
+def _host(monkeypatch: pytest.MonkeyPatch, gib: int, limit: Path = Path("/none")) -> None:
+    monkeypatch.setattr(memory, "_CONTAINER_LIMIT", limit)
     sizes = {"SC_PHYS_PAGES": gib << 18, "SC_PAGE_SIZE": 4096}
     monkeypatch.setattr("os.sysconf", sizes.__getitem__)
 
 
 def test_copies_of_rows_get_what_codes_cannot_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    """61 bytes of codes a token and KV head, 56 KV heads in all, 32 requests of 32,768 tokens.
+    """62 bytes of codes a token and KV head, 56 KV heads in all, 32 requests of 32,768 tokens.
 
     A request has 152 KiB more for each head: 256 rows of 512 bytes, and 24 KiB of tables.
     """
     _host(monkeypatch, 1024)
     limits = _limits(Settings(), 12 << 30)
     rest = int(limits.gpu_memory) - int(limits.gpu_memory) // 4
-    codes = 32 * 32768 * 61 * 56 + 32 * 56 * (152 << 10)
+    codes = 32 * 32768 * 62 * 56 + 32 * 56 * (152 << 10)
     assert limits.gpu_resident == str((rest - codes) >> 20 << 20)
     # At most three quarters.
     limits = _limits(Settings(), 200 << 30)
@@ -157,7 +162,7 @@ def test_codes_need_no_more_than_for_the_rows_of_the_host(monkeypatch: pytest.Mo
     assert limits.gpu_resident == str(rest // 4 * 3 >> 20 << 20)
     limits = _limits(Settings(), 2 << 30)
     rest = int(limits.gpu_memory) - int(limits.gpu_memory) // 4
-    codes = 149796 * 61 * 56 + 32 * 56 * (152 << 10)
+    codes = 149796 * 62 * 56 + 32 * 56 * (152 << 10)
     assert limits.gpu_resident == str((rest - codes) >> 20 << 20)
 
 
@@ -174,6 +179,16 @@ def test_memory_for_rows_is_ready(
 ) -> None:
     _host(monkeypatch, host_gib)
     assert _limits(Settings(), 20 << 30, max_num_seqs=max_num_seqs).ready_bytes == expected
+
+
+def test_ranks_and_containers_share_the_host(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    limit = tmp_path / "memory.max"
+    _host(monkeypatch, 256, limit)
+    for text, expected in (("max\n", 8 << 30), (f"{64 << 30}\n", 2 << 30)):
+        limit.write_text(text)
+        assert _limits(Settings(), 20 << 30, world_size=4).ready_bytes == expected
 
 
 @pytest.mark.parametrize(

@@ -272,10 +272,10 @@ TEST(Arena, CommitsWhatIsToBeReadyAndKeepsIt) {
   auto arena = *Arena::Create(options, &budget);
   // 64 MiB are 32 slabs.
   for (const int64_t committed : {32, 64, 80}) {
-    EXPECT_EQ(arena->CommitReady(), committed < 80);
+    EXPECT_EQ(*arena->CommitReady(), committed < 80);
     EXPECT_EQ(arena->statistics().committed_bytes, committed * kS);
   }
-  EXPECT_FALSE(arena->CommitReady());
+  EXPECT_FALSE(*arena->CommitReady());
   EXPECT_EQ(arena->statistics().committed_bytes, 80 * kS);
   std::vector<std::byte*> slabs;
   for (int i = 0; i < 120; ++i) slabs.push_back(*arena->AllocateSlabs(1));
@@ -293,11 +293,27 @@ TEST(Arena, IsReadyAsFarAsThereIsMemory) {
   options.extent_bytes = 4 * kS;
   options.ready_bytes = 1000 * kS;
   auto arena = *Arena::Create(options, &budget);
-  while (arena->CommitReady()) {
-  }
+  EXPECT_FALSE(*arena->CommitReady());
   EXPECT_EQ(arena->statistics().committed_bytes, 16 * kS);
   // Other users of the budget get it.
-  EXPECT_TRUE(budget.Reserve(20 * kS, "another use").ok());
+  auto other = budget.Reserve(20 * kS, "another use");
+  EXPECT_TRUE(other.ok());
+  const auto ready = arena->CommitReady();
+  EXPECT_FALSE(ready.ok() && *ready);
+}
+
+TEST(Arena, KeepsAnExtentThatIsPartlyToBeReady) {
+  MemoryBudget budget(256 * kS);
+  ArenaOptions options;
+  options.limit_bytes = 128 * kS;
+  options.extent_bytes = 32 * kS;
+  options.ready_bytes = 40 * kS;
+  auto arena = *Arena::Create(options, &budget);
+  auto slabs = arena->AllocateSlabs(96);
+  ASSERT_TRUE(slabs.ok());
+  arena->FreeSlabs(*slabs, 96);
+  for (int i = 0; i < 40; ++i) arena->GiveBackIdle();
+  EXPECT_EQ(arena->statistics().committed_bytes, 64 * kS);
 }
 
 TEST(Arena, KeepsExtentsThatHoldSomethingAndThatWereTakenMeanwhile) {

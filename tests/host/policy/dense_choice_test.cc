@@ -53,6 +53,15 @@ TEST(DenseChoice, NeverOfRowsThatAreElsewhere) {
   EXPECT_EQ(Choose(two, many), expected);
 }
 
+TEST(DenseChoice, WhatIsDenseAnywayDecidesNothing) {
+  // The short sequence has no copy, and is dense by its policy.
+  EXPECT_EQ(Choose(SpecOf(2, 12), {{512, false, true}, {16384, true}}),
+            (std::vector<bool>{false, true}));
+  EXPECT_EQ(Choose(SpecOf(2, 12), {{512, false, false}, {16384, true}}),
+            (std::vector<bool>{false, false}));
+  EXPECT_EQ(Choose(SpecOf(2, 12), {{512, true, true}}), std::vector<bool>(1, false));
+}
+
 TEST(DenseChoice, ALongerSequenceDoesNotBecomeDenseAgain) {
   const ModelSpec spec = SpecOf(8, 32);
   for (const size_t count : {1, 4, 16}) {

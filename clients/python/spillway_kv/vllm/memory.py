@@ -6,6 +6,7 @@ import functools
 import os
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ THIN_BYTES = 16
 # Most bytes of rows for which memory is pinned at the start. A prompt that finds it ready does not
 # wait for it: 16,384 tokens of a model of 1.5B parameters have 0.47 GB, which take 34 ms.
 _READY_BYTES_MAX = 16 << 30
+_CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
 # Key in the connector's configuration.
 THIN = "thin_pool"
 
@@ -156,13 +158,27 @@ def with_limits(
         settings,
         gpu_memory=str(limit),
         gpu_resident=settings.gpu_resident or str(_resident_bytes(limit, config, shapes)),
-        ready_bytes=min(_rows_bytes(config, shapes), _host_bytes() // 8, _READY_BYTES_MAX),
+        ready_bytes=min(
+            _rows_bytes(config, shapes), _host_bytes() // 8 // _rank_count(config), _READY_BYTES_MAX
+        ),
         append_bytes=appends,
     )
 
 
 def _host_bytes() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """Returns the memory of this machine, or the limit of its container."""
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        limit = int(_CONTAINER_LIMIT.read_text())
+    except (OSError, ValueError):  # none, or "max"
+        return physical
+    return min(physical, limit)
+
+
+def _rank_count(config: Any) -> int:
+    """Returns how many engines share this machine, at most."""
+    parallel = config.parallel_config
+    return parallel.world_size * max(1, parallel.data_parallel_size_local)
 
 
 def _row_bytes(shapes: Shapes) -> int:
@@ -183,8 +199,8 @@ def _resident_bytes(limit: int, config: Any, shapes: Shapes) -> int:
     for. Finished requests that are kept are dropped if there is no room for their codes.
     """
     row = _row_bytes(shapes)
-    # Three bits a dimension, factors, and one row in a hundred.
-    code = 3 * shapes.head_dim // 8 + 8 + row // 100
+    # Three bits a dimension in words of 32, factors, and one row in a hundred.
+    code = 3 * -(-shapes.head_dim // 32) * 4 + 8 + -(-row // 100)
     codes = min(_rows_bytes(config, shapes), _host_bytes()) // row * code
     # And of each request: its first and newest rows, and tables.
     heads = shapes.layer_count * shapes.kv_head_count

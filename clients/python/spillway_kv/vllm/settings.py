@@ -95,7 +95,7 @@ def settings_from(environment: Mapping[str, str]) -> Settings:
     settings = Settings(**values)  # type: ignore[arg-type]
     if not settings.embedded:
         for name in ("MEMORY", "GPU_MEMORY", "GPU_RESIDENT", "REPRODUCIBLE", "DEVICE", "SEED"):
-            if values.get(_NAMES[name], "") != "":
+            if values.get(_NAMES[name], "") not in ("", False):
                 raise ValueError(
                     f"{PREFIX}{name} is for an embedded engine; the daemon at {settings.target} "
                     "has settings of its own"
@@ -105,9 +105,9 @@ def settings_from(environment: Mapping[str, str]) -> Settings:
 
 def _value(variable: str, name: str, text: str) -> str | int | float:
     if name == "reproducible":
-        if text not in ("0", "1"):
+        if text.strip() not in ("", "0", "1"):
             raise ValueError(f"{variable} is {text!r}, not 0 or 1")
-        return text == "1"
+        return text.strip() == "1"
     if name == "kept_sequence_count":
         return _whole(variable, text, 0, 100_000)
     if name == "seed":
