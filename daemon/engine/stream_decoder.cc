@@ -77,10 +77,13 @@ absl::Status StreamDecoder::CheckLayers() const {
   return absl::OkStatus();
 }
 
+size_t StreamDecoder::Shares() const {
+  return ShareCount(part_count() * int64_t{model().spec.layer_count}, home().info().thread_count);
+}
+
 template <typename F>
 void StreamDecoder::InParallel(F f) const {
-  const int64_t pairs = part_count() * int64_t{model().spec.layer_count};
-  InShares(ShareCount(pairs, home().info().thread_count), parts_.size(), f);
+  InShares(Shares(), parts_.size(), f);
 }
 
 absl::Status StreamDecoder::Prepare() {
@@ -92,7 +95,7 @@ absl::Status StreamDecoder::Prepare() {
   });
   // Forks of one sequence, prepared at once, may each have copied a page that the last of them need
   // not copy. One after the other, they take no more than they need.
-  for (size_t i = 0; i < parts_.size(); ++i) {
+  for (size_t i = 0; i < parts_.size() && Shares() > 1; ++i) {
     if (prepared[i].ok()) continue;
     prepared[i] = engine_->PrepareAppend(*parts_[i].sequence, layers, token_count_);
   }

@@ -78,7 +78,9 @@ class StreamDecoder {
   void Truncate(size_t part, int64_t token_count);
   // Keeps the tokens of a part's successful step, and counts the step; by layer in `sums`.
   void Count(size_t part, int64_t token_count, std::vector<AttendSums>& sums);
-  // Calls f(part) for all parts, which several threads share if there is much to do.
+  // How many threads share a loop over parts and layers.
+  size_t Shares() const;
+  // Calls f(part) for all parts, in so many threads.
   template <typename F>
   void InParallel(F f) const;
 

@@ -298,8 +298,9 @@ TEST(Arena, IsReadyAsFarAsThereIsMemory) {
   // Other users of the budget get it.
   auto other = budget.Reserve(20 * kS, "another use");
   EXPECT_TRUE(other.ok());
-  const auto ready = arena->CommitReady();
-  EXPECT_FALSE(ready.ok() && *ready);
+  EXPECT_TRUE(*arena->CommitReady());
+  EXPECT_EQ(arena->statistics().committed_bytes, 4 * kS);
+  EXPECT_TRUE(absl::IsResourceExhausted(arena->CommitReady().status()));
 }
 
 TEST(Arena, KeepsAnExtentThatIsPartlyToBeReady) {
