@@ -17,8 +17,8 @@
 namespace spillway {
 
 // Runs a thread that at first commits the memory that is to be ready, and that once per period
-// deletes expired sequences, ends streams whose clients are silent, returns idle memory of the arena
-// to the system, logs slow attends, and flushes the event logs.
+// deletes expired sequences, ends streams whose clients are silent, returns idle memory of the
+// arena to the system, logs slow attends, and flushes the event logs.
 class Sweeper {
  public:
   // also: further work for each turn. All references must outlive the sweeper.
