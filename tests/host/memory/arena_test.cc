@@ -20,10 +20,11 @@ using ::testing::HasSubstr;
 constexpr int64_t kS = kSlabBytes;
 
 std::unique_ptr<Arena> MakeArena(int64_t slabs, int64_t extent_slabs, MemoryBudget* budget,
-                                 Arena::ExtentObserver observer = {}) {
+                                 Arena::ExtentObserver observer = {}, int64_t ready_slabs = 0) {
   ArenaOptions options;
   options.limit_bytes = slabs * kS;
   options.extent_bytes = extent_slabs * kS;
+  options.ready_bytes = ready_slabs * kS;
   auto arena = Arena::Create(options, budget, std::move(observer));
   EXPECT_TRUE(arena.ok()) << arena.status();
   return *std::move(arena);
@@ -265,11 +266,7 @@ TEST(Arena, GivesBackAnEighthOfWhatStayedFree) {
 
 TEST(Arena, CommitsWhatIsToBeReadyAndKeepsIt) {
   MemoryBudget budget(256 * kS);
-  ArenaOptions options;
-  options.limit_bytes = 128 * kS;
-  options.extent_bytes = 4 * kS;
-  options.ready_bytes = 80 * kS;
-  auto arena = *Arena::Create(options, &budget);
+  auto arena = MakeArena(128, 4, &budget, {}, 80);
   // 64 MiB are 32 slabs.
   for (const int64_t committed : {32, 64, 80}) {
     EXPECT_EQ(*arena->CommitReady(), committed < 80);
@@ -288,11 +285,7 @@ TEST(Arena, CommitsWhatIsToBeReadyAndKeepsIt) {
 
 TEST(Arena, IsReadyAsFarAsThereIsMemory) {
   MemoryBudget budget(24 * kS);
-  ArenaOptions options;
-  options.limit_bytes = 16 * kS;
-  options.extent_bytes = 4 * kS;
-  options.ready_bytes = 1000 * kS;
-  auto arena = *Arena::Create(options, &budget);
+  auto arena = MakeArena(16, 4, &budget, {}, 1000);
   EXPECT_FALSE(*arena->CommitReady());
   EXPECT_EQ(arena->statistics().committed_bytes, 16 * kS);
   // Other users of the budget get it.
@@ -305,11 +298,7 @@ TEST(Arena, IsReadyAsFarAsThereIsMemory) {
 
 TEST(Arena, KeepsAnExtentThatIsPartlyToBeReady) {
   MemoryBudget budget(256 * kS);
-  ArenaOptions options;
-  options.limit_bytes = 128 * kS;
-  options.extent_bytes = 32 * kS;
-  options.ready_bytes = 40 * kS;
-  auto arena = *Arena::Create(options, &budget);
+  auto arena = MakeArena(128, 32, &budget, {}, 40);
   auto slabs = arena->AllocateSlabs(96);
   ASSERT_TRUE(slabs.ok());
   arena->FreeSlabs(*slabs, 96);
