@@ -227,15 +227,17 @@ std::vector<bool> CudaStreamStep::FasterDense(const std::vector<int64_t>& length
     candidate.token_count = lengths[i];
     // Without a tail, the caller asks for the rows that a selector finds.
     candidate.may_be_dense = part.policy.tail != Tail::kNone;
-    candidate.is_dense =
-        part.policy.selector == Selector::kAll || lengths[i] <= part.policy.dense_token_count;
-    for (int layer = 0; layer < spec().layer_count && candidate.may_be_dense; ++layer) {
-      candidate.may_be_dense = index(part, layer).whole().end() >= lengths[i];
+    candidate.is_dense = true;
+    for (int layer = 0; layer < spec().layer_count; ++layer) {
+      candidate.is_dense = candidate.is_dense &&
+                           part.policy.IsDense(spec(), layer, options_.token_count, lengths[i]);
+      candidate.may_be_dense =
+          candidate.may_be_dense && index(part, layer).whole().end() >= lengths[i];
     }
   }
   const int64_t code_bytes = CudaModel::IndexPageBytes(spec()) / kPageTokenCount;
-  return ChooseDense(spec(), {home_.gpu.memory_bytes_per_us, home_.gpu.sm_count}, code_bytes,
-                     options_.token_count, candidates);
+  return ChooseDense(spec(), {home_.gpu.memory_bytes_per_us, home_.gpu.sm_count, kDenseQueryRows},
+                     code_bytes, options_.token_count, candidates);
 }
 
 LayerBytes CudaStreamStep::Measure(bool dense, int64_t& workspace_bytes) const {

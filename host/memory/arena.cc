@@ -85,7 +85,8 @@ struct Arena::Impl {
   // Gives back the last extent without allocated slabs. Returns its slabs; 0 if there is none, it
   // has more than `most`, or the backing keeps it.
   int64_t GiveBackOne(int64_t most = kSlabCountMax) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
-  void GiveBack(int64_t bytes) ABSL_LOCKS_EXCLUDED(mutex);
+  // Gives back extents of so many bytes, as long as kept_slabs stay committed.
+  void GiveBack(int64_t bytes, int64_t kept_slabs = 0) ABSL_LOCKS_EXCLUDED(mutex);
   int64_t FreeBytes() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
   absl::Status Exhausted(std::string_view what, int64_t needed_bytes, int64_t free_bytes) const;
 
@@ -240,11 +241,11 @@ int64_t Arena::Impl::GiveBackOne(int64_t most) {
   return slab_count;
 }
 
-void Arena::Impl::GiveBack(int64_t bytes) {
+void Arena::Impl::GiveBack(int64_t bytes, int64_t kept_slabs) {
   while (bytes > 0) {
     // One extent at a time: an append may take a slab in between.
     const MutexLock lock(mutex);
-    const int64_t given = GiveBackOne();
+    const int64_t given = GiveBackOne(committed_count - kept_slabs);
     if (given == 0) return;
     bytes -= given * kSlabBytes;
   }
@@ -368,13 +369,7 @@ void Arena::GiveBackIdle() {
     const MutexLock lock(impl_->mutex);
     slab_count = (impl_->idle_count_min + kShare - 1) / kShare;
   }
-  while (slab_count > 0) {
-    // One extent at a time: an append may take a slab in between.
-    const MutexLock lock(impl_->mutex);
-    const int64_t given = impl_->GiveBackOne(impl_->committed_count - impl_->ready_slabs);
-    if (given == 0) break;
-    slab_count -= given;
-  }
+  impl_->GiveBack(slab_count * kSlabBytes, impl_->ready_slabs);
   const MutexLock lock(impl_->mutex);
   impl_->idle_count_min = impl_->idle_count;
 }

@@ -15,8 +15,6 @@ constexpr double kSparseUs = 125;
 constexpr double kSparseUsOfUnit = 1.2;
 constexpr int kMeasuredMultiprocessors = 132;
 constexpr double kCodesShareOfRate = 0.5;
-// Query rows that share one pass over the rows.
-constexpr int64_t kRowsOfPass = 16;
 
 }  // namespace
 
@@ -25,7 +23,7 @@ std::vector<bool> ChooseDense(const ModelSpec& spec, const GpuRates& rates, int6
   std::vector<bool> none(candidates.size(), false), cheaper = none, all = none;
   if (rates.memory_bytes_per_us <= 0) return none;
   const auto heads = static_cast<double>(spec.kv_head_count);
-  const int64_t queries_of_pass = std::max<int64_t>(1, kRowsOfPass / spec.group());
+  const int64_t queries_of_pass = std::max<int64_t>(1, rates.query_rows_of_pass / spec.group());
   const auto passes = static_cast<double>((query_count + queries_of_pass - 1) / queries_of_pass);
   const double unit_us =
       kSparseUsOfUnit * kMeasuredMultiprocessors / std::max(1, rates.multiprocessor_count);

@@ -12,6 +12,7 @@ namespace spillway {
 struct GpuRates {
   double memory_bytes_per_us = 0;  // of its memory, as its clock and width say; 0: not known
   int multiprocessor_count = 1;
+  int64_t query_rows_of_pass = 16;  // that share one pass of dense attention over the rows
 };
 
 // One sequence of a decode step.

@@ -346,10 +346,9 @@ def _open_attending(
     worker = Worker(settings, shape, device, policy_of(settings.quality))
     logger.info("Spillway serves %d of %d attention layers: %s", len(names), len(found), shape)
     if settings.gpu_memory:
-        copies = settings.gpu_resident or "0"
         logger.info(
             "Spillway's GPU memory: %s bytes, of which copies of K/V rows may take %s",
             settings.gpu_memory,
-            copies,
+            settings.gpu_resident or "0",
         )
     return layers.Attending(worker, names)

@@ -136,7 +136,7 @@ def with_limits(
         dtype=shapes.dtype,
         block_token_count=prefill.BLOCK_TOKEN_COUNT + JOINED_TOKEN_COUNT,
     )
-    layer = chunk * 2 * shapes.kv_head_count * shapes.head_dim * shapes.dtype.itemsize
+    layer = chunk * shapes.kv_head_count * _row_bytes(shapes)
     # Little memory is for codes. Appends are slow with less than a layer that is collected and two
     # that wait, and impossible with less than two layers.
     appends = max(min(BYTES_MAX, max(_available // 16, 3 * layer)), 2 * layer)
