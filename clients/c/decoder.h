@@ -6,6 +6,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "daemon/engine/stream_decoder.h"
+#include "host/device/step_graph.h"
 #include "host/device/step_tensors.h"
 
 namespace spillway {
@@ -15,12 +16,13 @@ namespace spillway {
 class ClientDecoder {
  public:
   virtual ~ClientDecoder() = default;
-  // Next, Attend, Finish, Results and Sums behave as spillway_decoder_next and so on. Streams are
-  // of type cudaStream_t.
+  // Next, Attend, Run, Finish, Results and Sums behave as spillway_decoder_next and so on. Streams
+  // are of type cudaStream_t.
   virtual absl::Status Next(void* stream) = 0;
   // Version of the kernel launches of the last step that began.
   virtual uint64_t version() const = 0;
   virtual absl::Status Attend(int layer, const StepTensors& tensors, void* stream) = 0;
+  virtual absl::Status Run(StepGraph& graph, void* stream) = 0;
   virtual absl::Status Finish(void* stream) = 0;
   virtual absl::StatusOr<std::string> Results(int layer) = 0;
   virtual absl::StatusOr<AttendSums> Sums(int layer) = 0;

@@ -86,6 +86,13 @@ absl::Status DoorbellDecoder::Attend(int layer, const StepTensors& tensors, void
                            tensors, stream);
 }
 
+absl::Status DoorbellDecoder::Run(StepGraph& graph, void* stream) {
+  RETURN_IF_ERROR(gpu_->CheckNotCaptured(stream));
+  return RunByPieces(graph, stream, [&](int layer, const StepTensors& tensors) {
+    return Attend(layer, tensors, stream);
+  });
+}
+
 absl::Status DoorbellDecoder::Finish(void* stream) {
   RETURN_IF_ERROR(gpu_->CheckNotCaptured(stream));
   return Call(DoorbellCallKind::kDecoderFinish);

@@ -27,6 +27,8 @@ class DoorbellDecoder final : public ClientDecoder {
   absl::Status Next(void* stream) override;
   uint64_t version() const override { return version_; }
   absl::Status Attend(int layer, const StepTensors& tensors, void* stream) override;
+  // Runs the pieces between the attends one by one, since each attend is a call.
+  absl::Status Run(StepGraph& graph, void* stream) override;
   absl::Status Finish(void* stream) override;
   absl::StatusOr<std::string> Results(int layer) override;
   absl::StatusOr<AttendSums> Sums(int layer) override;

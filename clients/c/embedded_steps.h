@@ -56,6 +56,7 @@ class EmbeddedDecoder final : public ClientDecoder {
   absl::Status Attend(int layer, const StepTensors& tensors, void* stream) override {
     return decoder_->Attend(layer, tensors, stream);
   }
+  absl::Status Run(StepGraph& graph, void* stream) override { return decoder_->Run(graph, stream); }
   absl::Status Finish(void* stream) override { return decoder_->Finish(stream); }
   absl::StatusOr<std::string> Results(int layer) override {
     return engine_->ResultsOf(decoder_->ended(layer)).SerializeAsString();

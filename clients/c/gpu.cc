@@ -2,6 +2,7 @@
 
 #ifdef SPILLWAY_HAS_CUDA
 #include "gpu/client/client_gpu.h"
+#include "gpu/device/step_graph.h"
 #endif
 
 namespace spillway {
@@ -15,6 +16,14 @@ absl::StatusOr<std::unique_ptr<ClientGpu>> MapGpuMemory(const std::string& uuid,
   static_cast<void>(handle);
   return absl::UnimplementedError(
       "this libspillway was built without CUDA: it cannot map GPU memory");
+#endif
+}
+
+absl::StatusOr<std::unique_ptr<StepGraph>> NewStepGraph() {
+#ifdef SPILLWAY_HAS_CUDA
+  return std::make_unique<cuda::CudaStepGraph>();
+#else
+  return absl::UnimplementedError("this libspillway was built without CUDA: it has no CUDA graphs");
 #endif
 }
 

@@ -54,6 +54,9 @@ int SetError(const absl::Status& status, const spillway::Embedded* engine = null
                                             : spillway::DaemonDetails(status));
 }
 
+// Returns 0, or stores an error and returns its code.
+int CodeOf(const absl::Status& status) { return status.ok() ? 0 : SetError(status); }
+
 // Returns the status, with or without a value, that f returns. Turns an exception into a status.
 template <typename F>
 auto Caught(F f) -> decltype(f()) {
@@ -167,6 +170,10 @@ struct spillway_step {
 
 struct spillway_gpu_region {
   std::unique_ptr<spillway::ClientGpu> memory;
+};
+
+struct spillway_step_graph {
+  std::unique_ptr<spillway::StepGraph> graph;
 };
 
 struct spillway_decoder {
@@ -440,6 +447,35 @@ int spillway_decoder_attend(spillway_decoder* decoder, int layer,
     ASSIGN_OR_RETURN(const spillway::StepTensors places, TensorsOf(*tensors));
     return decoder->decoder->Attend(layer, places, stream);
   }));
+}
+
+spillway_step_graph* spillway_step_graph_new(void) {
+  return OrNull<spillway_step_graph>([]() -> absl::StatusOr<spillway_step_graph*> {
+    ASSIGN_OR_RETURN(std::unique_ptr<spillway::StepGraph> graph, spillway::NewStepGraph());
+    return new spillway_step_graph{std::move(graph)};
+  });
+}
+
+int spillway_step_graph_attend(spillway_step_graph* graph, int layer,
+                               const spillway_step_tensors* tensors, void* stream) {
+  return CodeOf(Caught([&]() -> absl::Status {
+    ASSIGN_OR_RETURN(const spillway::StepTensors places, TensorsOf(*tensors));
+    return graph->graph->LeaveOpen(layer, places, stream);
+  }));
+}
+
+int spillway_step_graph_complete(spillway_step_graph* graph, void* captured) {
+  return CodeOf(Caught([&] { return graph->graph->Complete(captured); }));
+}
+
+int spillway_step_graph_run_piece(spillway_step_graph* graph, int piece, void* stream) {
+  return CodeOf(Caught([&] { return graph->graph->RunPiece(piece, stream); }));
+}
+
+void spillway_step_graph_free(spillway_step_graph* graph) { delete graph; }
+
+int spillway_decoder_run(spillway_decoder* decoder, spillway_step_graph* graph, void* stream) {
+  return decoder->Code(Caught([&] { return decoder->decoder->Run(*graph->graph, stream); }));
 }
 
 int spillway_decoder_finish(spillway_decoder* decoder, void* stream) {

@@ -334,6 +334,40 @@ SPILLWAY_EXPORT int spillway_decoder_next(spillway_decoder* decoder, void* strea
 SPILLWAY_EXPORT int spillway_decoder_attend(spillway_decoder* decoder, int layer,
                                             const spillway_step_tensors* tensors, void* stream);
 
+/* A step of a model, captured into a CUDA graph that leaves the model's attends open. Any
+ * decoder of the model runs it with its own attends in their places, so that one graph
+ * serves different sequences, and sequences that grow. Only one thread at a time may use
+ * it. Functions return 0, or a gRPC status code; spillway_error has the details. */
+typedef struct spillway_step_graph spillway_step_graph;
+
+/* NULL in a build without CUDA. */
+SPILLWAY_EXPORT spillway_step_graph* spillway_step_graph_new(void);
+
+/* Leaves a layer's attend open at this point of a stream that is being captured. Tensors
+ * as for spillway_decoder_attend, with at least as many sequences as the decoders have;
+ * a decoder uses the first ones. */
+SPILLWAY_EXPORT int spillway_step_graph_attend(spillway_step_graph* graph, int layer,
+                                               const spillway_step_tensors* tensors, void* stream);
+
+/* Takes a copy of the captured graph, a cudaGraph_t. The memory that its kernels use must
+ * stay as long as the graph runs. INVALID_ARGUMENT if attends were left open in another
+ * capture, or do not follow one another. */
+SPILLWAY_EXPORT int spillway_step_graph_complete(spillway_step_graph* graph, void* captured);
+
+/* Enqueues the part of the graph before its attend with index `piece`, or after the last
+ * one, for steps that no decoder serves. The first run of a piece takes some ms. */
+SPILLWAY_EXPORT int spillway_step_graph_run_piece(spillway_step_graph* graph, int piece,
+                                                  void* stream);
+
+SPILLWAY_EXPORT void spillway_step_graph_free(spillway_step_graph* graph);
+
+/* Enqueues all layers of the step: the graph, with the decoder's attends in their places.
+ * The first run, and the first after another version of spillway_decoder_next, takes some
+ * ms with an embedded engine, and the stream must not be capturing. With a daemon, each
+ * attend is a call. */
+SPILLWAY_EXPORT int spillway_decoder_run(spillway_decoder* decoder, spillway_step_graph* graph,
+                                         void* stream);
+
 /* Ends the step and waits for the GPU. Errors as for spillway_decoder_next. */
 SPILLWAY_EXPORT int spillway_decoder_finish(spillway_decoder* decoder, void* stream);
 

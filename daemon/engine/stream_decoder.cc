@@ -137,6 +137,11 @@ absl::Status StreamDecoder::Attend(int layer, const StepTensors& tensors, void* 
   return step_->Attend(layer, tensors, stream);
 }
 
+absl::Status StreamDecoder::Run(StepGraph& graph, void* stream) {
+  RETURN_IF_ERROR(failure_);
+  return step_->Run(graph, stream);
+}
+
 absl::Status StreamDecoder::Finish(void* stream) {
   RETURN_IF_ERROR(failure_);
   RETURN_IF_ERROR(step_->Conclude(stream));

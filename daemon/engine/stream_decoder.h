@@ -53,6 +53,8 @@ class StreamDecoder {
   uint64_t version() const { return step_->version(); }
   // Enqueues a layer of the step, see StreamStep::Attend().
   absl::Status Attend(int layer, const StepTensors& tensors, void* stream);
+  // Enqueues all layers of the step as a part of a caller's graph, see StreamStep::Run().
+  absl::Status Run(StepGraph& graph, void* stream);
   // Ends the step, and waits for all steps: their tokens belong to the sequences then. Returns the
   // first error, as Next() does. A step of which no layer was attended is undone without an error.
   absl::Status Finish(void* stream);

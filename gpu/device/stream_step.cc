@@ -16,6 +16,7 @@
 #include "gpu/device/dense_pipeline.h"
 #include "gpu/device/sparse_pipeline.h"
 #include "gpu/device/step_checks.h"
+#include "gpu/device/step_graph.h"
 #include "gpu/device/wave_kernels.h"
 #include "gpu/kernels/step_append.h"
 #include "host/base/parallel.h"
@@ -33,6 +34,8 @@ constexpr int kSlotCount = 2;
 constexpr int64_t kUpdatesMax = 1 << 16;
 // Graphs that a layer keeps, each for different tensors.
 constexpr size_t kGraphsOfLayer = 4;
+// Callers' graphs that a step keeps with its attends in them.
+constexpr size_t kRunsMax = 4;
 
 // One layer of an announcement.
 struct LayerRun {
@@ -67,6 +70,12 @@ struct LayerGraph {
   Graph graph;  // captured the second time
 };
 
+// A caller's graph with the attends of version_ in it.
+struct StepRun {
+  uint64_t number;  // CudaStepGraph::number()
+  Graph graph;
+};
+
 // What comes of writing one layer of an announcement.
 struct LayerFill {
   absl::Status status;
@@ -99,6 +108,7 @@ class CudaStreamStep final : public StreamStep {
     }
     slots_ = {};
     graphs_.clear();
+    runs_.clear();
     capture_stream_ = {};
     side_stream_ = {};
     fork_ = {};
@@ -110,6 +120,7 @@ class CudaStreamStep final : public StreamStep {
   absl::Status Announce(void* stream) override;
   uint64_t version() const override { return version_; }
   absl::Status Attend(int layer, const StepTensors& tensors, void* stream) override;
+  absl::Status Run(StepGraph& graph, void* stream) override;
   absl::Status Conclude(void* stream) override;
   int pending_count() const override { return pending_count_; }
   // Either all sequences of an engine have records, or none.
@@ -125,6 +136,7 @@ class CudaStreamStep final : public StreamStep {
   LayerIndex& index(const StreamStepPart& part, int layer) const {
     return static_cast<CudaSequence&>(*part.sequence).layers[layer];
   }
+  const Slot& newest() const { return slots_[(announced_count_ - 1) % kSlotCount]; }
   Slot& newest() { return slots_[(announced_count_ - 1) % kSlotCount]; }
   Slot& oldest() { return slots_[(announced_count_ - pending_count_) % kSlotCount]; }
 
@@ -156,6 +168,8 @@ class CudaStreamStep final : public StreamStep {
                             cudaStream_t stream) const;
   // Puts a layer's kernels on the stream.
   absl::Status Enqueue(int layer, const StepTensors& tensors, cudaStream_t stream);
+  absl::Status CheckAnnounced() const;
+  absl::StatusOr<Graph> Compose(const CudaStepGraph& graph);
   // The layer's graph for these tensors, maybe not captured yet; null the first time.
   LayerGraph* FindGraph(int layer, const StepTensors& tensors);
 
@@ -177,7 +191,8 @@ class CudaStreamStep final : public StreamStep {
   std::vector<DenseWave> dense_waves_;
   // By layer, most recently used first; for version_.
   std::vector<std::vector<LayerGraph>> graphs_;
-  Stream capture_stream_;  // the caller's stream may not allow capture
+  std::vector<StepRun> runs_;  // the same
+  Stream capture_stream_;      // the caller's stream may not allow capture
   Stream side_stream_;
   Event fork_, join_;
   const Slot* settled_ = nullptr;
@@ -554,6 +569,7 @@ absl::Status CudaStreamStep::Fill(Slot& slot, cudaStream_t stream) {
   if (version_ == 0 || waves != waves_ || dense_waves != dense_waves_) {
     ++version_;
     for (std::vector<LayerGraph>& of_layer : graphs_) of_layer.clear();
+    runs_.clear();
   }
   waves_ = std::move(waves);
   dense_waves_ = std::move(dense_waves);
@@ -576,10 +592,13 @@ CallerTensor<Byte> TensorOf(const StepPlace<Byte>& place) {
   return {place.data, place.sequence_stride, place.token_stride, place.head_stride};
 }
 
+absl::Status CudaStreamStep::CheckAnnounced() const {
+  if (pending_count_ > 0 && !newest().concluded) return absl::OkStatus();
+  return absl::FailedPreconditionError("no tokens are announced: begin the next step first");
+}
+
 absl::Status CudaStreamStep::Attend(int layer, const StepTensors& tensors, void* on) {
-  if (pending_count_ == 0 || newest().concluded) {
-    return absl::FailedPreconditionError("no tokens are announced: begin the next step first");
-  }
+  RETURN_IF_ERROR(CheckAnnounced());
   const CurrentDevice current(home_.ordinal);
   RETURN_IF_ERROR(current.status());
   RETURN_IF_ERROR(CheckStepTensors(home_.ordinal, tensors));
@@ -605,6 +624,40 @@ LayerGraph* CudaStreamStep::FindGraph(int layer, const StepTensors& tensors) {
   if (graphs.size() == kGraphsOfLayer) graphs.pop_back();
   graphs.insert(graphs.begin(), LayerGraph{tensors, {}});
   return nullptr;
+}
+
+absl::Status CudaStreamStep::Run(StepGraph& of_caller, void* on) {
+  RETURN_IF_ERROR(CheckAnnounced());
+  const CurrentDevice current(home_.ordinal);
+  RETURN_IF_ERROR(current.status());
+  auto* const stream = static_cast<cudaStream_t>(on);
+  RETURN_IF_ERROR(CheckNotCaptured(stream));
+  const auto& graph = static_cast<const CudaStepGraph&>(of_caller);
+  const auto found = std::ranges::find(runs_, graph.number(), &StepRun::number);
+  if (found != runs_.end()) {
+    std::rotate(runs_.begin(), found, found + 1);
+  } else {
+    ASSIGN_OR_RETURN(Graph composed, Compose(graph));
+    if (runs_.size() == kRunsMax) runs_.pop_back();
+    runs_.insert(runs_.begin(), StepRun{graph.number(), std::move(composed)});
+  }
+  return runs_.front().graph.Launch(stream);
+}
+
+absl::StatusOr<Graph> CudaStreamStep::Compose(const CudaStepGraph& graph) {
+  std::vector<CapturedGraph> layers;
+  for (const CudaStepGraph::OpenAttend& attend : graph.attends()) {
+    if (attend.layer < 0 || attend.layer >= spec().layer_count) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("graph: layer ", attend.layer, " is not in [0, ", spec().layer_count, ")"));
+    }
+    RETURN_IF_ERROR(CheckStepTensors(home_.ordinal, attend.tensors));
+    cudaStream_t capture = capture_stream_.get();
+    ASSIGN_OR_RETURN(layers.emplace_back(), CapturedGraph::Of(capture, [&] {
+                       return Enqueue(attend.layer, attend.tensors, capture);
+                     }));
+  }
+  return graph.With(layers);
 }
 
 absl::Status CudaStreamStep::Enqueue(int layer, const StepTensors& tensors, cudaStream_t stream) {

@@ -10,4 +10,10 @@ absl::StatusOr<std::unique_ptr<StreamStep>> Device::CreateStreamStep(DeviceModel
       absl::StrCat(info().name, " has no streams: steps on streams are for GPUs"));
 }
 
+absl::Status StreamStep::Run(StepGraph& graph, void* stream) {
+  return RunByPieces(graph, stream, [&](int layer, const StepTensors& tensors) {
+    return Attend(layer, tensors, stream);
+  });
+}
+
 }  // namespace spillway

@@ -6,6 +6,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "host/device/device.h"
+#include "host/device/step_graph.h"
 #include "host/device/step_tensors.h"
 
 namespace spillway {
@@ -58,6 +59,13 @@ class StreamStep {
   // names a tensor that is not in the device's memory, or whose rows are not aligned to 16 bytes;
   // FAILED_PRECONDITION without an announcement.
   virtual absl::Status Attend(int layer, const StepTensors& tensors, void* stream) = 0;
+
+  // Enqueues the graph with this step's attends in the places that it leaves open. On a GPU this is
+  // one launch. The first run of a graph takes some ms, and so does the first after a change of
+  // version(). INVALID_ARGUMENT for a layer that the model does not have, and as for Attend();
+  // FAILED_PRECONDITION without an announcement, for a graph that is not complete, or if the stream
+  // is captured.
+  virtual absl::Status Run(StepGraph& graph, void* stream);
 
   // Whether the device itself records how many rows outlive the process (LayerRows::length_word()),
   // as soon as they are written. If not, the caller does (LayerRows::Keep()) when a step is

@@ -141,6 +141,36 @@ TEST_F(StreamDecoderTest, StepsFollowEachOtherTwoOnTheirWay) {
   EXPECT_THAT(Counts(*sequence), ElementsAre(13, 13));
 }
 
+TEST_F(StreamDecoderTest, RunsAGraphWithItsAttendsInTheirPlaces) {
+  // Its attends are of layers 1 and 0.
+  class OfCaller final : public StepGraph {
+   public:
+    explicit OfCaller(Script* script) : script_(script) {}
+    absl::Status LeaveOpen(int, const StepTensors&, void*) override { return absl::OkStatus(); }
+    absl::Status Complete(void*) override { return absl::OkStatus(); }
+    const std::vector<OpenAttend>& attends() const override { return attends_; }
+    absl::Status RunPiece(int64_t piece, void* stream) override {
+      script_->calls.push_back("piece " + std::to_string(piece) + " on " +
+                               std::to_string(reinterpret_cast<intptr_t>(stream)));
+      return absl::OkStatus();
+    }
+
+   private:
+    Script* const script_;
+    const std::vector<OpenAttend> attends_ = {{1, {}}, {0, {}}};
+  };
+  const auto sequence = Filled("s", 5);
+  const auto decoder = Open({PartOf(sequence)});
+  OfCaller graph(&script_);
+  ASSERT_TRUE(decoder->Next(Stream(7)).ok());
+  ASSERT_TRUE(decoder->Run(graph, Stream(8)).ok());
+  ASSERT_TRUE(decoder->Finish(Stream(7)).ok());
+  EXPECT_THAT(script_.calls,
+              ElementsAre("announce on 7", "piece 0 on 8", "attend 1 on 8", "piece 1 on 8",
+                          "attend 0 on 8", "piece 2 on 8", "conclude on 7", "settle"));
+  EXPECT_THAT(Counts(*sequence), ElementsAre(6, 6));
+}
+
 TEST_F(StreamDecoderTest, AnErrorTakesItsStepAndLaterOnesFromItsSequence) {
   const auto good = Filled("good", 5), bad = Filled("bad", 9);
   const auto decoder = Open({PartOf(good), PartOf(bad)});

@@ -59,6 +59,9 @@ class FakeDecoder:
         self._engine.do(f"enqueue {layer}")
         return (q + 1 if out is None else out.copy_(q + 1)), None
 
+    def run(self, graph: Any) -> None:
+        self._engine.do(f"run {graph}")
+
     def finish(self) -> None:
         self._engine.do("finish")
 
@@ -314,3 +317,29 @@ def test_a_decoders_step_has_no_results(engine: FakeEngine) -> None:
     decoding.attend(0, *arrays())
     with pytest.raises(ValueError, match="has no results"):
         decoding.results()
+
+
+def test_a_decoder_runs_a_whole_step_as_a_graph(engine: FakeEngine) -> None:
+    """What no decoder serves does not run, nor does what a restart has broken off."""
+    graph: Any = "g"
+    decoding = decoding_of(engine)
+    begin(decoding, engine)
+    assert decoding.run(graph)
+    assert not decoding.in_step
+    begin(decoding, engine)
+    assert decoding.run(graph)
+    assert engine.log == [("open", None), "next", "run g", "next", "run g"]
+    engine.failures["run g"] = Unavailable("the daemon is gone")
+    begin(decoding, engine)
+    assert not decoding.run(graph)
+    assert engine.log[-2:] == ["close decoder", "restarted"]
+    # The caller goes on layer by layer.
+    assert (decoding.attend(0, *arrays()) == 3).all()
+    engine.failures["run g"] = Aborted("the GPU failed")
+    begin(decoding, engine)
+    with pytest.raises(Aborted, match="the GPU failed"):
+        decoding.run(graph)
+    assert not decoding.in_step
+    begin(decoding, engine, device=CPU)
+    assert not decoding.run(graph)
+    assert engine.log[-1] == (1, None, (10, 20))

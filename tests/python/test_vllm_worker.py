@@ -19,6 +19,7 @@ from spillway_kv.prefill_kernels import attention_with_lse
 from spillway_kv.step import DecodeStep
 from spillway_kv.vllm.appends import Appends
 from spillway_kv.vllm.layers import Attending, begins_of
+from spillway_kv.vllm.model_graph import OpenLayer
 from spillway_kv.vllm.sequences import Lost, Shapes
 from spillway_kv.vllm.settings import Settings
 from spillway_kv.vllm.step_plan import Loss, PlannedRequest, Source, StepPlan
@@ -215,6 +216,7 @@ class StepDecoder:
         # Rows whose outputs are NaN, as if the GPU had found elements that are not finite.
         self.failing: list[int] = []
         self.error: spillway_kv.SpillwayError | None = None
+        self.run_error: spillway_kv.SpillwayError | None = None
 
     def next(self) -> None:
         assert not self.closed
@@ -238,6 +240,11 @@ class StepDecoder:
         made, _ = self._step.attend(layer, q, k, v)
         made[self.failing] = float("nan")
         return (made if out is None else out.copy_(made)), None
+
+    def run(self, graph: Any) -> None:
+        if self.run_error is not None:
+            raise self.run_error
+        graph.run_with(self._enqueue)
 
     def finish(self) -> None:
         assert self._step is not None
@@ -708,3 +715,101 @@ def test_a_daemon_that_does_not_come_back(tmp_path: Any) -> None:
     """The error names the setting for how long the plugin waits."""
     with pytest.raises(spillway_kv.Unavailable):
         Worker(Settings(target=f"unix:{tmp_path}/none.sock"), SHAPES, DEVICE, None)
+
+
+class Graph:
+    """A graph of a step for three requests, whose pieces fill in the tensors of the next layer."""
+
+    def __init__(self, model: Model, texts: list[tuple[int, int]]) -> None:
+        """texts: text and position of each row of the batch; other rows are not used."""
+        self.step, self.failed, self.finite = self, False, torch.ones(3, dtype=torch.bool)
+        self.request_count = 3
+        self._model, self._texts = model, texts
+        self.outs = torch.full((LAYERS, 3, HEADS, DIM), float("nan"))
+        self.in_pieces = 0
+
+    def _tensors(self, layer: int) -> tuple[torch.Tensor, ...]:
+        made = [self._model.rows(text, position, layer) for text, position in self._texts]
+        made += [self._model.rows(9, 0, layer)] * (3 - len(made))
+        q, k, v = (torch.stack([row[part] for row in made]) for part in range(3))
+        return q, k, v, self.outs[layer]
+
+    def pieces(self) -> Iterator[Any]:
+        self.in_pieces += 1
+        for layer in range(LAYERS):
+            q, k, v, out = self._tensors(layer)
+            yield OpenLayer(layer, q, k, v, out)
+
+    def run_with(self, enqueue: Any) -> None:
+        """Runs the graph with a decoder's attends of the first rows."""
+        count = len(self._texts)
+        for layer in range(LAYERS):
+            q, k, v, out = (x[:count] for x in self._tensors(layer))
+            tensors = q.unsqueeze(1), k.unsqueeze(2), v.unsqueeze(2)
+            enqueue(layer, *tensors, wants_lse=False, out=out.unsqueeze(1))
+            self.finite[:count] = out[:, 0, 0].isfinite()
+
+
+def run_graph(model: Model, plan: StepPlan, texts: dict[int, int]) -> tuple[Any, Graph]:
+    """Runs a step of single tokens as a graph."""
+    graph = Graph(model, [(texts[r.key], r.start) for r in plan.requests])
+    model.worker.begin(plan, {r.key: row for row, r in enumerate(plan.requests)})
+    model.worker.run(graph)  # type: ignore[arg-type]
+    return model.worker.end(), graph
+
+
+@pytest.mark.skipif(on_gpu(), reason="a GPU has decoders of its own")
+def test_a_decoder_runs_the_model_as_a_graph(model: Model, decoding: list[StepDecoder]) -> None:
+    """The graph is for more requests than there are. Failures on the GPU are known as ever."""
+    plan = StepPlan([_request(1, 102, 1), _request(2, 32, 1)])
+    report, graph = run_graph(model, plan, TEXTS)
+    assert not report.losses
+    assert not graph.in_pieces
+    for row, start in enumerate((102, 32)):
+        _check(model, graph.outs[:, row : row + 1], TEXTS[row + 1], start)
+    failures = model.worker.failures()
+    assert failures is not None
+    assert failures() == {}
+    decoding[0].failing = [1]
+    report, _ = run_graph(model, StepPlan([_request(1, 103, 1), _request(2, 33, 1)]), TEXTS)
+    failures = model.worker.failures()
+    assert failures is not None
+    assert list(failures()) == [2]
+    assert [(each.step_count, each.closed) for each in decoding] == [(4, False)]
+
+
+@pytest.mark.skipif(on_gpu(), reason="a GPU has decoders of its own")
+def test_what_no_decoder_serves_alone_runs_in_pieces(
+    model: Model, decoding: list[StepDecoder]
+) -> None:
+    """A request beside them that computes its last token exactly, and one that is lost."""
+    model.step(StepPlan([_request(3, 0, 20)]), TEXTS)
+    plan = StepPlan([_request(1, 102, 1), _request(3, 20, 1, decodes=False), _request(2, 32, 1)])
+    report, graph = run_graph(model, plan, TEXTS)
+    assert not report.losses
+    assert graph.in_pieces == 1
+    for row, (key, start) in enumerate(((1, 102), (3, 20), (2, 32))):
+        _check(model, graph.outs[:, row : row + 1], TEXTS[key], start)
+    plan = StepPlan([_request(1, 103, 1), _request(2, 33, 1)], dropped=[2])
+    report, graph = run_graph(model, plan, TEXTS)
+    assert set(report.losses) == {2}
+    assert graph.in_pieces == 1
+    _check(model, graph.outs[:, :1], TEXTS[1], 103)
+    assert (graph.outs[:, 1] == 0).all()
+    assert graph.outs[:, 2].isnan().all()
+
+
+@pytest.mark.skipif(on_gpu(), reason="a GPU has decoders of its own")
+def test_a_graph_that_a_decoder_cannot_run_runs_in_pieces(
+    model: Model, decoding: list[StepDecoder]
+) -> None:
+    """It loses no request, and is not tried again."""
+    decoding[0].run_error = spillway_kv.Aborted("cudaGraphInstantiate: no memory")
+    plan = StepPlan([_request(1, 102, 1), _request(2, 32, 1)])
+    report, graph = run_graph(model, plan, TEXTS)
+    assert not report.losses
+    assert graph.failed
+    assert graph.in_pieces == 1
+    for row, start in enumerate((102, 32)):
+        _check(model, graph.outs[:, row : row + 1], TEXTS[row + 1], start)
+    assert decoding[0].closed

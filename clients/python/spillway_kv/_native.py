@@ -146,10 +146,16 @@ def library(required: bool = False) -> ctypes.CDLL | None:
         ("decoder_gpu", number, (pointer,)),
         ("decoder_next", number, (pointer, pointer, pointer)),
         ("decoder_attend", number, (pointer, number, pointer, pointer)),
+        ("decoder_run", number, (pointer, pointer, pointer)),
         ("decoder_finish", number, (pointer, pointer)),
         ("decoder_results", number, (pointer, number, pointer, pointer)),
         ("decoder_sums_of", Sums, (pointer, number)),
         ("decoder_close", None, (pointer,)),
+        ("step_graph_new", pointer, ()),
+        ("step_graph_attend", number, (pointer, number, pointer, pointer)),
+        ("step_graph_complete", number, (pointer, pointer)),
+        ("step_graph_run_piece", number, (pointer, number, pointer)),
+        ("step_graph_free", None, (pointer,)),
     ):
         function = getattr(loaded, f"spillway_{name}")
         function.restype, function.argtypes = result, arguments
@@ -369,6 +375,40 @@ class NativeChannel:
         """Enqueues a layer. tensors: a spillway_step_tensors, by reference."""
         self.check_open()
         if decoder.call(self.library.spillway_decoder_attend, layer, tensors, stream):
+            raise self._error()
+
+    def run_step(self, decoder: Handle, graph: Handle, stream: int) -> None:
+        """Enqueues a decoder's step as a part of a graph."""
+        self.check_open()
+        held = graph.held()
+        if decoder.call(self.library.spillway_decoder_run, held.value, stream):
+            raise self._error()
+        del held
+
+    def new_step_graph(self) -> Handle:
+        """Makes a graph whose attends are left open.
+
+        Raises:
+            SpillwayError: The library was built without CUDA.
+            ValueError: The channel is closed.
+        """
+        self.check_open()
+        made = self.library.spillway_step_graph_new()
+        return self._handle_of(made, self.library.spillway_step_graph_free, "graph")
+
+    def leave_open(self, graph: Handle, layer: int, tensors: Any, stream: int) -> None:
+        """Leaves a layer's attend open. tensors: a spillway_step_tensors, by reference."""
+        if graph.call(self.library.spillway_step_graph_attend, layer, tensors, stream):
+            raise self._error()
+
+    def complete_step_graph(self, graph: Handle, captured: int) -> None:
+        """Takes a copy of a captured graph, a cudaGraph_t."""
+        if graph.call(self.library.spillway_step_graph_complete, captured):
+            raise self._error()
+
+    def run_piece(self, graph: Handle, piece: int, stream: int) -> None:
+        """Enqueues a piece between two open attends."""
+        if graph.call(self.library.spillway_step_graph_run_piece, piece, stream):
             raise self._error()
 
     def finish_step(self, decoder: Handle, stream: int) -> None:

@@ -21,6 +21,7 @@ from spillway_kv.tensors import gpu_uuid
 
 if TYPE_CHECKING:
     from spillway_kv.client import Client
+    from spillway_kv.step_graph import StepGraph
 
 # If a decoder cannot be opened because of one of these, steps serve the sequences.
 _WITHOUT_DECODER = ("UNIMPLEMENTED", "RESOURCE_EXHAUSTED")
@@ -181,6 +182,28 @@ class Decoding:
         except BaseException as error:
             self._repair(error)
         return _given(self._attend_rows(layer, q, k, v), out)
+
+    def run(self, graph: StepGraph) -> bool:
+        """Attends at all layers, as a part of a graph, if a decoder serves the step.
+
+        Args:
+            graph: The graph. Of its sequences, the first ones are those of the step.
+
+        Returns:
+            Whether it ran. If not, run its pieces, and call `attend` for each layer.
+
+        Raises:
+            SpillwayError: The step has failed, as for `attend`.
+        """
+        self._last = []
+        if self._decoder is None:
+            return False
+        try:
+            self._decoder.run(graph)
+        except BaseException as error:
+            self._repair(error)
+            return False
+        return True
 
     def _repair(self, error: BaseException) -> None:
         """Ends what serves the step, and raises the error if the rest cannot be served without."""

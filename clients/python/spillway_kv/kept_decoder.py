@@ -13,6 +13,7 @@ from spillway_kv.sequence import Sequence
 
 if TYPE_CHECKING:
     from spillway_kv.client import Client
+    from spillway_kv.step_graph import StepGraph
 
 
 class KeptDecoder:
@@ -79,6 +80,11 @@ class KeptDecoder:
         made, _ = self.decoder._enqueue(layer, q, k, v, wants_lse=False, out=out)
         self._next_layer = layer + 1
         return made
+
+    def run(self, graph: StepGraph) -> None:
+        """Runs all layers of the step, like `StreamDecoder.run`."""
+        self.decoder.run(graph)
+        self._next_layer = self._layer_count
 
     def take(self) -> list[tuple[int, Sums]]:
         """Returns the sums of each layer, over steps that finished since the last call."""

@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence as SequenceABC
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from spillway_kv._native import Sums
-from spillway_kv._native_step import F32, Tensors, set_place
 from spillway_kv._proto import attention_service_pb2
 from spillway_kv.connection import wire
 from spillway_kv.errors import SpillwayError
+from spillway_kv.layer_tensors import LayerTensors, current_stream
 from spillway_kv.policy import Policy
-from spillway_kv.regions import GPU_ALIGNMENT, Place, byte_strides, has_gpu_rows, has_gpu_strides
 from spillway_kv.results import AttendResult
 from spillway_kv.sequence import Sequence
 from spillway_kv.step import _Together
-from spillway_kv.tensors import OutDType, decoder_like, dtype_of, engine_array
+from spillway_kv.tensors import OutDType, decoder_like
 
 if TYPE_CHECKING:
     from spillway_kv.client import Client
+    from spillway_kv.step_graph import StepGraph
 
 
 def default_token_count_max(token_count: int) -> int:
@@ -108,13 +107,7 @@ class StreamDecoder(_Together):
             if gpu < 0
             else torch.device("cuda", gpu)
         )
-        self._tensors = Tensors()
-        self._at = ctypes.byref(self._tensors)
-        # Dtypes, shapes and strides of the last tensors. Tensors of the same form are not checked
-        # again.
-        self._form: Any = None
-        self._out_dtype = torch.float32
-        self._rows_fit = False
+        self._tensors = LayerTensors(self._check)
 
     def __enter__(self) -> StreamDecoder:
         return self
@@ -194,56 +187,32 @@ class StreamDecoder(_Together):
         are in the same memory at every step, the engine launches the layer as one graph.
         """
         self._check_open()
-        # A model's tensors usually have the same form in every layer and step.
-        form = (
-            (out_dtype, q.dtype, k.dtype, v.dtype),
-            (q.shape, k.shape, v.shape),
-            (q.stride(), k.stride(), v.stride()),
-            (q.is_neg(), k.is_neg(), v.is_neg()),
-        )
-        if form != self._form:
-            self._form = None
-            for tensor, what in ((q, "q"), (k, "k"), (v, "v")):
-                engine_array(tensor, what)  # only to refuse what has no memory
-            self._out_dtype = self._take_form(q, k, v, out_dtype)
-            self._form = form
-        addresses = q.data_ptr(), k.data_ptr(), v.data_ptr()
-        if not self._rows_fit or (addresses[0] | addresses[1] | addresses[2]) % GPU_ALIGNMENT:
-            self._form = None
-            q, k, v = (_gpu_rows(x, what) for x, what in ((q, "q"), (k, "k"), (v, "v")))
-            self._take_form(q, k, v, out_dtype)
-            addresses = q.data_ptr(), k.data_ptr(), v.data_ptr()
-        if out is None:
-            out = torch.empty(q.shape, dtype=self._out_dtype, device=q.device)
-        elif out.dtype != self._out_dtype or out.shape != q.shape or not out.is_contiguous():
-            raise ValueError(
-                f"out is {out.dtype} {list(out.shape)} with strides {list(out.stride())}, not a "
-                f"contiguous {self._out_dtype} {list(q.shape)}"
-            )
-        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device) if wants_lse else None
-        tensors = self._tensors
-        tensors.q.data, tensors.k.data, tensors.v.data = addresses
-        tensors.out.data = out.data_ptr()
-        tensors.lse = None if lse is None else lse.data_ptr()
-        self._channel.enqueue_attend(self._handle, layer, self._at, self._stream())
+        out, lse, kept = self._tensors.fill(q, k, v, out, out_dtype, wants_lse=wants_lse)
+        self._channel.enqueue_attend(self._handle, layer, self._tensors.at, self._stream())
+        del kept
         return out, lse
 
-    def _take_form(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out_dtype: OutDType | None
-    ) -> torch.dtype:
-        """Checks the tensors of a layer and stores their strides. Returns the output's dtype."""
-        asked = self._check(q, k, v, out_dtype)
-        dtype = torch.float32 if asked == F32 else q.dtype
-        tensors = self._tensors
-        tensors.q_dtype, tensors.out_dtype = dtype_of(q, "q"), asked
-        # q and out are [B, T, H, d], k and v are [B, H, T, d].
-        out = torch.empty(q.shape, dtype=dtype, device="meta")
-        set_place(tensors.out, Place(0, byte_strides(out)), 1, 2)
-        set_place(tensors.q, Place(0, byte_strides(q)), 1, 2)
-        set_place(tensors.k, Place(0, byte_strides(k)), 2, 1)
-        set_place(tensors.v, Place(0, byte_strides(v)), 2, 1)
-        self._rows_fit = all(has_gpu_strides(x) and not x.is_neg() for x in (q, k, v))
-        return dtype
+    def run(self, graph: StepGraph) -> None:
+        """Runs all layers of the step: a graph of the model, with this decoder's attends in it.
+
+        The first run of a graph takes some ms, and so does the first after `next` has returned
+        True. With a daemon each attend is still a call.
+
+        Args:
+            graph: The graph. Of its sequences, the first ones are this decoder's.
+
+        Raises:
+            SpillwayError: No step is begun, or the graph is not complete.
+            ValueError: The graph has fewer sequences, or another number of new tokens.
+        """
+        self._check_open()
+        batch, tokens = graph.counts
+        if batch < len(self.sequences) or tokens != self.token_count:
+            raise ValueError(
+                f"the graph is for {batch} sequences with {tokens} new tokens each, the decoder "
+                f"has {len(self.sequences)} with {self.token_count}"
+            )
+        self._channel.run_step(self._handle, graph.handle, self._stream())
 
     def finish(self) -> None:
         """Ends the step and waits for the GPU. Its tokens then belong to the sequences.
@@ -291,23 +260,11 @@ class StreamDecoder(_Together):
 
     def _stream(self) -> int:
         """Returns the handle of torch's current stream on the engine's GPU."""
-        if _raw_stream is not None and self.device is not None:
-            return int(_raw_stream(self.device.index))
-        return int(torch.cuda.current_stream(self.device).cuda_stream)
+        return current_stream(self.device)
 
     def _forget(self) -> None:
         for sequence in self.sequences:
             sequence._forget()
-
-
-def _gpu_rows(tensor: torch.Tensor, what: str) -> torch.Tensor:
-    """Returns the tensor, or a copy that an engine on a GPU can read."""
-    held: Any = engine_array(tensor, what)
-    return held if has_gpu_rows(held) else held.contiguous()
-
-
-# The function that torch's compiled code uses. It creates no stream object.
-_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 def _device_of(names: list[str]) -> torch.device | None:

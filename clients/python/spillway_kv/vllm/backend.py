@@ -9,15 +9,21 @@ import torch
 from vllm.config import VllmConfig, get_current_vllm_config_or_none
 from vllm.v1.attention.backend import (
     AttentionBackend,
+    AttentionCGSupport,
     AttentionImpl,
     AttentionMetadata,
     AttentionMetadataBuilder,
     AttentionType,
     CommonAttentionMetadata,
 )
-from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    SlidingWindowSpec,
+)
 
-from spillway_kv.vllm import layers, memory
+from spillway_kv.vllm import graphs, layers, memory
 
 
 class SpillwayBackend(AttentionBackend):
@@ -104,6 +110,16 @@ class SpillwayMetadataBuilder(AttentionMetadataBuilder[SpillwayMetadata]):
         device: torch.device,
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    @classmethod
+    def get_cudagraph_support(
+        cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec
+    ) -> AttentionCGSupport:
+        """Returns which batches can be captured with the model around them."""
+        if not graphs.supported(vllm_config):
+            return AttentionCGSupport.NEVER
+        graphs.install()
+        return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     def build(
         self,
@@ -196,6 +212,10 @@ class SpillwayImpl(AttentionImpl[SpillwayMetadata]):
         attending = layers.attending()
         if attn_metadata is None or attending is None:
             return output.zero_()
+        graph = layers.capturing()
+        if graph is not None:
+            graph.leave_open(attending.number(layer.layer_name), query, key, value, output)
+            return output
         count = attn_metadata.token_count
         attending.attend(
             layer.layer_name,

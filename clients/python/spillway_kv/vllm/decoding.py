@@ -11,6 +11,7 @@ from spillway_kv.attend_sums import LayerStatistics
 from spillway_kv.decoding import Decoding
 from spillway_kv.policy import Policy
 from spillway_kv.sequence import Sequence
+from spillway_kv.vllm.model_graph import ModelGraph
 from spillway_kv.vllm.step_plan import PlannedRequest
 
 
@@ -131,16 +132,36 @@ class Group:
             answer = self._decoding.attend(layer, q, k, v)
             out[index] = answer.flatten(0, 1)
         if last and self.on_stream:
-            # A layer that fails has outputs that are NaN, and so have all layers after it.
-            finite = answer[:, -1, 0, 0].isfinite()
-            on_gpu = finite.device.type == "cuda"
-            self._finite = torch.empty(
-                len(self.rows), dtype=torch.bool, device="cpu", pin_memory=on_gpu
-            )
-            self._finite.copy_(finite, non_blocking=True)
-            if on_gpu:
-                self._arrived = torch.cuda.Event()
-                self._arrived.record()
+            self._watch(answer[:, -1, 0, 0].isfinite())
+
+    def run(self, graph: ModelGraph) -> bool:
+        """Runs the model as a graph with this group's attends, if a decoder serves it.
+
+        Returns:
+            Whether it ran.
+
+        Raises:
+            SpillwayError: It has failed.
+        """
+        if not self._decoding.run(graph.step):
+            return False
+        assert graph.finite is not None
+        self._watch(graph.finite[: len(self.rows)])
+        return True
+
+    def _watch(self, finite: torch.Tensor) -> None:
+        """Takes which rows' outputs of the last layer are finite, when the GPU knows.
+
+        A layer that fails has outputs that are NaN, and so have all layers after it.
+        """
+        on_gpu = finite.device.type == "cuda"
+        self._finite = torch.empty(
+            len(self.rows), dtype=torch.bool, device="cpu", pin_memory=on_gpu
+        )
+        self._finite.copy_(finite, non_blocking=True)
+        if on_gpu:
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
 
     def end(self) -> None:
         """Ends the step, without a wait for the GPU."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
 
+from spillway_kv.vllm.model_graph import ModelGraph
 from spillway_kv.vllm.step_plan import StepPlan, StepReport
 from spillway_kv.vllm.worker import Worker
 
@@ -60,6 +61,10 @@ class Attending:
         self.worker.begin(self._plan, begins)
         self._begun = True
 
+    def number(self, layer_name: str) -> int:
+        """Returns the engine's index of a layer."""
+        return self._numbers[layer_name]
+
     def attend(
         self,
         layer_name: str,
@@ -78,6 +83,20 @@ class Attending:
             self.worker.begin(self._plan, begins_of(self._plan, batch))
             self._begun = True
         self.worker.attend(self._numbers[layer_name], q, k, v, out)
+
+    def new_graph(self, without_owner: Callable[[torch.Tensor], torch.Tensor]) -> ModelGraph:
+        """Returns a graph for a capture of the model. Arguments as for `ModelGraph`."""
+        return self.worker.new_graph(without_owner)
+
+    def run(self, graph: ModelGraph) -> None:
+        """Runs the whole step as a graph. The step must have begun."""
+        if self._plan is None:
+            for layer in graph.pieces():
+                layer.out.zero_()
+            return
+        if not self._begun:
+            raise RuntimeError("vLLM runs a graph, but did not say which requests are in the batch")
+        self.worker.run(graph)
 
     def end(self) -> StepReport:
         """Ends the step. For a step without tokens, keeps and drops sequences as planned."""
@@ -108,6 +127,7 @@ def begins_of(plan: StepPlan, batch: Batch) -> dict[int, int]:
 
 
 _attending: Attending | None = None
+_capturing: ModelGraph | None = None
 _pool_is_thin = False
 
 
@@ -131,3 +151,14 @@ def set_attending(value: Attending | None) -> None:
     """Sets the object of this process."""
     global _attending  # noqa: PLW0603
     _attending = value
+
+
+def capturing() -> ModelGraph | None:
+    """Returns the graph into which vLLM captures the model, if it does."""
+    return _capturing
+
+
+def set_capturing(value: ModelGraph | None) -> None:
+    """Sets the graph."""
+    global _capturing  # noqa: PLW0603
+    _capturing = value

@@ -193,7 +193,7 @@ class Sequences:
                 raise
         sequence = self._sequences.get(request.key)
         if request.start == 0 and sequence is None:
-            sequence = self.client.create_sequence(self._open_model())
+            sequence = self.client.create_sequence(self.open_model())
             self._sequences[request.key] = sequence
         if sequence is None:
             raise Lost("its sequence is gone")
@@ -203,7 +203,7 @@ class Sequences:
             sequence.truncate(request.start)
         return sequence
 
-    def _open_model(self) -> spillway_kv.Model:
+    def open_model(self) -> spillway_kv.Model:
         """Returns the engine's model with these shapes. Creates it if necessary."""
         if self._model is None:
             shapes = self._shapes

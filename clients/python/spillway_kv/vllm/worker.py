@@ -18,6 +18,7 @@ import spillway_kv
 from spillway_kv.attend_sums import LayerStatistics
 from spillway_kv.policy import Policy
 from spillway_kv.vllm.decoding import Decodings, Group, Row
+from spillway_kv.vllm.model_graph import ModelGraph
 from spillway_kv.vllm.prompts import Prompts
 from spillway_kv.vllm.sequences import Lost, Sequences, Shapes
 from spillway_kv.vllm.settings import Settings
@@ -64,6 +65,8 @@ class Worker:
         self._statistics = LayerStatistics()
         self._counted_at = time.monotonic()
         self._prompt_token_count = 0
+        # Requests and tokens of the step.
+        self._counts = 0, 0
 
     @property
     def sequence_count(self) -> int:
@@ -85,6 +88,7 @@ class Worker:
         """
         self._report = StepReport()
         self._groups, self._single, self._lost = [], [], []
+        self._counts = len(plan.requests), sum(r.token_count for r in plan.requests)
         requests = sorted(plan.requests, key=lambda request: begins[request.key])
         others = {r.source.key for r in requests if r.source is not None}
         together = [group for group, exact in self._together(requests) if not exact]
@@ -153,6 +157,39 @@ class Worker:
         self._prompts.attend(layer, q, k, v, out, self._lose_row)
         for lost in self._lost:
             out[lost].zero_()
+
+    def new_graph(self, without_owner: Callable[[torch.Tensor], torch.Tensor]) -> ModelGraph:
+        """Returns a graph for a capture of the model. Arguments as for `ModelGraph`."""
+        sequences = self._sequences
+        return ModelGraph(sequences.client, sequences.open_model(), self._last_layer, without_owner)
+
+    def run(self, graph: ModelGraph) -> None:
+        """Runs the model as a graph, and attends at all layers.
+
+        Args:
+            graph: The graph. The tokens of the batch are the first ones of its tensors.
+        """
+        group = self._alone(graph)
+        if group is not None:
+            try:
+                if group.run(graph):
+                    return
+            except spillway_kv.SpillwayError as error:
+                # Nothing has run, or what has is undone with its decoder.
+                graph.failed = True
+                self._part(group, 0, error, on_stream=True)
+        count = self._counts[1]
+        for open_layer in graph.pieces():
+            tensors = (open_layer.q, open_layer.k, open_layer.v, open_layer.out)
+            self.attend(open_layer.layer, *(x[:count] for x in tensors))
+
+    def _alone(self, graph: ModelGraph) -> Group | None:
+        """Returns the group with all requests of the step, if the graph can run with it."""
+        if graph.failed or len(self._groups) != 1 or self._single:
+            return None
+        (group,) = self._groups
+        alone = len(group.rows) == self._counts[0] == self._counts[1]
+        return group if alone and group.together else None
 
     def _part_before(self, group: Group, error: spillway_kv.SpillwayError) -> None:
         """Serves the rows of a group one by one whose step could not begin."""

@@ -1,0 +1,87 @@
+"""Full CUDA graphs: vLLM captures the model's decode steps, and leaves Spillway's attends open."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from vllm.forward_context import is_forward_context_available
+from vllm.platforms import current_platform
+from vllm.utils.torch_utils import weak_ref_tensor
+
+from spillway_kv import step_graph
+from spillway_kv.vllm import layers
+from spillway_kv.vllm.model_graph import ModelGraph
+
+_MARK = "_spillway_captures"
+
+
+def supported(config: Any) -> bool:
+    """Whether steps can be captured: with vLLM's V2 model runner, and libspillway with CUDA.
+
+    The V2 runner tells the connector which requests are in the batch before it runs the graph.
+
+    Args:
+        config: The complete `VllmConfig`.
+    """
+    on_cuda: bool = current_platform.is_cuda() and config.use_v2_model_runner
+    return on_cuda and step_graph.available()
+
+
+def install() -> None:
+    """Makes vLLM's V2 model runner capture graphs that leave attends open, once in a process."""
+    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager  # noqa: PLC0415
+
+    if getattr(CudaGraphManager, _MARK, False):
+        return
+    setattr(CudaGraphManager, _MARK, True)
+    capture = CudaGraphManager.capture
+    of_torch = torch.cuda.CUDAGraph
+
+    class OpenGraph(of_torch):  # type: ignore[misc, valid-type]
+        """A graph that is captured outside of a forward pass of the model, and thus around it."""
+
+        _graph: ModelGraph | None
+
+        def __new__(cls, keep_graph: bool = False) -> Any:
+            if is_forward_context_available():
+                # A piece of the model. It has no attends.
+                return of_torch(keep_graph)
+            made = super().__new__(cls, keep_graph=True)
+            made._graph = None  # noqa: SLF001
+            return made
+
+        def capture_begin(self, *args: Any, **kwargs: Any) -> None:
+            super().capture_begin(*args, **kwargs)
+            attending = layers.attending()
+            if attending is not None:
+                layers.set_capturing(attending.new_graph(weak_ref_tensor))
+
+        def capture_end(self) -> None:
+            graph = layers.capturing()
+            layers.set_capturing(None)
+            super().capture_end()
+            if graph is None or not graph.layers:
+                self.instantiate()
+                return
+            graph.step.complete_raw(self.raw_cuda_graph())
+            self._graph = graph
+
+        def replay(self) -> None:
+            if self._graph is None:
+                super().replay()
+                return
+            attending = layers.attending()
+            assert attending is not None
+            attending.run(self._graph)
+
+    @functools.wraps(capture)
+    def capture_open(self: Any, *args: Any, **kwargs: Any) -> None:
+        torch.cuda.CUDAGraph = OpenGraph  # type: ignore[misc]
+        try:
+            capture(self, *args, **kwargs)
+        finally:
+            torch.cuda.CUDAGraph = of_torch  # type: ignore[misc]
+
+    CudaGraphManager.capture = capture_open

@@ -1,0 +1,59 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "gpu/cuda/graph.h"
+#include "host/device/step_graph.h"
+
+namespace spillway::cuda {
+
+// A step graph on a GPU. An empty node of the captured graph marks the place of each attend.
+class CudaStepGraph final : public StepGraph {
+ public:
+  // A copy of the graph, and the marks in it.
+  struct Copy {
+    CapturedGraph graph;
+    std::vector<cudaGraphNode_t> marks;
+  };
+
+  CudaStepGraph();
+
+  absl::Status LeaveOpen(int layer, const StepTensors& tensors, void* stream) override;
+  absl::Status Complete(void* captured) override;
+  const std::vector<OpenAttend>& attends() const override { return attends_; }
+  absl::Status RunPiece(int64_t piece, void* stream) override;
+
+  // Unique in this process, also among graphs that are gone.
+  uint64_t number() const { return number_; }
+  // The graph with `layers[i]` in the place of the attend with index i. FAILED_PRECONDITION if it
+  // is not complete.
+  absl::StatusOr<Graph> With(const std::vector<CapturedGraph>& layers) const;
+
+ private:
+  // An edge between the nodes of graph_ with these indices.
+  struct Edge {
+    size_t from, to;
+  };
+  absl::StatusOr<std::vector<Edge>> Edges() const;
+  // Sets piece_of_ from the nodes and edges of graph_.
+  absl::Status Divide();
+  absl::Status CheckComplete() const;
+  absl::StatusOr<Copy> CopyWithMarks() const;
+
+  const uint64_t number_;
+  std::vector<OpenAttend> attends_;
+  std::vector<cudaGraphNode_t> marks_;  // of the capture, then of graph_
+  CapturedGraph graph_;
+  std::vector<cudaGraphNode_t> nodes_;  // of graph_
+  // For each node, the number of attends before it. That of a mark does not count itself.
+  std::vector<int64_t> piece_of_;
+  std::vector<Graph> pieces_;  // made when they are first run
+};
+
+}  // namespace spillway::cuda
