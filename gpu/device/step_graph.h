@@ -29,10 +29,11 @@ class CudaStepGraph final : public StepGraph {
   const std::vector<OpenAttend>& attends() const override { return attends_; }
   absl::Status RunPiece(int64_t piece, void* stream) override;
 
-  // Unique in this process, also among graphs that are gone.
+  // Unique in this process. Numbers of graphs that are gone are not used again.
   uint64_t number() const { return number_; }
-  // The graph with `layers[i]` in the place of the attend with index i. FAILED_PRECONDITION if it
-  // is not complete.
+  absl::Status CheckComplete() const;
+  // The graph with `layers[i]` in the place of the attend with index i. FAILED_PRECONDITION as
+  // CheckComplete().
   absl::StatusOr<Graph> With(const std::vector<CapturedGraph>& layers) const;
 
  private:
@@ -43,7 +44,6 @@ class CudaStepGraph final : public StepGraph {
   absl::StatusOr<std::vector<Edge>> Edges() const;
   // Sets piece_of_ from the nodes and edges of graph_.
   absl::Status Divide();
-  absl::Status CheckComplete() const;
   absl::StatusOr<Copy> CopyWithMarks() const;
 
   const uint64_t number_;

@@ -633,6 +633,7 @@ absl::Status CudaStreamStep::Run(StepGraph& of_caller, void* on) {
   auto* const stream = static_cast<cudaStream_t>(on);
   RETURN_IF_ERROR(CheckNotCaptured(stream));
   const auto& graph = static_cast<const CudaStepGraph&>(of_caller);
+  RETURN_IF_ERROR(graph.CheckComplete());
   const auto found = std::ranges::find(runs_, graph.number(), &StepRun::number);
   if (found != runs_.end()) {
     std::rotate(runs_.begin(), found, found + 1);

@@ -180,9 +180,11 @@ def test_dense_while_all_rows_are_there(plain: Client) -> None:
         # A sequence without room for all its rows is sparse. The first one keeps its room while a
         # decoder holds it.
         with client.open_decoder([sequence]):
-            second = filled(client, model, 2)
-            _, promises = decoded(client, second, Policy(), 3)
-        assert all("statistical" in of_step for of_step in promises)
+            outs, promises = decoded(client, filled(client, model, 2), Policy(), 3)
+        other = filled(plain, create_model(plain), 2)
+        wanted, _ = decoded(plain, other, Policy(), 3)
+        assert all(torch.equal(a, b) for a, b in zip(outs, wanted, strict=True))
+        assert promises != [{"exact"}] * 3
 
 
 def test_the_idle_give_theirs_up_and_get_them_back(plain: Client, resident: Client) -> None:
