@@ -42,15 +42,15 @@ def install() -> None:
     class OpenGraph(of_torch):  # type: ignore[misc, valid-type]
         """A graph that is captured outside of a forward pass of the model, and thus around it."""
 
-        _graph: ModelGraph | None
-
         def __new__(cls, keep_graph: bool = False) -> Any:
             if is_forward_context_available():
                 # A piece of the model. It has no attends.
                 return of_torch(keep_graph)
-            made = super().__new__(cls, keep_graph=True)
-            made._graph = None  # noqa: SLF001
-            return made
+            return super().__new__(cls, keep_graph=True)
+
+        def __init__(self, keep_graph: bool = False) -> None:
+            super().__init__(keep_graph=True)
+            self._graph: ModelGraph | None = None
 
         def capture_begin(self, *args: Any, **kwargs: Any) -> None:
             super().capture_begin(*args, **kwargs)
