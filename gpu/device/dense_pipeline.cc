@@ -14,7 +14,7 @@ constexpr int64_t kStagePages = 64;
 // Splits of rows that are read in place: at least so many rows in each, and at most so many splits
 // of a KV head. A sum's order depends on them, so they depend neither on what else runs nor on how
 // many KV heads the model has here: it may be a part of a larger one.
-constexpr int64_t kSplitRowsLeast = 128;
+constexpr int64_t kSplitRowsLeast = 64;
 constexpr int64_t kHeadSplits = 128;
 // Blocks that read over the link. They keep enough bytes in flight.
 constexpr int kLinkBlocks = 64;
@@ -162,6 +162,11 @@ void DensePipeline::Prepare(Carver& requests, Carver& results, std::byte* worksp
   }
 }
 
+std::span<uint32_t> DensePipeline::clear() const {
+  if (!follows_append_) return {};
+  return {parts_.front().errors, parts_.front().blocks.size() + 1};
+}
+
 absl::Status DensePipeline::Launch() {
   for (const Part& part : parts_) RETURN_IF_ERROR(Launch(part));
   return absl::OkStatus();
@@ -189,6 +194,8 @@ DenseWave DensePipeline::View(const Part& part) const {
   wave.running = part.errors + part.blocks.size();
   wave.limit = INT64_MAX;
   wave.link_blocks = kLinkBlocks;
+  wave.overlap = context_->gpu().hopper;
+  wave.follows_append = follows_append_;
   for (const Block& block : part.blocks) {
     wave.split_count_max = std::max(wave.split_count_max, block.unit.split_count);
     wave.query_rows_max = std::max(wave.query_rows_max, block.unit.query_rows);
@@ -209,9 +216,11 @@ absl::Status DensePipeline::Launch(const Part& part) {
                                                   static_cast<size_t>(part.request_bytes),
                                                   cudaMemcpyHostToDevice, stream));
   }
-  // 0xFF in every byte means no token, and that the work goes on.
-  SPILLWAY_CUDA_RETURN_IF_ERROR(
-      cudaMemsetAsync(part.errors, 0xFF, sizeof(uint32_t) * (part.blocks.size() + 1), stream));
+  if (!follows_append_) {
+    // 0xFF in every byte means no token, and that the work goes on.
+    SPILLWAY_CUDA_RETURN_IF_ERROR(
+        cudaMemsetAsync(part.errors, 0xFF, sizeof(uint32_t) * (part.blocks.size() + 1), stream));
+  }
   RETURN_IF_ERROR(Fold(part, wave));
   SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchDenseFinish(wave, stream));
   return context_->Mark("dense");

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <cstdint>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -25,6 +27,12 @@ class DensePipeline {
   // Lays out all parts and writes the requests.
   void Prepare(Carver& requests, Carver& results, std::byte* workspace);
   absl::Status Launch();
+  // For a step that has no other attends: if all queries are in one part, lets the launch of the
+  // append clear() the part's words, so that nothing else comes between append and fold.
+  void FollowAppend() { follows_append_ = parts_.size() == 1; }
+  bool follows_append() const { return follows_append_; }
+  // Words that the append sets to kNoToken; empty if Launch() does.
+  std::span<uint32_t> clear() const;
   // The parts as a step launches them. A captured graph depends on nothing else.
   std::vector<DenseWave> Views() const;
   // Sets the results and statuses of the items.
@@ -83,6 +91,7 @@ class DensePipeline {
 
   JobContext* const context_;
   std::vector<Part> parts_;
+  bool follows_append_ = false;
 };
 
 }  // namespace spillway::cuda

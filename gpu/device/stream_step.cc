@@ -168,6 +168,9 @@ class CudaStreamStep final : public StreamStep {
                             cudaStream_t stream) const;
   // Puts a layer's kernels on the stream.
   absl::Status Enqueue(int layer, const StepTensors& tensors, cudaStream_t stream);
+  // The part of an append that follows the copies of the rows: codes of pages that are full now, and
+  // the lengths that outlive the process.
+  absl::Status EnqueueRest(LayerRun& run, cudaStream_t stream, bool overlap);
   absl::Status CheckAnnounced() const;
   absl::StatusOr<Graph> Compose(const CudaStepGraph& graph);
   // The layer's graph for these tensors, maybe not captured yet; null the first time.
@@ -528,6 +531,7 @@ absl::Status CudaStreamStep::FillLayer(Slot& slot, LayerRun& run, LayerFill& fil
   RETURN_IF_ERROR(AppendLayer(run, filled.updates));
   run.sparse.Prepare(requests, results, workspace_);
   run.dense.Prepare(requests, results, workspace_);
+  if (run.sparse.empty()) run.dense.FollowAppend();
   filled.waves = run.sparse.Views();
   filled.dense_waves = run.dense.Views();
   return absl::OkStatus();
@@ -682,21 +686,37 @@ absl::Status CudaStreamStep::Enqueue(int layer, const StepTensors& tensors, cuda
   append.targets = run.context.Uploaded(run.targets);
   append.bad = bad_ + layer * item_count();
   append.step = of_step;
+  append.clear = run.dense.clear().data();
+  append.clear_count = static_cast<int32_t>(run.dense.clear().size());
   SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchTensorAppend(append, stream));
+  if (!run.dense.follows_append()) {
+    RETURN_IF_ERROR(EnqueueRest(run, stream, home_.gpu.hopper));
+    RETURN_IF_ERROR(run.sparse.Launch({}));
+    return run.dense.Launch();
+  }
+  // Exact attends do not need it, so it runs beside them.
+  SPILLWAY_CUDA_RETURN_IF_ERROR(cudaEventRecord(fork_.get(), stream));
+  RETURN_IF_ERROR(run.dense.Launch());
+  SPILLWAY_CUDA_RETURN_IF_ERROR(cudaStreamWaitEvent(side_stream_.get(), fork_.get()));
+  RETURN_IF_ERROR(EnqueueRest(run, side_stream_.get(), /*overlap=*/false));
+  SPILLWAY_CUDA_RETURN_IF_ERROR(cudaEventRecord(join_.get(), side_stream_.get()));
+  return ToStatus(cudaStreamWaitEvent(stream, join_.get()), "cudaStreamWaitEvent");
+}
+
+absl::Status CudaStreamStep::EnqueueRest(LayerRun& run, cudaStream_t stream, bool overlap) {
+  const auto count = static_cast<int>(item_count());
   if (home_.model->has_rotation()) {
     EncodeWork shape;
     shape.head_dim = spec().head_dim;
     shape.kv_head_count = spec().kv_head_count;
-    SPILLWAY_CUDA_RETURN_IF_ERROR(
-        LaunchStepEncode(run.context.Uploaded(run.encodes), append.item_count, shape,
-                         home_.model->rotation(layer), home_.gpu.hopper, stream));
+    SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchStepEncode(run.context.Uploaded(run.encodes), count, shape,
+                                                   home_.model->rotation(run.job.layer), overlap,
+                                                   stream));
   }
-  if (keeps_lengths()) {
-    SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchStepLengths(run.context.Uploaded(run.lengths),
-                                                    append.item_count, of_step.check, stream));
-  }
-  RETURN_IF_ERROR(run.sparse.Launch({}));
-  return run.dense.Launch();
+  if (!keeps_lengths()) return absl::OkStatus();
+  return ToStatus(LaunchStepLengths(run.context.Uploaded(run.lengths), count,
+                                    run.step.tensors.check, stream),
+                  "LaunchStepLengths");
 }
 
 absl::Status CudaStreamStep::Conclude(void* stream) {

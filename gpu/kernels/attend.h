@@ -418,6 +418,10 @@ struct DenseWave {
   // Pinned; the work stops when it is not 0. Null: it never stops.
   const int32_t* cancel = nullptr;
   uint32_t* running = nullptr;  // device, not 0 at first; 0 once a block has seen that it stops
+  // Whether a kernel may begin while the one before still runs (compute capability 9.0): the finish
+  // during the fold, and the fold during the append of a step, if nothing is between them.
+  bool overlap = false;
+  bool follows_append = false;
   CallerTensors step;
 
   bool operator==(const DenseWave&) const = default;

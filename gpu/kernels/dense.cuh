@@ -154,6 +154,8 @@ __global__ void DenseFoldKernel(DenseWave wave) {
   float* queries = memory;
   float* rest = queries + kDenseQueryRows * d;
   DenseTurns turns(wave);
+  GridDependencyWait();
+  TriggerDependents();
   for (SplitRange splits; turns.Next(u, splits);) {
     const DenseRows rows(wave, u);
     for (int i = thread; i < u.query_rows * d; i += static_cast<int>(blockDim.x)) {
@@ -193,6 +195,8 @@ __global__ void __launch_bounds__(kTensorThreads) DenseTensorKernel(DenseWave wa
   __shared__ __align__(8) std::byte unit[sizeof(DenseUnit)];  // it has a constructor
   auto& u = *reinterpret_cast<DenseUnit*>(unit);
   DenseTurns turns(wave);
+  GridDependencyWait();
+  TriggerDependents();
   for (SplitRange splits; turns.Next(u, splits);) {
     const DenseRows rows(wave, u);
     FoldOnTensorCores<kDType, kHeads, kDimTiles>({wave.head_dim, u.query_rows, wave.scale}, rows,
@@ -208,12 +212,13 @@ __global__ void __launch_bounds__(kDenseFinishThreads) DenseFinishKernel(DenseWa
   constexpr int kThreads = kDenseFinishThreads;
   static_assert(kHeadDimMax <= kThreads);
   __shared__ float factors[kThreads];
-  __shared__ double shares[kThreads];
+  __shared__ double2 shares[kThreads];
   __shared__ float warp_max[kThreads / 32];
   __shared__ double warp_sums[kThreads / 32];
   const DenseUnit& u = wave.units[blockIdx.y];
   const int r = blockIdx.x;
   const int d = wave.head_dim;
+  GridDependencyWait();
   if (r == 0 && threadIdx.x == 0) u.result->error_token = *u.error_token;
   if (r >= u.query_rows) return;
   const int lane = threadIdx.x % 32;
@@ -229,12 +234,14 @@ __global__ void __launch_bounds__(kDenseFinishThreads) DenseFinishKernel(DenseWa
   __syncthreads();
   for (const float of_warp : warp_max) max = fmaxf(max, of_warp);
 
-  // Each element has several threads, which share the splits.
-  const int share_count = kThreads / d;
-  const int share = static_cast<int>(threadIdx.x) / d;
-  const int element = static_cast<int>(threadIdx.x) % d;
-  const float* const values = u.partials + 2 * u.query_rows + r * d + element;
-  double sum = 0, value = 0;
+  // Each pair of elements has several threads, which share the splits. d is even.
+  const int pairs = d / 2;
+  const int share_count = kThreads / pairs;
+  const int share = static_cast<int>(threadIdx.x) / pairs;
+  const int pair = static_cast<int>(threadIdx.x) % pairs;
+  const float* const values = u.partials + 2 * u.query_rows + r * d + 2 * pair;
+  double sum = 0;
+  double2 pair_sum = make_double2(0, 0);
   for (int64_t base = 0; base < u.split_count; base += kThreads) {
     const int count = static_cast<int>(min(int64_t{kThreads}, u.split_count - base));
     if (static_cast<int>(threadIdx.x) < count) {
@@ -247,23 +254,28 @@ __global__ void __launch_bounds__(kDenseFinishThreads) DenseFinishKernel(DenseWa
     if (share < share_count) {
 #pragma unroll 8
       for (int s = share; s < count; s += share_count) {
-        value += double{factors[s]} * values[(base + s) * stride];
+        const float2 of_split = *reinterpret_cast<const float2*>(values + (base + s) * stride);
+        pair_sum.x += double{factors[s]} * of_split.x;
+        pair_sum.y += double{factors[s]} * of_split.y;
       }
     }
     __syncthreads();
   }
   sum = WarpSum(sum);
   if (lane == 0) warp_sums[warp] = sum;
-  shares[threadIdx.x] = value;
+  shares[threadIdx.x] = pair_sum;
   __syncthreads();
   sum = 0;
   for (const double of_warp : warp_sums) sum += of_warp;
-  value = 0;
-  for (int i = 0; i < share_count; ++i) value += shares[i * d + element];
+  // Thread i has element i now.
+  double value = 0;
+  for (int i = 0; i < share_count && static_cast<int>(threadIdx.x) < d; ++i) {
+    const double2 of_share = shares[i * pairs + static_cast<int>(threadIdx.x) / 2];
+    value += threadIdx.x % 2 == 0 ? of_share.x : of_share.y;
+  }
   const auto out = static_cast<float>(value / sum);
   const auto lse = static_cast<float>(max + log(sum));
   if (wave.step.check.header != nullptr) {
-    // Thread i has element i.
     return WriteToTensors(
         wave.step, u.place, wave.group, d, r, *u.error_token == kNoToken, [&](int) { return out; },
         lse, u.result->report);

@@ -65,7 +65,9 @@ cudaError_t LaunchDenseFold(const DenseWave& wave, cudaStream_t stream) {
     const auto blocks =
         static_cast<unsigned>(std::min<int64_t>(splits, kPlainBlocksPerSm * wave.sm_count));
     return Launch<DenseFoldKernel>(
-        FoldLaunch(blocks, wave.head_dim, kDenseQueryRows, /*moments=*/false, false), stream, wave);
+        FoldLaunch(blocks, wave.head_dim, kDenseQueryRows, /*moments=*/false,
+                   wave.overlap && wave.follows_append),
+        stream, wave);
   }
   // No more than run at once: all have an equal part of the work.
   const int bytes = TensorBytes(wave.dtype, wave.head_dim, wave.query_rows_max, /*moments=*/false);
@@ -77,13 +79,17 @@ cudaError_t LaunchDenseFold(const DenseWave& wave, cudaStream_t stream) {
                       const TensorLayout<kDType> layout(wave.head_dim, kHeads, wave.query_rows_max,
                                                         /*moments=*/false);
                       return Launch<DenseTensorKernel<kDType, kHeads, kDimTiles>>(
-                          {blocks, kTensorThreads, static_cast<size_t>(layout.end)}, stream, wave);
+                          {blocks, kTensorThreads, static_cast<size_t>(layout.end),
+                           wave.overlap && wave.follows_append},
+                          stream, wave);
                     });
 }
 
 cudaError_t LaunchDenseFinish(const DenseWave& wave, cudaStream_t stream) {
   const auto units = static_cast<unsigned>(wave.unit_count);
-  return Launch<DenseFinishKernel>({{kDenseQueryRows, units}, kDenseFinishThreads}, stream, wave);
+  return Launch<DenseFinishKernel>(
+      {{static_cast<unsigned>(wave.query_rows_max), units}, kDenseFinishThreads, /*shared_bytes=*/0, wave.overlap}, stream,
+      wave);
 }
 
 }  // namespace spillway::cuda

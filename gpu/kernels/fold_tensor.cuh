@@ -154,15 +154,28 @@ __device__ inline void FoldOnTensorCores(const TensorFoldShape& shape, const Sou
   };
   bring(0);
 
-  // The queries' terms.
-  for (int h = warp; h < kHeads; h += kWarps) {
+  // The queries' terms. All elements of a lane are loaded before one is used, so that the latency is
+  // paid once.
+  constexpr int kLaneElements = 2 * kDimTiles;
+  float query[kWarpHeads][kLaneElements];
+#pragma unroll
+  for (int j = 0; j < kWarpHeads; ++j) {
+#pragma unroll
+    for (int e = 0; e < kLaneElements; ++e) {
+      const int h = warp + j * kWarps;
+      const int i = lane + e * 32;
+      query[j][e] = h < shape.rows && i < d ? source.Query(h, i) * shape.scale : 0.0f;
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < kWarpHeads; ++j) {
+    const int h = warp + j * kWarps;
     const bool in_use = h < shape.rows;
     float unit = 1;
     if (kDType == DType::kF16 && in_use) {
       float largest = 0;
-      for (int i = lane; i < d; i += 32) {
-        largest = fmaxf(largest, fabsf(source.Query(h, i) * shape.scale));
-      }
+#pragma unroll
+      for (int e = 0; e < kLaneElements; ++e) largest = fmaxf(largest, fabsf(query[j][e]));
       largest = WarpMax(largest);
       // The power of two below it becomes 2^14.
       const uint32_t exponent = __float_as_uint(largest) & 0x7F800000u;
@@ -172,8 +185,11 @@ __device__ inline void FoldOnTensorCores(const TensorFoldShape& shape, const Sou
       }
     }
     if (lane == 0) query_unit[h] = unit;
-    for (int i = lane; i < d && in_use; i += 32) {
-      float x = source.Query(h, i) * shape.scale / unit;
+#pragma unroll
+    for (int e = 0; e < kLaneElements; ++e) {
+      const int i = lane + e * 32;
+      if (!in_use || i >= d) break;
+      float x = query[j][e] / unit;
 #pragma unroll
       for (int t = 0; t < kTerms; ++t) {
         *reinterpret_cast<uint16_t*>(memory + at.queries + (t * shape.rows + h) * at.query_stride +

@@ -45,6 +45,11 @@ __global__ void TensorAppendKernel(TensorAppend a) {
   const int64_t warps = int64_t{gridDim.x} * blockDim.x / 32;
   const int64_t tokens = a.step.token_count;
   const int64_t rows = a.item_count * tokens * a.kv_head_count;
+  if (blockIdx.x == 0) {
+    for (int i = static_cast<int>(threadIdx.x); i < a.clear_count; i += blockDim.x) {
+      a.clear[i] = kNoToken;
+    }
+  }
   const int half = a.head_dim * (a.dtype == DType::kF32 ? 4 : 2) / 16;
   for (int64_t i = warp; i < rows; i += warps) {
     const int64_t head = i % a.kv_head_count;

@@ -29,6 +29,8 @@ struct TensorAppend {
   const RowTarget* targets = nullptr;  // [B][T][H]
   BadElement* bad = nullptr;           // [B]; the same array as step.check.bad
   CallerTensors step;                  // its q is checked
+  uint32_t* clear = nullptr;           // [clear_count] words that become kNoToken
+  int32_t clear_count = 0;
 };
 
 // The pages that an item's new rows fill, at most one per KV head.
