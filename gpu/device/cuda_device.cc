@@ -137,7 +137,7 @@ class CudaDevice final : public Device {
                              int64_t count) override {
     auto& appended = static_cast<CudaSequence&>(sequence);
     const ResidencyUse use = appended.Use();
-    appended.ResumeWhole(start);
+    appended.ResumeWhole(layer, start);
     return appended.layers[layer].Prepare(start, count, [&] { return residency_.MakeRoom(); });
   }
 

@@ -268,10 +268,13 @@ int64_t CudaSequence::held_bytes() const {
   return bytes;
 }
 
-void CudaSequence::ResumeWhole(int64_t token_count) {
+void CudaSequence::ResumeWhole(int layer, int64_t token_count) {
+  // Asked for every layer, and seldom yes.
+  const int64_t of_layer = layers[layer].MissingBytes(token_count);
+  if (of_layer == 0 || !Residency::HasMoved(*this, of_layer)) return;
   int64_t bytes = 0;  // read by attends over the link
   for (const LayerIndex& layer : layers) bytes += layer.MissingBytes(token_count);
-  if (bytes == 0 || !residency_->TakeTurn(*this, bytes)) return;
+  if (!residency_->TakeTurn(*this, bytes)) return;
   for (LayerIndex& layer : layers) layer.whole().Resume();
 }
 

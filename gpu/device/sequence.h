@@ -132,9 +132,10 @@ class CudaSequence final : public DeviceSequence, public Residency::Member {
   // Residency::Member.
   void GiveUp() override;
   int64_t held_bytes() const override;
-  // With token_count tokens per layer: once attends have read as many bytes over the link as the
-  // rows without room here have, the next PrepareAppend() makes room for them. REQUIRES: in use.
-  void ResumeWhole(int64_t token_count);
+  // With token_count tokens per layer, for one of them: once attends have read as many bytes over
+  // the link as the rows without room here have, the next PrepareAppend() makes room for them.
+  // REQUIRES: in use.
+  void ResumeWhole(int layer, int64_t token_count);
   void CountMoved(int64_t bytes) { residency_->CountMoved(*this, bytes); }
   bool MakeRoom() { return residency_->MakeRoom(); }
   // While the sequence is in use, nobody calls GiveUp().

@@ -29,6 +29,9 @@ WholeRowsOfLayer::WholeRowsOfLayer(const WholeRowsOfLayer& source, int64_t token
 
 bool WholeRowsOfLayer::Reserve(int64_t start, int64_t end) {
   const int64_t begin = std::min(start, end_);
+  const bool is_there = std::ranges::all_of(
+      tables_, [&](const PageTable& table) { return table.NewPageCount(begin, end) == 0; });
+  if (is_there) return true;
   std::vector<PageTable::StagedWrite> staged;
   staged.reserve(tables_.size());
   for (const PageTable& table : tables_) {

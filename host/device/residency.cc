@@ -14,13 +14,19 @@ void Residency::Remove(Member& member) {
 }
 
 void Residency::Begin(Member& member) {
+  for (int uses = member.use_count_.load(); uses > 0;) {
+    if (member.use_count_.compare_exchange_weak(uses, uses + 1)) return;
+  }
   const MutexLock lock(mutex_);
   ++member.use_count_;
 }
 
 void Residency::End(Member& member) {
+  for (int uses = member.use_count_.load(); uses > 1;) {
+    if (member.use_count_.compare_exchange_weak(uses, uses - 1)) return;
+  }
   const MutexLock lock(mutex_);
-  --member.use_count_;
+  if (--member.use_count_ > 0) return;
   member.last_used_ = now_();
   members_.splice(members_.end(), members_, member.place_);
 }
@@ -38,14 +44,9 @@ bool Residency::MakeRoom() {
   return false;
 }
 
-void Residency::CountMoved(Member& member, int64_t bytes) {
-  const MutexLock lock(mutex_);
-  member.moved_bytes_ += bytes;
-}
-
 bool Residency::TakeTurn(Member& member, int64_t row_bytes) {
   const MutexLock lock(mutex_);
-  if (member.moved_bytes_ < row_bytes) return false;
+  if (!HasMoved(member, row_bytes)) return false;
   member.moved_bytes_ = 0;
   return true;
 }

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <functional>
 #include <list>
@@ -35,9 +36,11 @@ class Residency {
    private:
     friend class Residency;
     std::list<Member*>::iterator place_;
-    int use_count_ = 0;
+    // Leaves and becomes 0 only under the lock, so that a use within another one takes none.
+    std::atomic<int> use_count_ = 0;
     SteadyTime last_used_;
-    int64_t moved_bytes_ = 0;  // over the link, since TakeTurn() was last true or GiveUp() called
+    // Over the link, since TakeTurn() was last true or GiveUp() called.
+    std::atomic<int64_t> moved_bytes_ = 0;
   };
 
   using Clock = std::function<SteadyTime()>;
@@ -58,8 +61,14 @@ class Residency {
   bool MakeRoom() ABSL_LOCKS_EXCLUDED(mutex_);
 
   // Counts bytes of a member's rows that came over the link.
-  void CountMoved(Member& member, int64_t bytes) ABSL_LOCKS_EXCLUDED(mutex_);
-  // Whether at least row_bytes were counted. If so, the count starts again at 0.
+  static void CountMoved(Member& member, int64_t bytes) {
+    member.moved_bytes_.fetch_add(bytes, std::memory_order_relaxed);
+  }
+  // Whether at least row_bytes were counted.
+  static bool HasMoved(const Member& member, int64_t row_bytes) {
+    return member.moved_bytes_.load(std::memory_order_relaxed) >= row_bytes;
+  }
+  // The same. If so, the count starts again at 0.
   bool TakeTurn(Member& member, int64_t row_bytes) ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:

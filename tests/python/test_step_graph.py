@@ -186,6 +186,7 @@ def test_an_element_that_is_not_finite(
 
 def test_misuse(client: Client, model: Model, step_of_three: Captured) -> None:
     toy = step_of_three.toy
+    toy.inputs.copy_(draw(1000, 3, WIDTH))
     sequences = filled(client, model)
     graph = StepGraph(client, model)
     q, k, v = step_of_three.tensors[0][:3]

@@ -2,7 +2,9 @@
 
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <string>
+#include <thread>
 #include <vector>
 
 namespace spillway {
@@ -79,6 +81,40 @@ TEST_F(ResidencyTest, WhoIsUsedKeepsWhatItHas) {
   // A sequence in use keeps its memory.
   Pass(absl::Hours(1));
   EXPECT_FALSE(residency_.MakeRoom());
+}
+
+TEST_F(ResidencyTest, WhatIsInUseKeepsItsMemoryWhileThreadsBeginAndEnd) {
+  Pass(absl::Hours(1));
+  std::atomic<int> held = 0;
+  std::atomic<bool> stop = false;
+  bool lost = false;
+  // GiveUp() of a_ would be seen in between.
+  const auto use = [&](bool& seen) {
+    for (int i = 0; i < 20000; ++i) {
+      const ResidencyUse outer = a_.Use();
+      const bool before = a_.held_bytes() == 1;
+      const ResidencyUse inner = a_.Use();
+      ++held;
+      seen |= before != (a_.held_bytes() == 1);
+    }
+  };
+  std::thread other([&] {
+    while (!stop) residency_.MakeRoom();
+  });
+  bool lost_here = false;
+  std::thread second([&] { use(lost); });
+  use(lost_here);
+  second.join();
+  stop = true;
+  other.join();
+  EXPECT_FALSE(lost);
+  EXPECT_FALSE(lost_here);
+  EXPECT_EQ(held, 40000);
+  // All uses have ended.
+  a_.Hold();
+  Pass(absl::Hours(1));
+  EXPECT_TRUE(residency_.MakeRoom());
+  EXPECT_EQ(given_up_.back(), "a");
 }
 
 TEST_F(ResidencyTest, ACopyIsDueOnceAsMuchWasMoved) {
