@@ -96,7 +96,7 @@ class Captured:
 
     def __init__(self, client: Client, model: Model) -> None:
         self.toy = Toy(3)
-        self.graph = StepGraph(client, model)
+        self.graph = StepGraph(model)
         self.tensors: list[tuple[torch.Tensor, ...]] = []
         self.toy(lambda layer, q, k, v: q)  # cuBLAS allocates memory at its first use
         with self.graph.capture():
@@ -188,7 +188,7 @@ def test_misuse(client: Client, model: Model, step_of_three: Captured) -> None:
     toy = step_of_three.toy
     toy.inputs.copy_(draw(1000, 3, WIDTH))
     sequences = filled(client, model)
-    graph = StepGraph(client, model)
+    graph = StepGraph(model)
     q, k, v = step_of_three.tensors[0][:3]
     with pytest.raises(spillway_kv.FailedPrecondition, match="not being captured"):
         graph.attend(0, q, k, v)

@@ -76,7 +76,13 @@ ATTRIBUTES = {
         "is_attention_free",
         "is_hybrid",
     },
-    "vllm.config:VllmConfig": {"kv_transfer_config", "max_in_flight_tokens"},
+    "vllm.config:VllmConfig": {
+        "kv_transfer_config",
+        "max_in_flight_tokens",
+        "use_v2_model_runner",
+    },
+    "vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager": {"capture"},
+    "vllm.v1.attention.backend:AttentionCGSupport": {"NEVER", "UNIFORM_SINGLE_TOKEN_DECODE"},
     "vllm.engine.arg_utils:EngineArgs": {
         "async_scheduling",
         "attention_backend",

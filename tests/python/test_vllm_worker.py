@@ -17,6 +17,7 @@ from spillway_kv.lab import serving
 from spillway_kv.policy import Policy
 from spillway_kv.prefill_kernels import attention_with_lse
 from spillway_kv.step import DecodeStep
+from spillway_kv.vllm import layers
 from spillway_kv.vllm.appends import Appends
 from spillway_kv.vllm.layers import Attending, begins_of
 from spillway_kv.vllm.model_graph import OpenLayer
@@ -813,3 +814,26 @@ def test_a_graph_that_a_decoder_cannot_run_runs_in_pieces(
     for row, start in enumerate((102, 32)):
         _check(model, graph.outs[:, row : row + 1], TEXTS[row + 1], start)
     assert decoding[0].closed
+
+
+def test_a_graph_of_the_whole_step(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a plan it writes zeros, a step that has not begun is an error, others are served."""
+    attending = Attending(model.worker, ["a", "b"])
+    graph: Any = Graph(model, [(1, 0)])
+    attending.run(graph)
+    assert (graph.outs == 0).all()
+    assert graph.in_pieces == 1
+    model.step(StepPlan([_request(1, 0, 30)]), {1: 1})
+    attending.plan(StepPlan([_request(1, 30, 1, name="x")]))
+    with pytest.raises(RuntimeError, match="did not say which requests"):
+        attending.run(graph)
+    attending.begin(["x"])
+    graph = Graph(model, [(1, 30)])
+    attending.run(graph)
+    assert not attending.end().losses
+    _check(model, graph.outs[:, :1], 1, 30)
+    # A capture that leaves no attend open would return zeros for ever.
+    monkeypatch.setattr(layers, "_is_captured", lambda _: True)
+    q, k, v, out = graph._tensors(0)
+    with pytest.raises(RuntimeError, match="captures a CUDA graph around"):
+        attending.attend("a", None, q, k, v, out)  # type: ignore[arg-type]

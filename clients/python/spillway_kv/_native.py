@@ -162,6 +162,13 @@ def library(required: bool = False) -> ctypes.CDLL | None:
     return loaded
 
 
+def last_error(loaded: ctypes.CDLL) -> SpillwayError:
+    """Returns the error of the library's last function that failed in this thread."""
+    message, data, size = ctypes.c_char_p(), ctypes.c_void_p(), ctypes.c_size_t()
+    code = loaded.spillway_error(*map(ctypes.byref, (message, data, size)))
+    return _error_of(code, message, data, size)
+
+
 class NativeChannel:
     """A channel to a daemon, or an embedded engine and the channel to it.
 
@@ -232,10 +239,7 @@ class NativeChannel:
         self._left = error
 
     def _error(self) -> SpillwayError:
-        """Returns the error of the last function that failed in this thread."""
-        message, data, size = ctypes.c_char_p(), ctypes.c_void_p(), ctypes.c_size_t()
-        code = self.library.spillway_error(*map(ctypes.byref, (message, data, size)))
-        return _error_of(code, message, data, size)
+        return last_error(self.library)
 
     def open(self, method: str, timeout: float | None) -> NativeCall:
         """Starts a call of a method such as "/package.Service/Method".
@@ -378,38 +382,12 @@ class NativeChannel:
             raise self._error()
 
     def run_step(self, decoder: Handle, graph: Handle, stream: int) -> None:
-        """Enqueues a decoder's step as a part of a graph."""
+        """Enqueues a decoder's step as a part of a graph, a `NativeGraph.handle`."""
         self.check_open()
         held = graph.held()
         if decoder.call(self.library.spillway_decoder_run, held.value, stream):
             raise self._error()
         del held
-
-    def new_step_graph(self) -> Handle:
-        """Makes a graph whose attends are left open.
-
-        Raises:
-            SpillwayError: The library was built without CUDA.
-            ValueError: The channel is closed.
-        """
-        self.check_open()
-        made = self.library.spillway_step_graph_new()
-        return self._handle_of(made, self.library.spillway_step_graph_free, "graph")
-
-    def leave_open(self, graph: Handle, layer: int, tensors: Any, stream: int) -> None:
-        """Leaves a layer's attend open. tensors: a spillway_step_tensors, by reference."""
-        if graph.call(self.library.spillway_step_graph_attend, layer, tensors, stream):
-            raise self._error()
-
-    def complete_step_graph(self, graph: Handle, captured: int) -> None:
-        """Takes a copy of a captured graph, a cudaGraph_t."""
-        if graph.call(self.library.spillway_step_graph_complete, captured):
-            raise self._error()
-
-    def run_piece(self, graph: Handle, piece: int, stream: int) -> None:
-        """Enqueues a piece between two open attends."""
-        if graph.call(self.library.spillway_step_graph_run_piece, piece, stream):
-            raise self._error()
 
     def finish_step(self, decoder: Handle, stream: int) -> None:
         """Ends a decoder's step and waits for the GPU."""

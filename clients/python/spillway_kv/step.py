@@ -6,6 +6,7 @@ import operator
 import sys
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceABC
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -25,6 +26,7 @@ from spillway_kv.sequence import Sequence, explained
 from spillway_kv.tensors import (
     Array,
     BFloat16,
+    DTypeName,
     OutDType,
     decoder_like,
     dtype_number,
@@ -162,8 +164,28 @@ class _Together:
         )
 
 
+@dataclass(frozen=True)
+class HeadShapes:
+    """The heads of a model whose other properties do not matter.
+
+    Attributes:
+        query_head_count: Query heads per layer.
+        kv_head_count: K/V heads per layer.
+        head_dim: Elements of a key.
+        dtype: Element type of K and V rows.
+    """
+
+    query_head_count: int
+    kv_head_count: int
+    head_dim: int
+    dtype: DTypeName
+
+
 def check_tensors(
-    model: Model, counts: tuple[int, int], arrays: tuple[Any, Any, Any], out_dtype: OutDType | None
+    model: Model | HeadShapes,
+    counts: tuple[int, int],
+    arrays: tuple[Any, Any, Any],
+    out_dtype: OutDType | None,
 ) -> int:
     """Checks the tensors of a layer of a step.
 

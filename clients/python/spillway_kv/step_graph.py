@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from spillway_kv import _native
-from spillway_kv.connection import wire
+from spillway_kv._native_graph import NativeGraph
 from spillway_kv.layer_tensors import LayerTensors, current_stream
 from spillway_kv.results import Model
-from spillway_kv.step import check_tensors
+from spillway_kv.step import HeadShapes, check_tensors
 from spillway_kv.tensors import OutDType
-
-if TYPE_CHECKING:
-    from spillway_kv.client import Client
 
 
 class StepGraph:
@@ -25,7 +21,7 @@ class StepGraph:
     A decoder runs the graph with its own attends in their places. One graph thus serves different
     sequences, and need not be captured again when they grow:
 
-        graph = spillway_kv.StepGraph(client, model)
+        graph = spillway_kv.StepGraph(model)
         with graph.capture():
             logits = decode(tokens)  # calls graph.attend() for every layer
         while ...:
@@ -38,30 +34,23 @@ class StepGraph:
     Attributes:
         counts: Sequences and new tokens of each, as captured. (0, 0) before the first attend.
         attend_count: Attends left open.
-        handle: libspillway's graph.
+        native: libspillway's graph.
+
+    Args:
+        model: Model of the sequences, or the shapes of its heads.
+
+    Raises:
+        SpillwayError: UNIMPLEMENTED without CUDA.
+        OSError: There is no libspillway.
     """
 
-    def __init__(self, client: Client, model: Model) -> None:
-        """Creates a graph that is not captured yet.
-
-        Args:
-            client: Client of the decoders' engine.
-            model: Model of the sequences.
-
-        Raises:
-            SpillwayError: UNIMPLEMENTED without CUDA.
-            ValueError: The client does not use libspillway.
-        """
-        native = wire(client).native
-        if native is None:
-            raise ValueError("graphs of steps need libspillway")
-        self._channel = native
-        self._model = model
-        self.handle = native.new_step_graph()
-        self._tensors = LayerTensors(self._checked)
-        self._captured: torch.cuda.CUDAGraph | None = None
+    def __init__(self, model: Model | HeadShapes) -> None:
+        self.native = NativeGraph()
         self.counts = 0, 0
         self.attend_count = 0
+        self._model = model
+        self._tensors = LayerTensors(self._checked)
+        self._captured: torch.cuda.CUDAGraph | None = None
 
     def _checked(self, q: Any, k: Any, v: Any, out_dtype: OutDType | None) -> int:
         counts = self.counts if self.attend_count else (q.shape[0], q.shape[1])
@@ -112,7 +101,7 @@ class StepGraph:
             ValueError: A shape does not fit.
         """
         out, lse, kept = self._tensors.fill(q, k, v, out, out_dtype, wants_lse=wants_lse)
-        self._channel.leave_open(self.handle, layer, self._tensors.at, current_stream(q.device))
+        self.native.leave_open(layer, self._tensors.at, current_stream(q.device))
         del kept
         self.counts = q.shape[0], q.shape[1]
         self.attend_count += 1
@@ -134,7 +123,7 @@ class StepGraph:
 
     def complete_raw(self, captured: int) -> None:
         """The same for a cudaGraph_t. The caller keeps the memory of its tensors."""
-        self._channel.complete_step_graph(self.handle, captured)
+        self.native.complete(captured)
 
     def run_piece(self, piece: int) -> None:
         """Runs the part of the graph before its attend with this index, on the current stream.
@@ -142,21 +131,9 @@ class StepGraph:
         For steps that no decoder serves. The part after the last attend has the index
         `attend_count`.
         """
-        self._channel.run_piece(self.handle, piece, current_stream(None))
+        self.native.run_piece(piece, current_stream(None))
 
     def close(self) -> None:
         """Frees the graph."""
-        self.handle.close()
+        self.native.handle.close()
         self._captured = None
-
-
-def available() -> bool:
-    """Whether libspillway can be loaded, and was built with CUDA."""
-    library = _native.library()
-    if library is None:
-        return False
-    graph = library.spillway_step_graph_new()
-    if not graph:
-        return False
-    library.spillway_step_graph_free(graph)
-    return True

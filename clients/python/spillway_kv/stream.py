@@ -212,7 +212,7 @@ class StreamDecoder(_Together):
                 f"the graph is for {batch} sequences with {tokens} new tokens each, the decoder "
                 f"has {len(self.sequences)} with {self.token_count}"
             )
-        self._channel.run_step(self._handle, graph.handle, self._stream())
+        self._channel.run_step(self._handle, graph.native.handle, self._stream())
 
     def finish(self) -> None:
         """Ends the step and waits for the GPU. Its tokens then belong to the sequences.

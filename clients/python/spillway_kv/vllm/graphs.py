@@ -10,7 +10,7 @@ from vllm.forward_context import is_forward_context_available
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import weak_ref_tensor
 
-from spillway_kv import step_graph
+from spillway_kv import _native_graph
 from spillway_kv.vllm import layers
 from spillway_kv.vllm.model_graph import ModelGraph
 
@@ -26,7 +26,7 @@ def supported(config: Any) -> bool:
         config: The complete `VllmConfig`.
     """
     on_cuda: bool = current_platform.is_cuda() and config.use_v2_model_runner
-    return on_cuda and step_graph.available()
+    return on_cuda and _native_graph.available()
 
 
 def install() -> None:

@@ -76,6 +76,13 @@ class Attending:
     ) -> None:
         """Attends at a layer. If the step has not begun, this begins it."""
         if self._plan is None:
+            if _is_captured(out):
+                # Every run of the graph would return zeros.
+                raise RuntimeError(
+                    "vLLM captures a CUDA graph around Spillway's attention, but not in the way "
+                    'that Spillway knows: use --compilation-config \'{"cudagraph_mode": '
+                    '"PIECEWISE"}\''
+                )
             # vLLM runs a batch that belongs to no request.
             out.zero_()
             return
@@ -124,6 +131,11 @@ def begins_of(plan: StepPlan, batch: Batch) -> dict[int, int]:
             f"{sorted(request.block for request in plan.requests)}"
         )
     return begins
+
+
+def _is_captured(tensor: torch.Tensor) -> bool:
+    """Whether operations with the tensor become part of a graph now."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 _attending: Attending | None = None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-import spillway_kv
+from spillway_kv.step import HeadShapes
 from spillway_kv.step_graph import StepGraph
 
 
@@ -42,8 +42,7 @@ class ModelGraph:
         failed: Whether a decoder could not run it. It is then run in pieces.
 
     Args:
-        client: Client of the engine.
-        model: The engine's model.
+        model: Shapes of its heads.
         last_layer: Index of the model's last layer.
         without_owner: Returns the same tensor, but does not keep its memory. The graph's memory is
             kept by the graph, and its tensors share it.
@@ -51,12 +50,11 @@ class ModelGraph:
 
     def __init__(
         self,
-        client: spillway_kv.Client,
-        model: spillway_kv.Model,
+        model: HeadShapes,
         last_layer: int,
         without_owner: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
-        self.step = StepGraph(client, model)
+        self.step = StepGraph(model)
         self.layers: list[OpenLayer] = []
         self.finite: torch.Tensor | None = None
         self.failed = False

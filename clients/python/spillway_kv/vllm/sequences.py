@@ -16,6 +16,7 @@ import torch
 import spillway_kv
 from spillway_kv.sequence import Sequence
 from spillway_kv.shared_model import shared_model
+from spillway_kv.step import HeadShapes
 from spillway_kv.tensors import DTypeName
 from spillway_kv.vllm.appends import Appends
 from spillway_kv.vllm.settings import PREFIX, Settings
@@ -45,6 +46,16 @@ class Shapes:
     head_dim: int
     dtype: torch.dtype
     scale: float
+
+    @property
+    def dtype_name(self) -> DTypeName:
+        """The engine's name of the element type."""
+        return cast(DTypeName, str(self.dtype).removeprefix("torch."))
+
+    @property
+    def heads(self) -> HeadShapes:
+        """The shapes of a layer's heads."""
+        return HeadShapes(self.query_head_count, self.kv_head_count, self.head_dim, self.dtype_name)
 
 
 class Lost(Exception):
@@ -193,7 +204,7 @@ class Sequences:
                 raise
         sequence = self._sequences.get(request.key)
         if request.start == 0 and sequence is None:
-            sequence = self.client.create_sequence(self.open_model())
+            sequence = self.client.create_sequence(self._open_model())
             self._sequences[request.key] = sequence
         if sequence is None:
             raise Lost("its sequence is gone")
@@ -203,12 +214,11 @@ class Sequences:
             sequence.truncate(request.start)
         return sequence
 
-    def open_model(self) -> spillway_kv.Model:
+    def _open_model(self) -> spillway_kv.Model:
         """Returns the engine's model with these shapes. Creates it if necessary."""
         if self._model is None:
             shapes = self._shapes
-            dtype = cast(DTypeName, str(shapes.dtype).removeprefix("torch."))
-            named = {**asdict(shapes), "dtype": dtype}
+            named = {**asdict(shapes), "dtype": shapes.dtype_name}
             self._model = shared_model(
                 self.client,
                 "vllm",
@@ -217,7 +227,7 @@ class Sequences:
                 query_head_count=shapes.query_head_count,
                 kv_head_count=shapes.kv_head_count,
                 head_dim=shapes.head_dim,
-                dtype=dtype,
+                dtype=shapes.dtype_name,
                 softmax_scale=shapes.scale,
             )
         return self._model

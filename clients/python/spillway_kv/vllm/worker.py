@@ -53,6 +53,7 @@ class Worker:
     ) -> None:
         self._policy = policy
         self._device = device
+        self._shapes = shapes
         self._last_layer = shapes.layer_count - 1
         self._sequences = Sequences(settings, shapes, device)
         self._decodings = Decodings(self._sequences.client)
@@ -160,8 +161,7 @@ class Worker:
 
     def new_graph(self, without_owner: Callable[[torch.Tensor], torch.Tensor]) -> ModelGraph:
         """Returns a graph for a capture of the model. Arguments as for `ModelGraph`."""
-        sequences = self._sequences
-        return ModelGraph(sequences.client, sequences.open_model(), self._last_layer, without_owner)
+        return ModelGraph(self._shapes.heads, self._last_layer, without_owner)
 
     def run(self, graph: ModelGraph) -> None:
         """Runs the model as a graph, and attends at all layers.
