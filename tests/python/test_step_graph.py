@@ -24,15 +24,18 @@ STEPS = 30
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-@pytest.fixture(scope="module")
-def client() -> Iterator[Client]:
+@pytest.fixture(scope="module", params=["sparse", "dense"])
+def client(request: pytest.FixtureRequest) -> Iterator[Client]:
+    """An engine that chooses rows by codes, or one that attends to all because they are copied."""
     prefer_library(binary())
+    dense = request.param == "dense"
     settings = {
         "memory.limit": "1GiB",
         "device.name": device(),
         "models.sampling_seed": "0",
         "device.gpu_memory_limit": "2GiB",
-        "device.reproducible": "true",
+        "device.gpu_resident_limit": "256MiB" if dense else "0",
+        "device.reproducible": "false" if dense else "true",
     }
     with spillway_kv.connect("embedded:", settings=settings) as connected:
         yield connected
@@ -154,7 +157,9 @@ def test_the_same_bits_as_layer_by_layer(
                 if len(wanted) == step:
                     wanted.append(made)
                 assert torch.equal(made, wanted[step]), (way, step)
-            decoder.finish()
+            if client.get_server_info().devices[0].resident_used_bytes > 0:
+                results = [each for layer in range(LAYERS) for each in decoder.results(layer)]
+                assert {p for each in results for p in each.certificate.promises.flat} == {"exact"}
             assert [decoder.sums(layer).attend_count for layer in range(LAYERS)] == [2 * STEPS] * 2
         assert [s.token_count for s in sequences] == [n + STEPS for n in LENGTHS]
         for sequence in sequences:

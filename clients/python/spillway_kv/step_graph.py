@@ -53,7 +53,7 @@ class StepGraph:
         self._captured: torch.cuda.CUDAGraph | None = None
 
     def _checked(self, q: Any, k: Any, v: Any, out_dtype: OutDType | None) -> int:
-        counts = self.counts if self.attend_count else (q.shape[0], q.shape[1])
+        counts = (q.shape[0], q.shape[1]) if not self.attend_count and q.ndim == 4 else self.counts
         return check_tensors(self._model, counts, (q, k, v), out_dtype)
 
     @contextmanager
