@@ -56,9 +56,6 @@ CudaStepGraph::CudaStepGraph() : number_(NextNumber()) {}
 
 absl::Status CudaStepGraph::LeaveOpen(int layer, const StepTensors& tensors, void* on) {
   if (graph_) return absl::FailedPreconditionError("the graph is complete");
-  if (std::ranges::find(attends_, layer, &OpenAttend::layer) != attends_.end()) {
-    return absl::InvalidArgumentError(absl::StrCat("layer: ", layer, " is left open already"));
-  }
   auto* const stream = static_cast<cudaStream_t>(on);
   ASSIGN_OR_RETURN(const bool captured, IsCaptured(stream));
   if (!captured) {
@@ -73,6 +70,15 @@ absl::Status CudaStepGraph::LeaveOpen(int layer, const StepTensors& tensors, voi
   size_t count = 0;
   SPILLWAY_CUDA_RETURN_IF_ERROR(
       cudaStreamGetCaptureInfo(stream, &status, &id, &graph, &before, &edges, &count));
+  if (id != capture_) {
+    // An earlier capture has failed.
+    attends_.clear();
+    marks_.clear();
+    capture_ = id;
+  }
+  if (std::ranges::find(attends_, layer, &OpenAttend::layer) != attends_.end()) {
+    return absl::InvalidArgumentError(absl::StrCat("layer: ", layer, " is left open already"));
+  }
   cudaGraphNode_t mark = nullptr;
   SPILLWAY_CUDA_RETURN_IF_ERROR(cudaGraphAddEmptyNode(&mark, graph, before, count));
   SPILLWAY_CUDA_RETURN_IF_ERROR(cudaStreamUpdateCaptureDependencies(

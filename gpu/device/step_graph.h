@@ -47,6 +47,7 @@ class CudaStepGraph final : public StepGraph {
   absl::StatusOr<Copy> CopyWithMarks() const;
 
   const uint64_t number_;
+  uint64_t capture_ = 0;  // CUDA's number of the capture in which attends_ were left open
   std::vector<OpenAttend> attends_;
   std::vector<cudaGraphNode_t> marks_;  // of the capture, then of graph_
   CapturedGraph graph_;

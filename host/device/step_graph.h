@@ -24,8 +24,9 @@ class StepGraph {
 
   // Leaves a layer's attend open at this point of a stream that is being captured. Tensors as for
   // StreamStep::Attend(), of at least as many sequences as the steps that run the graph; a step
-  // uses the first ones. INVALID_ARGUMENT for a layer that is open already; FAILED_PRECONDITION if
-  // the stream is not captured, or the graph is complete.
+  // uses the first ones. What was left open in an earlier capture, which has failed, is forgotten.
+  // INVALID_ARGUMENT for a layer that is open already; FAILED_PRECONDITION if the stream is not
+  // captured, or the graph is complete.
   virtual absl::Status LeaveOpen(int layer, const StepTensors& tensors, void* stream) = 0;
   // Takes a copy of the captured graph, after the capture. The memory that its kernels use must
   // outlive this object and all runs. INVALID_ARGUMENT if attends were left open in another

@@ -143,6 +143,20 @@ TEST_F(StepGraphTest, RefusesWhatIsNoStep) {
   EXPECT_EQ(captured_twice.status(), absl::OkStatus());
 }
 
+TEST_F(StepGraphTest, ForgetsACaptureThatHasFailed) {
+  CudaStepGraph graph;
+  const auto failed = CapturedGraph::Of(stream_.get(), [&] {
+    EXPECT_EQ(graph.LeaveOpen(7, {}, stream_.get()), absl::OkStatus());
+    EXPECT_EQ(graph.LeaveOpen(0, {}, stream_.get()), absl::OkStatus());
+    return absl::InternalError("the model failed");
+  });
+  EXPECT_FALSE(failed.ok());
+  ASSERT_EQ(graph.Complete(Captured(graph).get()), absl::OkStatus());
+  ASSERT_EQ(graph.attends().size(), 2);
+  EXPECT_EQ(graph.attends()[0].layer, 0);
+  EXPECT_EQ(graph.attends()[1].layer, 1);
+}
+
 TEST_F(StepGraphTest, RefusesAttendsBesideEachOther) {
   CudaStepGraph graph;
   cudaStream_t stream = stream_.get();

@@ -97,7 +97,7 @@ class Captured:
         tensors: q, k, v and the output of each layer's attend.
     """
 
-    def __init__(self, client: Client, model: Model) -> None:
+    def __init__(self, model: Model) -> None:
         self.toy = Toy(3)
         self.graph = StepGraph(model)
         self.tensors: list[tuple[torch.Tensor, ...]] = []
@@ -118,8 +118,8 @@ class Captured:
 
 
 @pytest.fixture(scope="module")
-def step_of_three(client: Client, model: Model) -> Captured:
-    return Captured(client, model)
+def step_of_three(model: Model) -> Captured:
+    return Captured(model)
 
 
 def run(step: Captured, decoder: StreamDecoder, way: str) -> torch.Tensor:
@@ -217,6 +217,16 @@ def test_misuse(client: Client, model: Model, step_of_three: Captured) -> None:
             graph.run_piece(3)
         decoder.run(step_of_three.graph)
         decoder.finish()
+    graph.close()
+    graph = StepGraph(model)
+    with pytest.raises(ValueError, match="no attend was left open"), graph.capture():
+        toy(lambda layer, q, k, v: q)
+    with pytest.raises(ZeroDivisionError), graph.capture():
+        toy(lambda layer, q, k, v: graph.attend(1 // (1 - layer), q, k, v)[0])
+    # A capture that has failed is forgotten.
+    with graph.capture():
+        toy(lambda layer, q, k, v: graph.attend(layer, q, k, v)[0])
+    assert graph.attend_count == LAYERS
     graph.close()
     with pytest.raises(ValueError, match="the graph is closed"):
         graph.run_piece(0)

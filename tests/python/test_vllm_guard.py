@@ -78,6 +78,7 @@ def test_what_is_served() -> None:
             },
             "speculative decoding with --async-scheduling",
         ),
+        ({"use_ubatching": True}, "batches in two halves (--enable-dbo, --ubatch-size)"),
         (
             {"pipeline_parallel_size": 4},
             "pipeline parallelism (--pipeline-parallel-size 4); tensor parallelism is served",

@@ -724,7 +724,7 @@ class Graph:
     def __init__(self, model: Model, texts: list[tuple[int, int]]) -> None:
         """texts: text and position of each row of the batch; other rows are not used."""
         self.step, self.failed, self.finite = self, False, torch.ones(3, dtype=torch.bool)
-        self.request_count = 3
+        self.counts = 3, 1
         self._model, self._texts = model, texts
         self.outs = torch.full((LAYERS, 3, HEADS, DIM), float("nan"))
         self.in_pieces = 0

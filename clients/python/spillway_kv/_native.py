@@ -385,9 +385,12 @@ class NativeChannel:
         """Enqueues a decoder's step as a part of a graph, a `NativeGraph.handle`."""
         self.check_open()
         held = graph.held()
-        if decoder.call(self.library.spillway_decoder_run, held.value, stream):
-            raise self._error()
-        del held
+        try:
+            if decoder.call(self.library.spillway_decoder_run, held.value, stream):
+                raise self._error()
+        finally:
+            # An exception's traceback would keep it.
+            del held
 
     def finish_step(self, decoder: Handle, stream: int) -> None:
         """Ends a decoder's step and waits for the GPU."""

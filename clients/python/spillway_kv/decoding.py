@@ -184,25 +184,27 @@ class Decoding:
         return _given(self._attend_rows(layer, q, k, v), out)
 
     def run(self, graph: StepGraph) -> bool:
-        """Attends at all layers, as a part of a graph, if a decoder serves the step.
+        """Attends at all layers, as a part of a graph, if an embedded engine's decoder can.
 
         Args:
             graph: The graph. Of its sequences, the first ones are those of the step.
 
         Returns:
-            Whether it ran. If not, run its pieces, and call `attend` for each layer.
+            Whether it runs. If not, nothing of it does: run its pieces, and call `attend` for each
+            layer. With a daemon each attend is a call, and one that fails must not make the caller
+            run the pieces before it again.
 
         Raises:
-            SpillwayError: The step has failed, as for `attend`.
+            SpillwayError: The step has failed before anything of the graph ran.
         """
         self._last = []
-        if self._decoder is None:
+        if self._decoder is None or self._client.transport != "embedded":
             return False
         try:
             self._decoder.run(graph)
         except BaseException as error:
             self._repair(error)
-            return False
+            raise
         return True
 
     def _repair(self, error: BaseException) -> None:

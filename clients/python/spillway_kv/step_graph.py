@@ -21,15 +21,16 @@ class StepGraph:
     A decoder runs the graph with its own attends in their places. One graph thus serves different
     sequences, and need not be captured again when they grow:
 
-        graph = spillway_kv.StepGraph(model)
+        graph = StepGraph(model)
         with graph.capture():
             logits = decode(tokens)  # calls graph.attend() for every layer
         while ...:
             decoder.next()
             decoder.run(graph)
 
-    Steps may have fewer sequences than the graph. Then the rest of its outputs is not written. Not
-    thread-safe.
+    Steps may have fewer sequences than the graph. Then the rest of its outputs is not written.
+    Sample outside of the graph: random numbers that are drawn in it would be the same in each run.
+    Not thread-safe.
 
     Attributes:
         counts: Sequences and new tokens of each, as captured. (0, 0) before the first attend.
@@ -51,6 +52,7 @@ class StepGraph:
         self._model = model
         self._tensors = LayerTensors(self._checked)
         self._captured: torch.cuda.CUDAGraph | None = None
+        self._device: torch.device | None = None
 
     def _checked(self, q: Any, k: Any, v: Any, out_dtype: OutDType | None) -> int:
         counts = (q.shape[0], q.shape[1]) if not self.attend_count and q.ndim == 4 else self.counts
@@ -60,12 +62,16 @@ class StepGraph:
     def capture(self, pool: Any = None) -> Iterator[None]:
         """Captures what is put on torch's current stream, as `torch.cuda.graph` does.
 
+        After an exception it can be captured again.
+
         Args:
             pool: Memory pool that it shares with other graphs, see `torch.cuda.graph`.
 
         Raises:
             SpillwayError: The attends do not follow one another, or the graph is complete already.
         """
+        if self._captured is None:
+            self.counts, self.attend_count = (0, 0), 0
         captured = torch.cuda.CUDAGraph(keep_graph=True)
         with torch.cuda.graph(captured, pool=pool):
             yield
@@ -102,6 +108,7 @@ class StepGraph:
         """
         out, lse, kept = self._tensors.fill(q, k, v, out, out_dtype, wants_lse=wants_lse)
         self.native.leave_open(layer, self._tensors.at, current_stream(q.device))
+        self._device = q.device
         del kept
         self.counts = q.shape[0], q.shape[1]
         self.attend_count += 1
@@ -117,12 +124,15 @@ class StepGraph:
         Raises:
             SpillwayError: The attends do not follow one another, or were left open in another
                 capture.
+            ValueError: No attend was left open.
         """
         self.complete_raw(captured.raw_cuda_graph())
         self._captured = captured
 
     def complete_raw(self, captured: int) -> None:
         """The same for a cudaGraph_t. The caller keeps the memory of its tensors."""
+        if not self.attend_count:
+            raise ValueError("no attend was left open in the capture")
         self.native.complete(captured)
 
     def run_piece(self, piece: int) -> None:
@@ -131,7 +141,7 @@ class StepGraph:
         For steps that no decoder serves. The part after the last attend has the index
         `attend_count`.
         """
-        self.native.run_piece(piece, current_stream(None))
+        self.native.run_piece(piece, current_stream(self._device))
 
     def close(self) -> None:
         """Frees the graph."""

@@ -83,38 +83,41 @@ TEST_F(ResidencyTest, WhoIsUsedKeepsWhatItHas) {
   EXPECT_FALSE(residency_.MakeRoom());
 }
 
-TEST_F(ResidencyTest, WhatIsInUseKeepsItsMemoryWhileThreadsBeginAndEnd) {
-  Pass(absl::Hours(1));
-  std::atomic<int> held = 0;
+TEST(Residency, WhatIsInUseKeepsItsMemoryWhileThreadsBeginAndEnd) {
+  // Every look at the clock is an hour later, so that whoever is not in use is idle.
+  std::atomic<int64_t> hours = 0;
+  const SteadyTime start;
+  Residency residency([&] { return After(start, absl::Hours(++hours)); });
+  // Counts how often it was asked to give up its memory, and whether anyone used it then.
+  struct Watched : Residency::Member {
+    void GiveUp() override {
+      ++given_up;
+      while_used += used > 0 ? 1 : 0;
+    }
+    int64_t held_bytes() const override { return 1; }
+    std::atomic<int> used = 0, given_up = 0, while_used = 0;
+  } member;
+  residency.Add(member);
   std::atomic<bool> stop = false;
-  bool lost = false;
-  // GiveUp() of a_ would be seen in between.
-  const auto use = [&](bool& seen) {
+  std::thread other([&] {
+    while (!stop) residency.MakeRoom();
+  });
+  const auto use = [&] {
     for (int i = 0; i < 20000; ++i) {
-      const ResidencyUse outer = a_.Use();
-      const bool before = a_.held_bytes() == 1;
-      const ResidencyUse inner = a_.Use();
-      ++held;
-      seen |= before != (a_.held_bytes() == 1);
+      const ResidencyUse outer(residency, member);
+      ++member.used;
+      { const ResidencyUse inner(residency, member); }
+      --member.used;
     }
   };
-  std::thread other([&] {
-    while (!stop) residency_.MakeRoom();
-  });
-  bool lost_here = false;
-  std::thread second([&] { use(lost); });
-  use(lost_here);
+  std::thread second(use);
+  use();
   second.join();
+  while (member.given_up == 0) std::this_thread::yield();
   stop = true;
   other.join();
-  EXPECT_FALSE(lost);
-  EXPECT_FALSE(lost_here);
-  EXPECT_EQ(held, 40000);
-  // All uses have ended.
-  a_.Hold();
-  Pass(absl::Hours(1));
-  EXPECT_TRUE(residency_.MakeRoom());
-  EXPECT_EQ(given_up_.back(), "a");
+  EXPECT_EQ(member.while_used, 0);
+  residency.Remove(member);
 }
 
 TEST_F(ResidencyTest, ACopyIsDueOnceAsMuchWasMoved) {

@@ -51,10 +51,13 @@ def install() -> None:
         def __init__(self, keep_graph: bool = False) -> None:
             super().__init__(keep_graph=True)
             self._graph: ModelGraph | None = None
+            # Whether there was no engine yet, so that attends are captured as zeros.
+            self._of_profile = False
 
         def capture_begin(self, *args: Any, **kwargs: Any) -> None:
             super().capture_begin(*args, **kwargs)
             attending = layers.attending()
+            self._of_profile = attending is None
             if attending is not None:
                 layers.set_capturing(attending.new_graph(weak_ref_tensor))
 
@@ -69,12 +72,14 @@ def install() -> None:
             self._graph = graph
 
         def replay(self) -> None:
-            if self._graph is None:
-                super().replay()
-                return
             attending = layers.attending()
-            assert attending is not None
-            attending.run(self._graph)
+            if self._graph is not None:
+                assert attending is not None
+                attending.run(self._graph)
+            elif self._of_profile and attending is not None:
+                raise RuntimeError("vLLM runs a graph that it captured before the engine was there")
+            else:
+                super().replay()
 
     @functools.wraps(capture)
     def capture_open(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -82,6 +87,7 @@ def install() -> None:
         try:
             capture(self, *args, **kwargs)
         finally:
+            layers.set_capturing(None)
             torch.cuda.CUDAGraph = of_torch  # type: ignore[misc]
 
     CudaGraphManager.capture = capture_open

@@ -36,6 +36,8 @@ def refusals(config: Any) -> list[str]:
         count = getattr(parallel, name, 1)
         if count > 1:
             reasons.append(f"context parallelism (--{name.replace('_', '-')} {count})")
+    if getattr(parallel, "use_ubatching", False):
+        reasons.append("batches in two halves (--enable-dbo, --ubatch-size)")
     if cache.cache_dtype not in ("auto", *_own_names(model.dtype)):
         reasons.append(
             f"a KV cache of another type than the model's (--kv-cache-dtype {cache.cache_dtype}): "

@@ -61,11 +61,6 @@ class ModelGraph:
         self._last_layer = last_layer
         self._without_owner = without_owner
 
-    @property
-    def request_count(self) -> int:
-        """Number of requests N."""
-        return self.step.counts[0]
-
     def leave_open(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor
     ) -> None:

@@ -175,8 +175,11 @@ class Worker:
                 if group.run(graph):
                     return
             except spillway_kv.SpillwayError as error:
-                # Nothing has run, or what has is undone with its decoder.
+                # Nothing of it has run.
                 graph.failed = True
+                _logger.warning(
+                    "steps of up to %d requests run in pieces from now on", graph.step.counts[0]
+                )
                 self._part(group, 0, error, on_stream=True)
         count = self._counts[1]
         for open_layer in graph.pieces():
