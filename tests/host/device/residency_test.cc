@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <chrono>
 #include <string>
 #include <thread>
 #include <vector>
@@ -83,41 +84,33 @@ TEST_F(ResidencyTest, WhoIsUsedKeepsWhatItHas) {
   EXPECT_FALSE(residency_.MakeRoom());
 }
 
-TEST(Residency, WhatIsInUseKeepsItsMemoryWhileThreadsBeginAndEnd) {
-  // Every look at the clock is an hour later, so that whoever is not in use is idle.
-  std::atomic<int64_t> hours = 0;
-  const SteadyTime start;
-  Residency residency([&] { return After(start, absl::Hours(++hours)); });
-  // Counts how often it was asked to give up its memory, and whether anyone used it then.
-  struct Watched : Residency::Member {
+TEST_F(ResidencyTest, AUseWaitsWhileItsMemoryIsGivenUp) {
+  // Gives up its memory until somebody has tried to use it for a while.
+  struct Slow : Residency::Member {
     void GiveUp() override {
-      ++given_up;
-      while_used += used > 0 ? 1 : 0;
+      giving = true;
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));
+      giving = false;
     }
     int64_t held_bytes() const override { return 1; }
-    std::atomic<int> used = 0, given_up = 0, while_used = 0;
+    std::atomic<bool> giving = false;
   } member;
-  residency.Add(member);
-  std::atomic<bool> stop = false;
-  std::thread other([&] {
-    while (!stop) residency.MakeRoom();
-  });
-  const auto use = [&] {
-    for (int i = 0; i < 20000; ++i) {
-      const ResidencyUse outer(residency, member);
-      ++member.used;
-      { const ResidencyUse inner(residency, member); }
-      --member.used;
-    }
-  };
-  std::thread second(use);
-  use();
-  second.join();
-  while (member.given_up == 0) std::this_thread::yield();
-  stop = true;
+  residency_.Add(member);
+  a_.Use();
+  b_.Use();
+  c_.Use();
+  Pass(absl::Hours(1));
+  a_.Use();
+  b_.Use();
+  c_.Use();
+  std::thread other([&] { EXPECT_TRUE(residency_.MakeRoom()); });
+  while (!member.giving) std::this_thread::yield();
+  {
+    const ResidencyUse use(residency_, member);
+    EXPECT_FALSE(member.giving);
+  }
   other.join();
-  EXPECT_EQ(member.while_used, 0);
-  residency.Remove(member);
+  residency_.Remove(member);
 }
 
 TEST_F(ResidencyTest, ACopyIsDueOnceAsMuchWasMoved) {
