@@ -168,8 +168,8 @@ class CudaStreamStep final : public StreamStep {
                             cudaStream_t stream) const;
   // Puts a layer's kernels on the stream.
   absl::Status Enqueue(int layer, const StepTensors& tensors, cudaStream_t stream);
-  // The part of an append that follows the copies of the rows: codes of pages that are full now, and
-  // the lengths that outlive the process.
+  // The part of an append that follows the copies of the rows: codes of pages that are full now,
+  // and the lengths that outlive the process.
   absl::Status EnqueueRest(LayerRun& run, cudaStream_t stream, bool overlap);
   absl::Status CheckAnnounced() const;
   absl::StatusOr<Graph> Compose(const CudaStepGraph& graph);
@@ -714,9 +714,9 @@ absl::Status CudaStreamStep::EnqueueRest(LayerRun& run, cudaStream_t stream, boo
                                                    stream));
   }
   if (!keeps_lengths()) return absl::OkStatus();
-  return ToStatus(LaunchStepLengths(run.context.Uploaded(run.lengths), count,
-                                    run.step.tensors.check, stream),
-                  "LaunchStepLengths");
+  return ToStatus(
+      LaunchStepLengths(run.context.Uploaded(run.lengths), count, run.step.tensors.check, stream),
+      "LaunchStepLengths");
 }
 
 absl::Status CudaStreamStep::Conclude(void* stream) {

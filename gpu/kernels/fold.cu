@@ -87,9 +87,11 @@ cudaError_t LaunchDenseFold(const DenseWave& wave, cudaStream_t stream) {
 
 cudaError_t LaunchDenseFinish(const DenseWave& wave, cudaStream_t stream) {
   const auto units = static_cast<unsigned>(wave.unit_count);
-  return Launch<DenseFinishKernel>(
-      {{static_cast<unsigned>(wave.query_rows_max), units}, kDenseFinishThreads, /*shared_bytes=*/0, wave.overlap}, stream,
-      wave);
+  return Launch<DenseFinishKernel>({{static_cast<unsigned>(wave.query_rows_max), units},
+                                    kDenseFinishThreads,
+                                    /*shared_bytes=*/0,
+                                    wave.overlap},
+                                   stream, wave);
 }
 
 }  // namespace spillway::cuda

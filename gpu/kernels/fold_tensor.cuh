@@ -154,8 +154,8 @@ __device__ inline void FoldOnTensorCores(const TensorFoldShape& shape, const Sou
   };
   bring(0);
 
-  // The queries' terms. All elements of a lane are loaded before one is used, so that the latency is
-  // paid once.
+  // The queries' terms. All elements of a lane are loaded before one is used, so that the latency
+  // is paid once.
   constexpr int kLaneElements = 2 * kDimTiles;
   float query[kWarpHeads][kLaneElements];
 #pragma unroll
