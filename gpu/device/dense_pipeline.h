@@ -30,8 +30,7 @@ class DensePipeline {
   // For a step that has no other attends: if all queries are in one part, lets the launch of the
   // append clear() the part's words, so that nothing else comes between append and fold.
   void FollowAppend() { follows_append_ = parts_.size() == 1; }
-  bool follows_append() const { return follows_append_; }
-  // Words that the append sets to kNoToken; empty if Launch() does.
+  // Words that the append sets to kNoToken; empty if Launch() does, or other attends come between.
   std::span<uint32_t> clear() const;
   // The parts as a step launches them. A captured graph depends on nothing else.
   std::vector<DenseWave> Views() const;

@@ -143,7 +143,7 @@ absl::Status CudaStepGraph::Divide() {
   }
   std::vector<bool> is_mark(count, false);
   for (size_t i = 0; i < count; ++i) {
-    is_mark[i] = std::ranges::find(marks_, nodes_[i]) != marks_.end();
+    is_mark[i] = IsMark(nodes_[i]);
   }
   piece_of_.assign(count, 0);
   std::vector<size_t> ready;
@@ -176,23 +176,19 @@ absl::Status CudaStepGraph::CheckComplete() const {
                 : absl::FailedPreconditionError("the graph is not complete: its capture goes on");
 }
 
-absl::StatusOr<CudaStepGraph::Copy> CudaStepGraph::CopyWithMarks() const {
-  RETURN_IF_ERROR(CheckComplete());
-  Copy copy;
-  ASSIGN_OR_RETURN(copy.graph, CapturedGraph::CopyOf(graph_.get()));
-  for (cudaGraphNode_t mark : marks_) {
-    SPILLWAY_CUDA_RETURN_IF_ERROR(
-        cudaGraphNodeFindInClone(&copy.marks.emplace_back(nullptr), mark, copy.graph.get()));
-  }
-  return copy;
+bool CudaStepGraph::IsMark(cudaGraphNode_t node) const {
+  return std::ranges::find(marks_, node) != marks_.end();
 }
 
 absl::StatusOr<Graph> CudaStepGraph::With(const std::vector<CapturedGraph>& layers) const {
-  ASSIGN_OR_RETURN(const Copy copy, CopyWithMarks());
-  for (size_t i = 0; i < copy.marks.size(); ++i) {
-    RETURN_IF_ERROR(Replace(copy.graph.get(), copy.marks[i], layers[i].get()));
+  RETURN_IF_ERROR(CheckComplete());
+  ASSIGN_OR_RETURN(const CapturedGraph copy, CapturedGraph::CopyOf(graph_.get()));
+  for (size_t i = 0; i < marks_.size(); ++i) {
+    cudaGraphNode_t mark = nullptr;
+    SPILLWAY_CUDA_RETURN_IF_ERROR(cudaGraphNodeFindInClone(&mark, marks_[i], copy.get()));
+    RETURN_IF_ERROR(Replace(copy.get(), mark, layers[i].get()));
   }
-  return Graph::Of(copy.graph);
+  return Graph::Of(copy);
 }
 
 absl::Status CudaStepGraph::RunPiece(int64_t piece, void* stream) {
@@ -203,15 +199,14 @@ absl::Status CudaStepGraph::RunPiece(int64_t piece, void* stream) {
   }
   Graph& made = pieces_[static_cast<size_t>(piece)];
   if (!made) {
-    ASSIGN_OR_RETURN(const Copy copy, CopyWithMarks());
+    ASSIGN_OR_RETURN(const CapturedGraph copy, CapturedGraph::CopyOf(graph_.get()));
     for (size_t i = 0; i < nodes_.size(); ++i) {
+      if (piece_of_[i] == piece && !IsMark(nodes_[i])) continue;
       cudaGraphNode_t node = nullptr;
-      SPILLWAY_CUDA_RETURN_IF_ERROR(cudaGraphNodeFindInClone(&node, nodes_[i], copy.graph.get()));
-      const bool is_mark = std::ranges::find(copy.marks, node) != copy.marks.end();
-      if (piece_of_[i] == piece && !is_mark) continue;
+      SPILLWAY_CUDA_RETURN_IF_ERROR(cudaGraphNodeFindInClone(&node, nodes_[i], copy.get()));
       SPILLWAY_CUDA_RETURN_IF_ERROR(cudaGraphDestroyNode(node));
     }
-    ASSIGN_OR_RETURN(made, Graph::Of(copy.graph));
+    ASSIGN_OR_RETURN(made, Graph::Of(copy));
   }
   return made.Launch(static_cast<cudaStream_t>(stream));
 }

@@ -16,12 +16,6 @@ namespace spillway::cuda {
 // A step graph on a GPU. An empty node of the captured graph marks the place of each attend.
 class CudaStepGraph final : public StepGraph {
  public:
-  // A copy of the graph, and the marks in it.
-  struct Copy {
-    CapturedGraph graph;
-    std::vector<cudaGraphNode_t> marks;
-  };
-
   CudaStepGraph();
 
   absl::Status LeaveOpen(int layer, const StepTensors& tensors, void* stream) override;
@@ -44,7 +38,7 @@ class CudaStepGraph final : public StepGraph {
   absl::StatusOr<std::vector<Edge>> Edges() const;
   // Sets piece_of_ from the nodes and edges of graph_.
   absl::Status Divide();
-  absl::StatusOr<Copy> CopyWithMarks() const;
+  bool IsMark(cudaGraphNode_t node) const;
 
   const uint64_t number_;
   uint64_t capture_ = 0;  // CUDA's number of the capture in which attends_ were left open

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <future>
 #include <iterator>
+#include <span>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -686,10 +687,11 @@ absl::Status CudaStreamStep::Enqueue(int layer, const StepTensors& tensors, cuda
   append.targets = run.context.Uploaded(run.targets);
   append.bad = bad_ + layer * item_count();
   append.step = of_step;
-  append.clear = run.dense.clear().data();
-  append.clear_count = static_cast<int32_t>(run.dense.clear().size());
+  const std::span<uint32_t> clear = run.dense.clear();
+  append.clear = clear.data();
+  append.clear_count = static_cast<int32_t>(clear.size());
   SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchTensorAppend(append, stream));
-  if (!run.dense.follows_append()) {
+  if (clear.empty()) {
     RETURN_IF_ERROR(EnqueueRest(run, stream, home_.gpu.hopper));
     RETURN_IF_ERROR(run.sparse.Launch({}));
     return run.dense.Launch();

@@ -87,7 +87,6 @@ void PageTable::Install(StagedWrite staged, const Installed& installed) {
 }
 
 absl::Status PageTable::PrepareWrite(int64_t begin, int64_t end) {
-  if (NewPageCount(begin, end) == 0) return absl::OkStatus();
   ASSIGN_OR_RETURN(StagedWrite staged, StageWrite(begin, end));
   Install(std::move(staged));
   return absl::OkStatus();
