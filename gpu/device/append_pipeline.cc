@@ -1,6 +1,7 @@
 #include "gpu/device/append_pipeline.h"
 
 #include <algorithm>
+#include <iterator>
 #include <span>
 #include <string>
 #include <utility>
@@ -24,6 +25,9 @@ constexpr int64_t kStages = StreamSlot::kStages;
 // Half of a slot's scratch memory: one half is for the first pages, the other for the stages'
 // table.
 constexpr int64_t kHalfScratchBytes = StreamSlot::kAppendScratchBytes / 2;
+
+// Fewest bytes of a run for the copy engine, on average: its two copies cost about 3 us each.
+constexpr int64_t kEngineRunBytesMin = int64_t{512} << 10;
 
 // Copies `all` to a list in pinned memory, one piece at a time, and launches each. free: nothing on
 // the stream reads the list yet.
@@ -192,6 +196,33 @@ absl::Status AppendPipeline::EncodeStage(size_t item, const RowsAppend& rows, in
   return ToStatus(LaunchEncodePages(work, weights, of_heads, stream), "LaunchEncodePages");
 }
 
+std::vector<AppendPipeline::Run> AppendPipeline::EngineRuns(size_t item) const {
+  const AppendWork& append = *context_->item(item).append;
+  std::vector<Run> runs;
+  if (!EngineMoves(spec().row_bytes() / 2, append.k.token_stride, append.v.token_stride)) return {};
+  const int64_t bytes = append.count * spec().kv_head_count * spec().row_bytes();
+  const int64_t end = append.start + append.count;
+  for (int h = 0; h < spec().kv_head_count; ++h) {
+    for (int64_t token = append.start; token < end; token += runs.back().count) {
+      runs.push_back({h, token, EngineRun(*append.rows, h, token, end - token)});
+      if (bytes / std::ssize(runs) < kEngineRunBytesMin) return {};
+    }
+  }
+  return runs;
+}
+
+absl::Status AppendPipeline::CopyByEngine(size_t item, const std::vector<Run>& runs) {
+  const AppendWork& append = *context_->item(item).append;
+  for (const Run& run : runs) {
+    const int64_t at = run.token - append.start;
+    SPILLWAY_CUDA_RETURN_IF_ERROR(EngineToRows(
+        const_cast<std::byte*>(append.rows->Row(run.kv_head, run.token)), spec().row_bytes(),
+        append.k.Row(run.kv_head, at), append.k.token_stride, append.v.Row(run.kv_head, at),
+        append.v.token_stride, run.count, context_->stream()));
+  }
+  return absl::OkStatus();
+}
+
 absl::Status AppendPipeline::AppendFromGpu(size_t item, std::byte* stage) {
   const AppendWork& append = *context_->item(item).append;
   LayerIndex& index = context_->index(item);
@@ -215,6 +246,8 @@ absl::Status AppendPipeline::AppendFromGpu(size_t item, std::byte* stage) {
   rows.v_token_stride = append.v.token_stride;
   rows.stage_pages = kStagePages;
   rows.bad = slot.bad_row();
+  const std::vector<Run> runs = EngineRuns(item);
+  rows.writes_pages = runs.empty();
   // With codes, begin at the first page that is not coded yet.
   const int64_t coded = index.coded_page_count() * kPageTokenCount;
   const int64_t first = encodes ? coded : append.start;
@@ -271,6 +304,7 @@ absl::Status AppendPipeline::AppendFromGpu(size_t item, std::byte* stage) {
       SPILLWAY_CUDA_RETURN_IF_ERROR(cudaEventRecord(events.coded.get(), slot.side_stream()));
     }
   }
+  RETURN_IF_ERROR(CopyByEngine(item, runs));
   for (const StreamSlot::Stage& events : slot.stages()) {
     SPILLWAY_CUDA_RETURN_IF_ERROR(cudaStreamWaitEvent(stream, events.coded.get()));
   }

@@ -50,6 +50,16 @@ class AppendPipeline {
   // Writes rows from GPU memory to their pages and to the GPU's own copies, and codes them on the
   // way.
   absl::Status AppendFromGpu(size_t item, std::byte* stage);
+  // New rows of a KV head that one copy of the copy engine moves.
+  struct Run {
+    int kv_head;
+    int64_t token;
+    int64_t count;
+  };
+  // Runs of all of an item's new rows, which come from GPU memory. Empty if a kernel moves them
+  // faster.
+  std::vector<Run> EngineRuns(size_t item) const;
+  absl::Status CopyByEngine(size_t item, const std::vector<Run>& runs);
   // The table of the stages' pages, in GPU memory.
   const std::byte** StagePages() const;
   absl::Status FillStagePages(const std::byte* stage) const;

@@ -43,8 +43,10 @@ int StreamSlotCount(int64_t memory_limit_bytes) {
   return SlotsOfKind(memory_limit_bytes) * static_cast<int>(std::size(kJobKinds));
 }
 
-// Most bytes of a stream slot's workspace for the units of one wave.
+// Most bytes of a stream slot's workspace for the units of one wave. If memory is scarce, more of
+// it is for codes.
 int64_t WaveBytes(int64_t memory_limit_bytes) {
+  if (memory_limit_bytes < kScarceBytes) return memory_limit_bytes / 24;
   return std::min(memory_limit_bytes / 16, int64_t{1} << 30);
 }
 
@@ -167,7 +169,7 @@ class CudaDevice final : public Device {
   absl::StatusOr<std::unique_ptr<StreamStep>> CreateStreamStep(DeviceModel& model,
                                                                StreamStepOptions options) override {
     return cuda::CreateStreamStep(
-        {ordinal_, gpu_, this, static_cast<CudaModel*>(&model), &budget_, host_budget_,
+        {ordinal_, gpu_, this, static_cast<CudaModel*>(&model), &step_resources_,
          slots_.front()->wave_bytes(), reproducible_, &workers_},
         std::move(options));
   }
@@ -210,6 +212,7 @@ class CudaDevice final : public Device {
         reproducible_(options.reproducible),
         host_budget_(host_budget),
         budget_(memory_limit_bytes, 0, "--gpu-memory-limit"),
+        step_resources_(options.ordinal, WaveBytes(memory_limit_bytes), &budget_, host_budget),
         resident_limit_bytes_(resident_limit_bytes),
         arena_limit_bytes_(memory_limit_bytes - WorkspaceBytes(memory_limit_bytes) -
                            resident_limit_bytes),
@@ -231,6 +234,7 @@ class CudaDevice final : public Device {
   cuda::Gpu gpu_;
   DeviceInfo info_;
   MemoryBudget budget_;  // GPU memory
+  cuda::StepResourcePool step_resources_;
   const int64_t resident_limit_bytes_;
   const int64_t arena_limit_bytes_;
   std::unique_ptr<Arena> arena_;

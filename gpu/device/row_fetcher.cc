@@ -22,16 +22,9 @@ absl::Status Await(const Query& query, std::string_view what) {
 }
 
 // Fewest bytes for the copy engine. Each of its two copies, of K and of V, costs about 3 us beside
-// its 55 GB/s: with pieces of 4 MiB it is as fast as a kernel (docs/results/gpu/link.csv).
-constexpr int64_t kEngineBytesMin = int64_t{8} << 20;
-// Fewest bytes of a row's K or V: copies of many shorter rows are slow.
-constexpr int64_t kEngineRowBytesMin = 128;
-
-// Whether the copy engine can write the call's rows.
-bool EngineTakes(const FetchWork& work) {
-  const int64_t half = work.rows.row_bytes() / 2;
-  return half >= kEngineRowBytesMin && work.k.token_stride >= half && work.v.token_stride >= half;
-}
+// its 55 GB/s: with pieces of 4 MiB it is as fast as a kernel (docs/results/gpu/link.csv), and it
+// leaves the model's kernels alone.
+constexpr int64_t kEngineBytesMin = int64_t{2} << 20;
 
 FetchTarget TargetOf(const FetchWork& work) {
   return {work.rows.row_bytes(), work.k.data,        work.v.data,        work.k.head_stride,
@@ -166,42 +159,33 @@ absl::Status RowFetcher::Launch(const FetchWork& work, PagesFetch& fetch) {
 absl::Status RowFetcher::CopyByEngine(const FetchWork& work, int kv_head, int64_t token,
                                       int64_t count) {
   ASSIGN_OR_RETURN(cudaEvent_t launched, NextLaunch(work));
-  const auto row_bytes = static_cast<size_t>(work.rows.row_bytes());
-  const std::byte* from = work.rows.Row(kv_head, token);
-  for (const RowTarget* target : {&work.k, &work.v}) {
-    SPILLWAY_CUDA_RETURN_IF_ERROR(
-        cudaMemcpy2DAsync(target->Row(kv_head, token - work.start),
-                          static_cast<size_t>(target->token_stride), from, row_bytes, row_bytes / 2,
-                          static_cast<size_t>(count), cudaMemcpyHostToDevice, stream_.get()));
-    from += row_bytes / 2;
-  }
+  const int64_t at = token - work.start;
+  SPILLWAY_CUDA_RETURN_IF_ERROR(EngineFromRows(
+      work.rows.Row(kv_head, token), work.rows.row_bytes(), work.k.Row(kv_head, at),
+      work.k.token_stride, work.v.Row(kv_head, at), work.v.token_stride, count, stream_.get()));
   return ToStatus(cudaEventRecord(launched, stream_.get()), "cudaEventRecord");
 }
 
 absl::Status RowFetcher::CopyRange(const FetchWork& work) {
   const int64_t end = work.start + work.count;
   const int64_t row_bytes = work.rows.row_bytes();
-  const int64_t engine_rows = EngineTakes(work) ? kEngineBytesMin / row_bytes : work.count + 1;
+  const bool engine_moves = EngineMoves(row_bytes / 2, work.k.token_stride, work.v.token_stride);
   PagesFetch fetch;
   fetch.to = TargetOf(work);
   for (int h = 0; h < work.rows.kv_head_count(); ++h) {
-    int64_t adjacent = 0;  // rows from `token` on
+    int64_t short_run = 0;  // rows from `token` on that the engine does not take
     for (int64_t token = work.start; token < end;) {
-      if (adjacent == 0) adjacent = work.rows.AdjacentRows(h, token, end - token);
-      if (adjacent >= engine_rows) {
-        // CUDA copies only within one registered extent. V's last pitch ends half a row behind the
-        // last row.
-        const int64_t bytes = work.rows.BytesToExtentEnd(work.rows.Row(h, token));
-        const int64_t registered = std::min((bytes - row_bytes / 2) / row_bytes, adjacent);
-        if (registered >= engine_rows) {
-          RETURN_IF_ERROR(CopyByEngine(work, h, token, registered));
-          token += registered;
-          adjacent -= registered;
+      if (engine_moves && short_run == 0) {
+        const int64_t run = EngineRun(work.rows, h, token, end - token);
+        if (run * row_bytes >= kEngineBytesMin) {
+          RETURN_IF_ERROR(CopyByEngine(work, h, token, run));
+          token += run;
           continue;
         }
+        short_run = run;
       }
       const int64_t count = std::min(kPageTokenCount - token % kPageTokenCount, end - token);
-      adjacent -= count;
+      short_run = std::max<int64_t>(short_run - count, 0);
       fetch.pieces[fetch.piece_count++] = {work.rows.Row(h, token),
                                            static_cast<uint32_t>(token - work.start),
                                            static_cast<uint16_t>(h), static_cast<uint16_t>(count)};

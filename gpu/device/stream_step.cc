@@ -29,8 +29,7 @@
 namespace spillway::cuda {
 namespace {
 
-// Announcements in flight.
-constexpr int kSlotCount = 2;
+constexpr int kSlotCount = StepResources::kSlotCount;
 // Most updates of page tables that a slot holds.
 constexpr int64_t kUpdatesMax = 1 << 16;
 // Graphs that a layer keeps, each for different tensors.
@@ -55,7 +54,7 @@ struct LayerRun {
 
 // An announcement, and the pinned memory in which it is written.
 struct Slot {
-  PinnedBuffer memory;
+  std::byte* memory = nullptr;
   Event done;
   bool concluded = false;
   StepHeader* header = nullptr;
@@ -110,11 +109,7 @@ class CudaStreamStep final : public StreamStep {
     slots_ = {};
     graphs_.clear();
     runs_.clear();
-    capture_stream_ = {};
-    side_stream_ = {};
-    fork_ = {};
-    join_ = {};
-    memory_ = {};
+    if (is_open_) home_.resources->Keep(std::move(resources_));
   }
 
   absl::Status Open();
@@ -183,7 +178,9 @@ class CudaStreamStep final : public StreamStep {
   LayerBytes layer_bytes_;
   int64_t upload_bytes_ = 0;
   int64_t workspace_bytes_ = 0;
-  DeviceBuffer memory_;  // uploaded data, bad elements [L][B], workspace
+  StepResources resources_;
+  bool is_open_ = false;         // it has resources
+  std::byte* memory_ = nullptr;  // on the GPU: uploaded data, bad elements [L][B], workspace
   BadElement* bad_ = nullptr;
   std::byte* workspace_ = nullptr;
   std::array<Slot, kSlotCount> slots_;
@@ -196,9 +193,6 @@ class CudaStreamStep final : public StreamStep {
   // By layer, most recently used first; for version_.
   std::vector<std::vector<LayerGraph>> graphs_;
   std::vector<StepRun> runs_;  // the same
-  Stream capture_stream_;      // the caller's stream may not allow capture
-  Stream side_stream_;
-  Event fork_, join_;
   const Slot* settled_ = nullptr;
 };
 
@@ -322,29 +316,32 @@ absl::Status CudaStreamStep::Open() {
   pinned.Take<std::byte>(layer_bytes_.results * spec().layer_count);
   const int64_t updates_at = pinned.bytes();
   pinned.Take<TableUpdate>(kUpdatesMax);
-  constexpr std::string_view kWhat = "a step on a stream";
-  for (Slot& slot : slots_) {
-    ASSIGN_OR_RETURN(slot.memory, PinnedBuffer::Create(pinned.bytes(), home_.host_budget, kWhat));
-    std::memset(slot.memory.data(), 0, static_cast<size_t>(pinned.bytes()));
-    ASSIGN_OR_RETURN(slot.done, Event::Create(/*timing=*/false));
-    slot.header = reinterpret_cast<StepHeader*>(slot.memory.data());
-    slot.results = slot.memory.data() + results_at;
-    slot.updates = reinterpret_cast<TableUpdate*>(slot.memory.data() + updates_at);
-  }
   graphs_.resize(static_cast<size_t>(spec().layer_count));
-  ASSIGN_OR_RETURN(capture_stream_, Stream::Create());
-  ASSIGN_OR_RETURN(side_stream_, Stream::Create());
-  ASSIGN_OR_RETURN(fork_, Event::Create(/*timing=*/false));
-  ASSIGN_OR_RETURN(join_, Event::Create(/*timing=*/false));
   device.Take<std::byte>(upload_bytes_);
   const int64_t bad_at = device.bytes();
   device.Take<BadElement>(spec().layer_count * item_count());
   const int64_t workspace_at = device.bytes();
   device.Take<std::byte>(workspace_bytes_);
-  ASSIGN_OR_RETURN(memory_, DeviceBuffer::Create(device.bytes(), home_.device_budget, kWhat));
-  bad_ = reinterpret_cast<BadElement*>(memory_.data() + bad_at);
-  workspace_ = memory_.data() + workspace_at;
-  SPILLWAY_CUDA_RETURN_IF_ERROR(cudaMemset(memory_.data(), 0, static_cast<size_t>(workspace_at)));
+  ASSIGN_OR_RETURN(resources_, home_.resources->Take(device.bytes(), pinned.bytes()));
+  is_open_ = true;
+  for (int i = 0; i < kSlotCount; ++i) {
+    Slot& slot = slots_[i];
+    slot.memory = resources_.pinned[i].data();
+    // Not what another step has left there.
+    std::memset(slot.memory, 0, static_cast<size_t>(pinned.bytes()));
+    ASSIGN_OR_RETURN(slot.done, Event::Create(/*timing=*/false));
+    slot.header = reinterpret_cast<StepHeader*>(slot.memory);
+    slot.results = slot.memory + results_at;
+    slot.updates = reinterpret_cast<TableUpdate*>(slot.memory + updates_at);
+  }
+  memory_ = resources_.device.data();
+  bad_ = reinterpret_cast<BadElement*>(memory_ + bad_at);
+  workspace_ = memory_ + workspace_at;
+  // The caller's stream may not wait for the default stream, so cudaMemset() could be late.
+  cudaStream_t stream = resources_.capture.get();
+  SPILLWAY_CUDA_RETURN_IF_ERROR(
+      cudaMemsetAsync(memory_, 0, static_cast<size_t>(workspace_at), stream));
+  SPILLWAY_CUDA_RETURN_IF_ERROR(cudaStreamSynchronize(stream));
   for (const StreamStepPart& part : options_.parts) {
     for (LayerIndex& layer : static_cast<CudaSequence&>(*part.sequence).layers) {
       RETURN_IF_ERROR(layer.Reserve(options_.token_count_max));
@@ -543,11 +540,11 @@ absl::Status CudaStreamStep::Fill(Slot& slot, cudaStream_t stream) {
   StepContext step;
   step.token_count_max = options_.token_count_max;
   step.wave_bytes = home_.wave_bytes;
-  step.upload_offset = memory_.data() - slot.memory.data();
+  step.upload_offset = memory_ - slot.memory;
   step.number = number;
-  step.side_stream = side_stream_.get();
-  step.fork = fork_.get();
-  step.join = join_.get();
+  step.side_stream = resources_.side.get();
+  step.fork = resources_.fork.get();
+  step.join = resources_.join.get();
   std::vector<int64_t> lengths;
   for (const StreamStepPart& part : options_.parts) {
     lengths.push_back(part.rows->front().token_count() + options_.token_count);
@@ -581,15 +578,14 @@ absl::Status CudaStreamStep::Fill(Slot& slot, cudaStream_t stream) {
   *slot.header = {version_, number, 0};
   for (int layer = 0; layer < spec().layer_count; ++layer) {
     StepCheck& check = slot.layers[layer]->step.tensors.check;
-    check.header = reinterpret_cast<const StepHeader*>(memory_.data());
+    check.header = reinterpret_cast<const StepHeader*>(memory_);
     check.version = version_;
     check.bad = bad_ + layer * item_count();
   }
   RETURN_IF_ERROR(UpdateTables(slot, updates, stream));
-  return ToStatus(
-      cudaMemcpyAsync(memory_.data(), slot.memory.data(), static_cast<size_t>(upload_bytes_),
-                      cudaMemcpyHostToDevice, stream),
-      "cudaMemcpyAsync");
+  return ToStatus(cudaMemcpyAsync(memory_, slot.memory, static_cast<size_t>(upload_bytes_),
+                                  cudaMemcpyHostToDevice, stream),
+                  "cudaMemcpyAsync");
 }
 
 template <typename Byte>
@@ -612,7 +608,7 @@ absl::Status CudaStreamStep::Attend(int layer, const StepTensors& tensors, void*
   LayerGraph* const known = captured ? nullptr : FindGraph(layer, tensors);
   if (known == nullptr) return Enqueue(layer, tensors, stream);
   if (!known->graph) {
-    cudaStream_t capture = capture_stream_.get();
+    cudaStream_t capture = resources_.capture.get();
     ASSIGN_OR_RETURN(known->graph,
                      Graph::Capture(capture, [&] { return Enqueue(layer, tensors, capture); }));
   }
@@ -658,7 +654,7 @@ absl::StatusOr<Graph> CudaStreamStep::Compose(const CudaStepGraph& graph) {
           absl::StrCat("graph: layer ", attend.layer, " is not in [0, ", spec().layer_count, ")"));
     }
     RETURN_IF_ERROR(CheckStepTensors(home_.ordinal, attend.tensors));
-    cudaStream_t capture = capture_stream_.get();
+    cudaStream_t capture = resources_.capture.get();
     ASSIGN_OR_RETURN(layers.emplace_back(), CapturedGraph::Of(capture, [&] {
                        return Enqueue(attend.layer, attend.tensors, capture);
                      }));
@@ -697,12 +693,14 @@ absl::Status CudaStreamStep::Enqueue(int layer, const StepTensors& tensors, cuda
     return run.dense.Launch();
   }
   // Exact attends do not need it, so it runs beside them.
-  SPILLWAY_CUDA_RETURN_IF_ERROR(cudaEventRecord(fork_.get(), stream));
+  cudaStream_t side = resources_.side.get();
+  cudaEvent_t fork = resources_.fork.get(), join = resources_.join.get();
+  SPILLWAY_CUDA_RETURN_IF_ERROR(cudaEventRecord(fork, stream));
   RETURN_IF_ERROR(run.dense.Launch());
-  SPILLWAY_CUDA_RETURN_IF_ERROR(cudaStreamWaitEvent(side_stream_.get(), fork_.get()));
-  RETURN_IF_ERROR(EnqueueRest(run, side_stream_.get(), /*overlap=*/false));
-  SPILLWAY_CUDA_RETURN_IF_ERROR(cudaEventRecord(join_.get(), side_stream_.get()));
-  return ToStatus(cudaStreamWaitEvent(stream, join_.get()), "cudaStreamWaitEvent");
+  SPILLWAY_CUDA_RETURN_IF_ERROR(cudaStreamWaitEvent(side, fork));
+  RETURN_IF_ERROR(EnqueueRest(run, side, /*overlap=*/false));
+  SPILLWAY_CUDA_RETURN_IF_ERROR(cudaEventRecord(join, side));
+  return ToStatus(cudaStreamWaitEvent(stream, join), "cudaStreamWaitEvent");
 }
 
 absl::Status CudaStreamStep::EnqueueRest(LayerRun& run, cudaStream_t stream, bool overlap) {

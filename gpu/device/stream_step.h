@@ -4,6 +4,7 @@
 
 #include "absl/status/statusor.h"
 #include "gpu/device/job_context.h"
+#include "gpu/device/step_resources.h"
 #include "host/device/stream_step.h"
 #include "tbb/task_arena.h"
 
@@ -15,8 +16,7 @@ struct StreamStepHome {
   Gpu gpu;
   Device* device = nullptr;  // for jobs that index existing rows
   CudaModel* model = nullptr;
-  MemoryBudget* device_budget = nullptr;
-  MemoryBudget* host_budget = nullptr;
+  StepResourcePool* resources = nullptr;
   int64_t wave_bytes = 0;
   bool reproducible = false;           // see CudaDeviceOptions
   tbb::task_arena* workers = nullptr;  // the device's threads

@@ -11,6 +11,8 @@ namespace {
 // Few blocks, as in a gather: more blocks have more addresses in flight than can be translated in
 // time (docs/link.md).
 constexpr unsigned kBlocks = 8;
+// Within GPU memory.
+constexpr unsigned kBlocksOnGpu = 64;
 constexpr int kThreads = 1024;
 // Rows that a warp has in flight.
 constexpr int kAhead = 4;
@@ -44,7 +46,7 @@ class RowMove {
         atomicMin(a.bad, MakeBadRow(token_, a.first_head + head_, value, element));
         bytes = make_uint4(0, 0, 0, 0);
       }
-      Put(Page(a), chunk, bytes);
+      if (a.writes_pages) Put(Page(a), chunk, bytes);
     }
     if (a.stage != nullptr) {
       const int64_t at = head_ * a.stage_pages * kPageTokenCount + (token_ - a.begin);
@@ -106,8 +108,8 @@ cudaError_t LaunchRowsAppend(const RowsAppend& append, cudaStream_t stream) {
   const int64_t rows = append.head_count * (append.end - append.begin);
   if (rows == 0) return cudaSuccess;
   constexpr int kWarps = kThreads / 32;
-  const auto blocks =
-      static_cast<unsigned>(std::min<int64_t>((rows + kWarps - 1) / kWarps, kBlocks));
+  const auto blocks = static_cast<unsigned>(std::min<int64_t>(
+      (rows + kWarps - 1) / kWarps, append.writes_pages ? kBlocks : kBlocksOnGpu));
   return Launch<RowsAppendKernel>({{blocks}, kThreads}, stream, append);
 }
 

@@ -24,7 +24,11 @@ constexpr int kPlaces = 6;
 
 class StepGraphTest : public ::testing::Test {
  protected:
-  StepGraphTest() { EXPECT_EQ(cudaMemset(memory_.data(), 0, kPlaces), cudaSuccess); }
+  StepGraphTest() {
+    EXPECT_EQ(cudaMemset(memory_.data(), 0, kPlaces), cudaSuccess);
+    // The tests' streams do not wait for the one of cudaMemset().
+    EXPECT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+  }
 
   absl::Status Set(int place, int value, cudaStream_t stream) {
     return ToStatus(cudaMemsetAsync(memory_.data() + place, value, 1, stream), "memset");

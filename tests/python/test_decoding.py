@@ -103,6 +103,7 @@ class FakeEngine:
         devices = [SimpleNamespace(name="cuda:1")]
         self.server_info = SimpleNamespace(devices=devices, limits=limits)
         self.log: list[Any] = []
+        self.rooms: list[int] = []
         self.failures: dict[str, BaseException] = {}
         self.unopened: BaseException | None = None
         restarts = SimpleNamespace(wait=lambda error: self.log.append("restarted"))
@@ -114,8 +115,11 @@ class FakeEngine:
         if what in self.failures:
             raise self.failures.pop(what)
 
-    def open_decoder(self, sequences: Any, *, token_count: int, policy: Any) -> FakeDecoder:
+    def open_decoder(
+        self, sequences: Any, *, token_count: int, token_count_max: int, policy: Any
+    ) -> FakeDecoder:
         self.log.append(("open", policy))
+        self.rooms.append(token_count_max)
         if self.unopened is not None:
             raise self.unopened
         return FakeDecoder(self, token_count)
@@ -178,6 +182,15 @@ def test_a_decoder_serves_tensors_on_the_engines_gpu_from_step_to_step(engine: F
     decoding.release()
     assert engine.log[-1] == "close decoder"
     assert not decoding.has_decoder
+
+
+@pytest.mark.parametrize(("length_max", "expected"), [(None, 8192), (100, 100), (5, 11)])
+def test_a_decoder_has_room_for_no_more_than_the_caller_needs(
+    engine: FakeEngine, length_max: int | None, expected: int
+) -> None:
+    """Sequences of 10 tokens. By default twice as many fit, at least 8,192."""
+    begin(decoding_of(engine, length_max=length_max), engine)
+    assert engine.rooms == [expected]
 
 
 @pytest.mark.parametrize(

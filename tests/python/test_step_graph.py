@@ -157,6 +157,7 @@ def test_the_same_bits_as_layer_by_layer(
                 if len(wanted) == step:
                     wanted.append(made)
                 assert torch.equal(made, wanted[step]), (way, step)
+            decoder.finish()
             if client.get_server_info().devices[0].resident_used_bytes > 0:
                 results = [each for layer in range(LAYERS) for each in decoder.results(layer)]
                 assert {p for each in results for p in each.certificate.promises.flat} == {"exact"}

@@ -112,21 +112,20 @@ def _limits(
 
 
 def test_the_engine_gets_what_vllm_found() -> None:
-    """Without the pool (1 MiB), appends (384 MiB), the buffers of chunks, and their attends."""
+    """Without the pool (1 MiB), appends (384 MiB) and the buffers of chunks."""
     buffers = 2 * 2 * 2 * (16384 + 8192) * 128 * 2
-    attends = 12 * 8192 * (128 * 8 + 32) + (32 << 20)
-    expected = (20 << 30) - (1 << 20) - (384 << 20) - buffers - attends
+    expected = (20 << 30) - (1 << 20) - (384 << 20) - buffers
     limits = _limits(Settings(), 20 << 30)
     assert (limits.gpu_memory, limits.append_bytes) == (str(expected), 384 << 20)
 
 
 def test_little_memory_is_for_codes() -> None:
     """Appends take a sixteenth of it, but at least three layers of a chunk (8 MiB each)."""
-    others = (1 << 20) + 2 * 2 * 2 * (16384 + 8192) * 128 * 2 + 12 * 8192 * (128 * 8 + 32)
+    others = (1 << 20) + 2 * 2 * 2 * (16384 + 8192) * 128 * 2
     for available, appends in ((1024 << 20, 64 << 20), (320 << 20, 24 << 20)):
         limits = _limits(Settings(), available)
         assert limits.append_bytes == appends
-        assert limits.gpu_memory == str(available - others - (32 << 20) - appends)
+        assert limits.gpu_memory == str(available - others - appends)
 
 
 def _host(monkeypatch: pytest.MonkeyPatch, gib: int, limit: Path = Path("/none")) -> None:
@@ -213,5 +212,35 @@ def test_where_the_pool_has_the_memory_the_engine_has_its_own_default() -> None:
 
 
 def test_no_memory_is_an_error_that_says_what_takes_it() -> None:
-    with pytest.raises(ValueError, match=r"0\.92: vLLM finds 200 MiB .* 8192 tokens 203 MiB"):
-        _limits(Settings(), 200 << 20)
+    with pytest.raises(ValueError, match=r"0\.92: vLLM finds 70 MiB .* 8192 tokens 72 MiB"):
+        _limits(Settings(), 70 << 20)
+
+
+class _Queries:
+    """A tensor that only has a shape, a dtype and a device."""
+
+    shape = (8192, 12, 128)
+    dtype = torch.bfloat16
+
+    def __init__(self, device: str) -> None:
+        self.device = torch.device(device)
+
+
+@pytest.mark.parametrize(
+    ("device", "captured", "expected"),
+    [
+        # Outputs in float32 and twice in bfloat16, log-sum-exps and weights; a workspace.
+        ("cuda:0", False, [8192 * 12 * (128 * 8 + 32) + (32 << 20)]),
+        ("cuda:0", True, []),
+        ("cpu", False, []),
+    ],
+)
+def test_what_attends_take_is_measured_by_vllm(
+    monkeypatch: pytest.MonkeyPatch, device: str, captured: bool, expected: list[int]
+) -> None:
+    taken: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captured)
+    monkeypatch.setattr(torch, "empty", lambda count, **_: taken.append(count))
+    queries: Any = _Queries(device)
+    memory.take_for_attend(queries)
+    assert taken == expected

@@ -12,13 +12,16 @@ from models import save
 ROOT = Path(__file__).resolve().parents[2]
 
 LIBRARY = ROOT / "build" / "release" / "clients" / "c" / "libspillway.so.1"
-SMOLLM2 = "smollm2"
+# The trained model: SmolLM2-135M-Instruct, or what SPILLWAY_TEST_MODEL names.
+TRAINED = "trained"
+_MODEL = ROOT / "build" / "models" / "SmolLM2-135M-Instruct"
 _TEXT = Path("/usr/share/doc/debian-policy/policy.txt.gz")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Sets the engine's library, for this process and those it starts."""
-    os.environ.setdefault("SPILLWAY_LIBRARY", str(LIBRARY))
+    """Sets the engine's library, for this process and those it starts. An installed one has its own."""
+    if LIBRARY.exists():
+        os.environ.setdefault("SPILLWAY_LIBRARY", str(LIBRARY))
 
 
 @pytest.fixture(scope="session")
@@ -26,8 +29,8 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory):
     """A function that returns the folder of a model by its kind."""
 
     def folder(kind: str) -> Path:
-        if kind == SMOLLM2:
-            return ROOT / "build" / "models" / "SmolLM2-135M-Instruct"
+        if kind == TRAINED:
+            return Path(os.environ.get("SPILLWAY_TEST_MODEL", _MODEL))
         made = tmp_path_factory.getbasetemp() / kind
         if not made.exists():
             save(kind, made)
@@ -36,11 +39,18 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory):
     return folder
 
 
+def _text() -> str:
+    """Debian's policy manual, or the sources of Python's library."""
+    if _TEXT.exists():
+        return gzip.decompress(_TEXT.read_bytes()).decode()
+    return "\n".join(path.read_text() for path in sorted(Path(os.__file__).parent.glob("*.py")))
+
+
 @pytest.fixture(scope="session")
 def text_tokens(model_folder) -> list[int]:
-    """The tokens of a real text, for SmolLM2."""
+    """The tokens of a real text, for the trained model."""
     from transformers import AutoTokenizer  # noqa: PLC0415
 
-    text = gzip.decompress(_TEXT.read_bytes()).decode()[:400_000]
-    tokens: list[int] = AutoTokenizer.from_pretrained(model_folder(SMOLLM2))(text)["input_ids"]
+    text = _text()[:400_000]
+    tokens: list[int] = AutoTokenizer.from_pretrained(model_folder(TRAINED))(text)["input_ids"]
     return tokens

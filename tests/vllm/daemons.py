@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 
 import spillway_kv
+from hardware import DAEMON
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -41,7 +42,7 @@ class Daemon:
         binary = os.environ.get("SPILLWAYD", str(ROOT / "build/release/daemon/spillwayd"))
         with (self._folder / "daemon.log").open("ab") as log:
             self._process = subprocess.Popen(
-                [binary, "--listen", self.target, "--device", "cpu", "--memory-limit", "4GiB"],
+                [binary, "--listen", self.target, "--memory-limit", "4GiB", *DAEMON],
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )

@@ -11,6 +11,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from hardware import ENGINE
+
 _DRIVE = Path(__file__).with_name("drive.py")
 
 
@@ -50,7 +52,7 @@ def running(
     """
     given = {
         "model": str(model),
-        "dtype": "float32",
+        **ENGINE,
         "enforce_eager": True,
         "disable_log_stats": False,
         **arguments,

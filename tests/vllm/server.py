@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hardware import ENGINE
+
 _NAME = "model"
 _START_SECONDS = 300
 
@@ -86,6 +88,10 @@ class Server:
         return tokens
 
 
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
 @contextmanager
 def serving(
     model: Path, log: Path, environment: dict[str, str], options: list[str]
@@ -106,7 +112,8 @@ def serving(
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
         *("--attention-backend", "CUSTOM", "--served-model-name", _NAME),
         *("--host", "127.0.0.1", "--port", str(server.port)),
-        *("--dtype", "float32", "--enforce-eager", *options),
+        *("--enforce-eager", *options),
+        *(text for name, value in ENGINE.items() for text in (_option(name), str(value))),
     ]
     given = {
         "VLLM_CPU_KVCACHE_SPACE": "1",

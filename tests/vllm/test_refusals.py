@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from engines import running
+from hardware import ENGINE
 from vllm import envs
 from vllm.engine.arg_utils import EngineArgs
 
@@ -15,7 +16,7 @@ _OTHER_CONNECTOR = {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}
 
 
 def _config(folder: Path, **arguments: Any) -> Any:
-    given = {"model": str(folder), "dtype": "float32", "max_model_len": 2048, **arguments}
+    given = {"model": str(folder), **ENGINE, "max_model_len": 2048, **arguments}
     return EngineArgs(**given).create_engine_config()
 
 

@@ -11,13 +11,18 @@ from pathlib import Path
 import pytest
 from comparison import Comparison
 from engines import Engine, running
+from hardware import ON_GPU
 from models import VOCABULARY
 from server import Server, serving
 
 _CLIENTS = 32
 _NEW_TOKENS = 24
-_SHARED_TOKENS = 4096
-_ARGUMENTS = {"max_model_len": 8192, "max_num_batched_tokens": 512, "max_num_seqs": 16}
+_SHARED_TOKENS = 16_384 if ON_GPU else 4096
+_ARGUMENTS = {
+    "max_model_len": 2 * _SHARED_TOKENS,
+    "max_num_batched_tokens": 512,
+    "max_num_seqs": 16,
+}
 _ENVIRONMENT = {"VLLM_SPILLWAY_QUALITY": "exact", "VLLM_SPILLWAY_MEMORY": "1GiB"}
 
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 from comparison import Comparison
-from conftest import SMOLLM2
+from conftest import TRAINED
 from engines import Engine, running
+from hardware import ON_GPU, host_memory
 from models import VOCABULARY
 
 _NGRAMS = {
@@ -41,6 +42,9 @@ def _without_and_with_drafts(
 ) -> Iterator[tuple[Engine, Engine]]:
     """Runs stock vLLM without drafts, and the plugin with drafts and exact attention."""
     environment = {"VLLM_SPILLWAY_QUALITY": "exact", "VLLM_SPILLWAY_MEMORY": memory}
+    if ON_GPU:
+        # A draft model has its K/V in vLLM's pool, and the pool takes all that vLLM finds.
+        environment["VLLM_SPILLWAY_GPU_MEMORY"] = "1GiB"
     with (
         running(folder, logs / "plain.log", **arguments) as plain,
         running(
@@ -63,7 +67,7 @@ def test_tokens_are_stock_vllms(
 
     The draft model is the model itself, so that its drafts are right.
     """
-    folder = model_folder(SMOLLM2)
+    folder = model_folder(TRAINED)
     speculation = _speculation(method, folder)
     schedule = [
         {
@@ -118,7 +122,7 @@ def test_no_token_of_a_lost_step_is_delivered(method: str, model_folder, tmp_pat
     arguments = {"max_model_len": 2048, "max_num_batched_tokens": 128, "max_num_seqs": 8}
     folder = model_folder("llama")
     speculation = _speculation(method, model_folder("qwen2"))
-    both = _without_and_with_drafts(folder, tmp_path, "8MiB", speculation, arguments)
+    both = _without_and_with_drafts(folder, tmp_path, host_memory(8 << 10), speculation, arguments)
     with both as (plain, ours):
         seen = Comparison()
         seen.add(schedule, plain.ask(schedule), ours.ask(schedule))

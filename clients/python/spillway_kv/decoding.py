@@ -46,10 +46,18 @@ class Decoding:
         client: Client of the engine.
         refused: Policies that decoders do not support, as far as known. Decodings of one client can
             share it.
+        length_max: Tokens that no sequence will have more of, as far as the caller knows. Decoders
+            then take less memory.
     """
 
-    def __init__(self, client: Client, refused: list[Policy | None] | None = None) -> None:
+    def __init__(
+        self,
+        client: Client,
+        refused: list[Policy | None] | None = None,
+        length_max: int | None = None,
+    ) -> None:
         self._client = client
+        self._length_max = length_max
         self._refused: list[Policy | None] = [] if refused is None else refused
         self._sequences: tuple[Sequence, ...] = ()
         self._starts: tuple[int, ...] = ()
@@ -139,7 +147,9 @@ class Decoding:
     def _opened(self, policy: Policy | None, token_count: int) -> KeptDecoder | None:
         """Opens a decoder; None if a step must serve the sequences."""
         try:
-            return KeptDecoder(self._client, self._sequences, policy, token_count)
+            return KeptDecoder(
+                self._client, self._sequences, policy, token_count, self._length_max
+            )
         except SpillwayError as error:
             if error.code not in _WITHOUT_DECODER:
                 raise

@@ -10,6 +10,7 @@ import torch
 from spillway_kv._native import Sums
 from spillway_kv.policy import Policy
 from spillway_kv.sequence import Sequence
+from spillway_kv.stream import default_token_count_max
 
 if TYPE_CHECKING:
     from spillway_kv.client import Client
@@ -29,6 +30,8 @@ class KeptDecoder:
         sequences: The sequences to decode, each with the same number of tokens in all layers.
         policy: Overrides the policies of the sequences.
         token_count: Number of new tokens of each sequence in a step.
+        length_max: Tokens that no sequence will have more of, as far as the caller knows. A decoder
+            with room for no more takes less memory.
 
     Raises:
         SpillwayError: As for `Client.open_decoder`.
@@ -40,9 +43,15 @@ class KeptDecoder:
         sequences: SequenceABC[Sequence],
         policy: Policy | None,
         token_count: int,
+        length_max: int | None = None,
     ) -> None:
         longest = max(sequence.token_count for sequence in sequences)
-        self.decoder = client.open_decoder(sequences, token_count=token_count, policy=policy)
+        room = default_token_count_max(longest)
+        if length_max is not None:
+            room = max(min(room, length_max), longest + token_count)
+        self.decoder = client.open_decoder(
+            sequences, token_count=token_count, token_count_max=room, policy=policy
+        )
         self._policy = policy
         self._room = self.decoder.token_count_max - longest
         self._layer_count = self.decoder.layer_count

@@ -343,7 +343,8 @@ def _open_attending(
     flash.use_for(
         shape.dtype, shape.head_dim, shape.query_head_count // shape.kv_head_count, device
     )
-    worker = Worker(settings, shape, device, policy_of(settings.quality))
+    length_max = vllm_config.model_config.max_model_len
+    worker = Worker(settings, shape, device, policy_of(settings.quality), length_max)
     logger.info("Spillway serves %d of %d attention layers: %s", len(names), len(found), shape)
     if settings.gpu_memory:
         logger.info(

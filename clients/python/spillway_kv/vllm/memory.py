@@ -106,12 +106,27 @@ def note_available() -> None:
     module.Worker.determine_available_memory = determine_available_memory
 
 
+def take_for_attend(q: torch.Tensor) -> None:
+    """Allocates and frees what an attend of prompts with these queries takes, if they are on a GPU.
+
+    The model's other layers use the same memory. So it is only in addition where attends take more.
+
+    Args:
+        q: Queries [N, H_q, d].
+    """
+    if q.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        byte_count = prefill.attend_bytes(
+            query_heads=q.shape[1], head_dim=q.shape[2], token_count=q.shape[0], dtype=q.dtype
+        )
+        torch.empty(byte_count, dtype=torch.uint8, device=q.device)
+
+
 def with_limits(
     settings: Settings, config: Any, shapes: Shapes, device: torch.device, pool_bytes: int
 ) -> Settings:
     """Gives an embedded engine the GPU memory that vLLM found for K/V, unless the user has set it.
 
-    What the pool takes, and what prompts take besides, stays free. Of the engine's memory, copies
+    What the pool takes, and the K/V that prompts take besides, stay free. Of the engine's memory, copies
     of K/V rows get what codes cannot need. A pool that is not thin has all of that memory, and the
     engine has its own default.
 
@@ -140,18 +155,12 @@ def with_limits(
     # Little memory is for codes. Appends are slow with less than a layer that is collected and two
     # that wait, and impossible with less than two layers.
     appends = max(min(BYTES_MAX, max(_available // 16, 3 * layer)), 2 * layer)
-    attends = prefill.attend_bytes(
-        query_heads=shapes.query_head_count,
-        head_dim=shapes.head_dim,
-        token_count=chunk,
-        dtype=shapes.dtype,
-    )
-    limit = _available - pool_bytes - appends - buffers - attends
+    limit = _available - pool_bytes - appends - buffers
     if limit <= 0:
         raise ValueError(
             f"--gpu-memory-utilization {config.cache_config.gpu_memory_utilization}: vLLM finds "
             f"{_available >> 20} MiB for K/V, of which its pool takes {pool_bytes >> 20} MiB and "
-            f"prompts of {chunk} tokens {(appends + buffers + attends) >> 20} MiB; nothing is "
+            f"prompts of {chunk} tokens {(appends + buffers) >> 20} MiB; nothing is "
             "left for codes of keys. Raise it, or lower --max-num-batched-tokens"
         )
     return replace(

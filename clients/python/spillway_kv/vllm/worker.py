@@ -46,17 +46,23 @@ class Worker:
         shapes: Shapes of this rank's layers.
         device: Device of the model's tensors.
         policy: Policy of decode steps. None means the engine's default.
+        length_max: Most tokens that a request can have; None if that is not known.
     """
 
     def __init__(
-        self, settings: Settings, shapes: Shapes, device: torch.device, policy: Policy | None
+        self,
+        settings: Settings,
+        shapes: Shapes,
+        device: torch.device,
+        policy: Policy | None,
+        length_max: int | None = None,
     ) -> None:
         self._policy = policy
         self._device = device
         self._shapes = shapes
         self._last_layer = shapes.layer_count - 1
         self._sequences = Sequences(settings, shapes, device)
-        self._decodings = Decodings(self._sequences.client)
+        self._decodings = Decodings(self._sequences.client, length_max)
         self._prompts = Prompts(self._sequences, shapes.scale, shapes.layer_count)
         self._report = StepReport()
         self._groups: list[Group] = []

@@ -1,0 +1,86 @@
+#include "gpu/device/step_resources.h"
+
+#include <algorithm>
+#include <bit>
+#include <string_view>
+#include <utility>
+
+#include "gpu/cuda/current_device.h"
+#include "host/base/status_macros.h"
+
+namespace spillway::cuda {
+namespace {
+
+constexpr std::string_view kWhat = "a step on a stream";
+constexpr int64_t kGranuleMin = int64_t{1} << 20;
+constexpr int64_t kPinnedRoomMax = int64_t{64} << 20;
+
+// Up to a quarter more, so that the next step may be a little larger.
+int64_t WithRoom(int64_t bytes) {
+  const auto quarter = static_cast<int64_t>(std::bit_floor(static_cast<uint64_t>(bytes)) / 4);
+  const int64_t granule = std::max(quarter, kGranuleMin);
+  return (bytes + granule - 1) / granule * granule;
+}
+
+// Makes a buffer of at least `bytes` bytes, with room if it then has at most room_max.
+template <typename Buffer>
+absl::Status Grow(Buffer& buffer, int64_t bytes, int64_t room_max, MemoryBudget* budget) {
+  if (buffer.bytes() >= bytes) return absl::OkStatus();
+  // Free the old one first: the two need not fit together.
+  buffer = Buffer();
+  const int64_t more = WithRoom(bytes);
+  ASSIGN_OR_RETURN(buffer, Buffer::Create(more <= room_max ? more : bytes, budget, kWhat));
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+StepResourcePool::StepResourcePool(int ordinal, int64_t wave_bytes, MemoryBudget* device_budget,
+                                   MemoryBudget* host_budget)
+    : ordinal_(ordinal),
+      wave_bytes_(wave_bytes),
+      device_budget_(device_budget),
+      host_budget_(host_budget),
+      device_reclaim_(device_budget->AddReclaim([this](int64_t) { Drop(); })),
+      host_reclaim_(host_budget->AddReclaim([this](int64_t) { Drop(); })) {}
+
+StepResourcePool::~StepResourcePool() {
+  device_budget_->RemoveReclaim(device_reclaim_);
+  host_budget_->RemoveReclaim(host_reclaim_);
+  Drop();
+}
+
+absl::StatusOr<StepResources> StepResourcePool::Take(int64_t device_bytes, int64_t pinned_bytes) {
+  std::optional<StepResources> kept;
+  {
+    const MutexLock lock(mutex_);
+    kept = std::exchange(kept_, std::nullopt);
+  }
+  StepResources made = kept.has_value() ? *std::move(kept) : StepResources();
+  if (made.capture.get() == nullptr) {
+    ASSIGN_OR_RETURN(made.capture, Stream::Create());
+    ASSIGN_OR_RETURN(made.side, Stream::Create());
+    ASSIGN_OR_RETURN(made.fork, Event::Create(/*timing=*/false));
+    ASSIGN_OR_RETURN(made.join, Event::Create(/*timing=*/false));
+  }
+  for (PinnedBuffer& pinned : made.pinned) {
+    RETURN_IF_ERROR(Grow(pinned, pinned_bytes, kPinnedRoomMax, host_budget_));
+  }
+  RETURN_IF_ERROR(Grow(made.device, device_bytes, wave_bytes_, device_budget_));
+  return made;
+}
+
+void StepResourcePool::Keep(StepResources resources) {
+  std::optional<StepResources> other(std::move(resources));
+  const MutexLock lock(mutex_);
+  std::swap(kept_, other);
+}
+
+void StepResourcePool::Drop() {
+  const CurrentDevice current(ordinal_);
+  std::optional<StepResources> dropped;
+  const MutexLock lock(mutex_);
+  std::swap(kept_, dropped);
+}
+
+}  // namespace spillway::cuda

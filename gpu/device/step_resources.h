@@ -1,0 +1,58 @@
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <list>
+#include <optional>
+
+#include "absl/status/statusor.h"
+#include "gpu/cuda/buffer.h"
+#include "gpu/cuda/stream.h"
+#include "host/base/mutex.h"
+
+namespace spillway::cuda {
+
+// What a step on a stream takes from CUDA besides its graphs.
+struct StepResources {
+  // Announcements in flight, each with pinned memory of its own.
+  static constexpr int kSlotCount = 2;
+
+  DeviceBuffer device;
+  std::array<PinnedBuffer, kSlotCount> pinned;
+  Stream capture, side;
+  Event fork, join;
+};
+
+// Keeps the resources of the step that ended last for the next one: to allocate and free them takes
+// several ms, in which the GPU idles, and in serving the sequences of a step change often. They
+// stay charged to the budgets until something else needs the memory. Thread-safe.
+class StepResourcePool {
+ public:
+  // wave_bytes: memory of up to this size may have room for a larger step. The budgets must outlive
+  // this object.
+  StepResourcePool(int ordinal, int64_t wave_bytes, MemoryBudget* device_budget,
+                   MemoryBudget* host_budget);
+  ~StepResourcePool();
+  StepResourcePool(const StepResourcePool&) = delete;
+  StepResourcePool& operator=(const StepResourcePool&) = delete;
+
+  // Resources with at least so many bytes of GPU memory and, for each announcement, of pinned
+  // memory. Contents are undefined. RESOURCE_EXHAUSTED. REQUIRES: this GPU is the current device.
+  absl::StatusOr<StepResources> Take(int64_t device_bytes, int64_t pinned_bytes)
+      ABSL_LOCKS_EXCLUDED(mutex_);
+  // REQUIRES: nothing on the GPU uses them.
+  void Keep(StepResources resources) ABSL_LOCKS_EXCLUDED(mutex_);
+
+ private:
+  void Drop() ABSL_LOCKS_EXCLUDED(mutex_);
+
+  const int ordinal_;
+  const int64_t wave_bytes_;
+  MemoryBudget* const device_budget_;
+  MemoryBudget* const host_budget_;
+  std::list<MemoryBudget::Reclaim>::iterator device_reclaim_, host_reclaim_;
+  Mutex mutex_;
+  std::optional<StepResources> kept_ ABSL_GUARDED_BY(mutex_);
+};
+
+}  // namespace spillway::cuda
