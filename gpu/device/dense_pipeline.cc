@@ -167,8 +167,8 @@ std::span<uint32_t> DensePipeline::clear() const {
   return {parts_.front().errors, parts_.front().blocks.size() + 1};
 }
 
-absl::Status DensePipeline::Launch() {
-  for (const Part& part : parts_) RETURN_IF_ERROR(Launch(part));
+absl::Status DensePipeline::Launch(cudaStream_t stream) {
+  for (const Part& part : parts_) RETURN_IF_ERROR(Launch(part, stream));
   return absl::OkStatus();
 }
 
@@ -208,9 +208,8 @@ DenseWave DensePipeline::View(const Part& part) const {
   return wave;
 }
 
-absl::Status DensePipeline::Launch(const Part& part) {
+absl::Status DensePipeline::Launch(const Part& part, cudaStream_t stream) {
   const DenseWave wave = View(part);
-  cudaStream_t stream = context_->stream();
   if (context_->step() == nullptr) {
     SPILLWAY_CUDA_RETURN_IF_ERROR(cudaMemcpyAsync(part.device_units, part.units,
                                                   static_cast<size_t>(part.request_bytes),
@@ -221,13 +220,12 @@ absl::Status DensePipeline::Launch(const Part& part) {
     SPILLWAY_CUDA_RETURN_IF_ERROR(
         cudaMemsetAsync(part.errors, 0xFF, sizeof(uint32_t) * (part.blocks.size() + 1), stream));
   }
-  RETURN_IF_ERROR(Fold(part, wave));
+  RETURN_IF_ERROR(Fold(part, wave, stream));
   SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchDenseFinish(wave, stream));
   return context_->Mark("dense");
 }
 
-absl::Status DensePipeline::Fold(const Part& part, DenseWave wave) {
-  cudaStream_t stream = context_->stream();
+absl::Status DensePipeline::Fold(const Part& part, DenseWave wave, cudaStream_t stream) {
   // If cancelled, fold nothing; LaunchDenseFinish() then reports no bad token.
   if (context_->Cancelled()) return absl::OkStatus();
   if (!part.staged) return ToStatus(LaunchDenseFold(wave, stream), "LaunchDenseFold");

@@ -26,7 +26,7 @@ class DensePipeline {
   int64_t Reserve(Carver& requests, Carver& results);
   // Lays out all parts and writes the requests.
   void Prepare(Carver& requests, Carver& results, std::byte* workspace);
-  absl::Status Launch();
+  absl::Status Launch(cudaStream_t stream);
   // For a step that has no other attends: if all queries are in one part, lets the launch of the
   // append clear() the part's words, so that nothing else comes between append and fold.
   void FollowAppend() { follows_append_ = parts_.size() == 1; }
@@ -84,8 +84,8 @@ class DensePipeline {
   // Writes the requests of a part that was laid out.
   void Fill(Part& part) const;
   DenseWave View(const Part& part) const;
-  absl::Status Launch(const Part& part);
-  absl::Status Fold(const Part& part, DenseWave wave);
+  absl::Status Launch(const Part& part, cudaStream_t stream);
+  absl::Status Fold(const Part& part, DenseWave wave, cudaStream_t stream);
   void Collect(const Part& part) const;
 
   JobContext* const context_;

@@ -56,7 +56,7 @@ absl::Status JobRun::EnqueuePipelines() {
   if (!sparse_.empty() && !dense_.empty()) {
     SPILLWAY_CUDA_RETURN_IF_ERROR(cudaEventRecord(slot.dense(), slot.stream()));
   }
-  return dense_.Launch();
+  return dense_.Launch(slot.stream());
 }
 
 absl::Status JobRun::Enqueue() {

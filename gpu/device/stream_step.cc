@@ -136,12 +136,16 @@ class CudaStreamStep final : public StreamStep {
   Slot& newest() { return slots_[(announced_count_ - 1) % kSlotCount]; }
   Slot& oldest() { return slots_[(announced_count_ - pending_count_) % kSlotCount]; }
 
+  // Whether a layer's sparse and dense attends run at the same time: the first wait for the link,
+  // and the second read copies of rows. Without such copies there are few dense attends.
+  bool runs_beside() const { return home_.model->whole_pool() != nullptr; }
+
   // Plans a layer whose attends see up to lengths[i] tokens of part i. dense: parts that are dense
   // whatever their policies say.
   std::unique_ptr<LayerRun> Plan(int layer, const std::vector<int64_t>& lengths,
                                  const StepContext& step, const std::vector<bool>& dense) const;
-  // Returns the most bytes that a layer takes; raises workspace_bytes to the largest workspace.
-  LayerBytes Measure(bool dense, int64_t& workspace_bytes) const;
+  // Returns the most bytes that a layer takes; raises the bytes of the workspaces to the largest.
+  LayerBytes Measure(bool dense);
   // Which parts are dense because all their rows are in GPU memory and that is faster.
   std::vector<bool> FasterDense(const std::vector<int64_t>& lengths) const;
   absl::Status CheckLengths() const;
@@ -177,7 +181,8 @@ class CudaStreamStep final : public StreamStep {
   std::vector<ResidencyUse> uses_;  // so that the sequences keep their rows
   LayerBytes layer_bytes_;
   int64_t upload_bytes_ = 0;
-  int64_t workspace_bytes_ = 0;
+  // Bytes of the workspaces of a layer's sparse and of its dense attends.
+  int64_t sparse_bytes_ = 0, dense_bytes_ = 0;
   StepResources resources_;
   bool is_open_ = false;         // it has resources
   std::byte* memory_ = nullptr;  // on the GPU: uploaded data, bad elements [L][B], workspace
@@ -253,7 +258,7 @@ std::vector<bool> CudaStreamStep::FasterDense(const std::vector<int64_t>& length
                      code_bytes, options_.token_count, candidates);
 }
 
-LayerBytes CudaStreamStep::Measure(bool dense, int64_t& workspace_bytes) const {
+LayerBytes CudaStreamStep::Measure(bool dense) {
   StepContext step;
   step.token_count_max = options_.token_count_max;
   step.wave_bytes = home_.wave_bytes;
@@ -266,8 +271,8 @@ LayerBytes CudaStreamStep::Measure(bool dense, int64_t& workspace_bytes) const {
         Plan(layer, lengths, step, std::vector<bool>(lengths.size(), dense));
     Carver requests, results;
     run->sparse.Reserve(requests, results);
-    workspace_bytes = std::max(
-        {workspace_bytes, run->sparse.WorkspaceMax(), run->dense.Reserve(requests, results)});
+    sparse_bytes_ = std::max(sparse_bytes_, run->sparse.WorkspaceMax());
+    dense_bytes_ = std::max(dense_bytes_, run->dense.Reserve(requests, results));
     most.requests = std::max(most.requests, requests.bytes());
     most.results = std::max(most.results, results.bytes());
     // Otherwise layers differ: the policy makes some of them dense.
@@ -299,8 +304,8 @@ absl::Status CudaStreamStep::Open() {
   }
   // A layer may be dense or sparse, depending on the length of its sequences and on what is in GPU
   // memory.
-  const LayerBytes sparse = Measure(/*dense=*/false, workspace_bytes_);
-  const LayerBytes dense = Measure(/*dense=*/true, workspace_bytes_);
+  const LayerBytes sparse = Measure(/*dense=*/false);
+  const LayerBytes dense = Measure(/*dense=*/true);
   Carver requests, uploaded, pinned, device;
   requests.Take<std::byte>(sparse.requests);
   requests.Take<std::byte>(dense.requests);
@@ -321,14 +326,16 @@ absl::Status CudaStreamStep::Open() {
   const int64_t bad_at = device.bytes();
   device.Take<BadElement>(spec().layer_count * item_count());
   const int64_t workspace_at = device.bytes();
-  device.Take<std::byte>(workspace_bytes_);
+  device.Take<std::byte>(runs_beside() ? RoundUp(sparse_bytes_, 256) + dense_bytes_
+                                       : std::max(sparse_bytes_, dense_bytes_));
   ASSIGN_OR_RETURN(resources_, home_.resources->Take(device.bytes(), pinned.bytes()));
   is_open_ = true;
   for (int i = 0; i < kSlotCount; ++i) {
     Slot& slot = slots_[i];
     slot.memory = resources_.pinned[i].data();
     // Not what another step has left there.
-    std::memset(slot.memory, 0, static_cast<size_t>(pinned.bytes()));
+    std::memset(slot.memory, 0, sizeof(StepHeader));
+    std::memset(slot.memory + results_at, 0, static_cast<size_t>(updates_at - results_at));
     ASSIGN_OR_RETURN(slot.done, Event::Create(/*timing=*/false));
     slot.header = reinterpret_cast<StepHeader*>(slot.memory);
     slot.results = slot.memory + results_at;
@@ -421,10 +428,10 @@ absl::Status CudaStreamStep::CatchUp(cudaStream_t stream) {
 absl::Status CudaStreamStep::CheckFits(LayerRun& run, int64_t request_bytes) const {
   Carver requests, results;
   requests.Take<std::byte>(request_bytes);
-  const int64_t workspace_bytes =
-      std::max(run.sparse.Reserve(requests, results), run.dense.Reserve(requests, results));
+  const int64_t sparse_bytes = run.sparse.Reserve(requests, results);
+  const int64_t dense_bytes = run.dense.Reserve(requests, results);
   if (requests.bytes() <= layer_bytes_.requests && results.bytes() <= layer_bytes_.results &&
-      workspace_bytes <= workspace_bytes_) {
+      sparse_bytes <= sparse_bytes_ && dense_bytes <= dense_bytes_) {
     return absl::OkStatus();
   }
   return absl::InternalError("a layer of a step takes more than was measured");
@@ -528,7 +535,8 @@ absl::Status CudaStreamStep::FillLayer(Slot& slot, LayerRun& run, LayerFill& fil
   RETURN_IF_ERROR(CheckFits(run, requests.bytes()));
   RETURN_IF_ERROR(AppendLayer(run, filled.updates));
   run.sparse.Prepare(requests, results, workspace_);
-  run.dense.Prepare(requests, results, workspace_);
+  run.dense.Prepare(requests, results,
+                    runs_beside() ? workspace_ + RoundUp(sparse_bytes_, 256) : workspace_);
   if (run.sparse.empty()) run.dense.FollowAppend();
   filled.waves = run.sparse.Views();
   filled.dense_waves = run.dense.Views();
@@ -687,20 +695,28 @@ absl::Status CudaStreamStep::Enqueue(int layer, const StepTensors& tensors, cuda
   append.clear = clear.data();
   append.clear_count = static_cast<int32_t>(clear.size());
   SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchTensorAppend(append, stream));
-  if (clear.empty()) {
-    RETURN_IF_ERROR(EnqueueRest(run, stream, home_.gpu.hopper));
-    RETURN_IF_ERROR(run.sparse.Launch({}));
-    return run.dense.Launch();
+  const auto beside = [&](auto first, auto other) -> absl::Status {
+    cudaStream_t side = resources_.side.get();
+    cudaEvent_t fork = resources_.fork.get(), join = resources_.join.get();
+    SPILLWAY_CUDA_RETURN_IF_ERROR(cudaEventRecord(fork, stream));
+    RETURN_IF_ERROR(first());
+    SPILLWAY_CUDA_RETURN_IF_ERROR(cudaStreamWaitEvent(side, fork));
+    RETURN_IF_ERROR(other(side));
+    SPILLWAY_CUDA_RETURN_IF_ERROR(cudaEventRecord(join, side));
+    return ToStatus(cudaStreamWaitEvent(stream, join), "cudaStreamWaitEvent");
+  };
+  if (!clear.empty()) {
+    // Exact attends do not need the rest of the append.
+    return beside([&] { return run.dense.Launch(stream); },
+                  [&](cudaStream_t side) { return EnqueueRest(run, side, /*overlap=*/false); });
   }
-  // Exact attends do not need it, so it runs beside them.
-  cudaStream_t side = resources_.side.get();
-  cudaEvent_t fork = resources_.fork.get(), join = resources_.join.get();
-  SPILLWAY_CUDA_RETURN_IF_ERROR(cudaEventRecord(fork, stream));
-  RETURN_IF_ERROR(run.dense.Launch());
-  SPILLWAY_CUDA_RETURN_IF_ERROR(cudaStreamWaitEvent(side, fork));
-  RETURN_IF_ERROR(EnqueueRest(run, side, /*overlap=*/false));
-  SPILLWAY_CUDA_RETURN_IF_ERROR(cudaEventRecord(join, side));
-  return ToStatus(cudaStreamWaitEvent(stream, join), "cudaStreamWaitEvent");
+  RETURN_IF_ERROR(EnqueueRest(run, stream, home_.gpu.hopper));
+  if (runs_beside() && !run.sparse.empty() && !run.dense.empty()) {
+    return beside([&] { return run.sparse.Launch({}); },
+                  [&](cudaStream_t side) { return run.dense.Launch(side); });
+  }
+  RETURN_IF_ERROR(run.sparse.Launch({}));
+  return run.dense.Launch(stream);
 }
 
 absl::Status CudaStreamStep::EnqueueRest(LayerRun& run, cudaStream_t stream, bool overlap) {

@@ -16,7 +16,7 @@ from daemon_process import on_gpu
 from helpers import delete_model
 from spillway_kv import prefill_kernels
 from spillway_kv.prefill import Prefill, attend_bytes, attention_with_lse, buffer_bytes, merge
-from spillway_kv.prefill_kernels import kernel_of, trials, window_attention
+from spillway_kv.prefill_kernels import copy_rows, kernel_of, trials, window_attention
 
 GPU = on_gpu()
 DEVICE = torch.device("cuda:0" if GPU else "cpu")
@@ -230,6 +230,23 @@ def test_inputs_of_any_strides() -> None:
         wanted = reference(q, k, v, 0.3, causal(50, 50))
         expect(out, wanted[0], torch.float32)
         expect(lse, wanted[1], torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("columns", "first", "head_dim"),
+    # Rows of 256 bytes; of 32; a first element, a row and a stride that are not multiples of 16.
+    [(1536, 512, 128), (96, 32, 16), (1024, 1, 128), (120, 40, 20), (1025, 0, 128)],
+)
+def test_copies_of_rows(columns: int, first: int, head_dim: int) -> None:
+    """Two heads side by side in each token's row, as a model has them."""
+    drawn = torch.randn(50, columns).to(torch.bfloat16).to(DEVICE)
+    rows = drawn[:, first : first + 2 * head_dim].unflatten(1, (2, head_dim)).transpose(0, 1)
+    to = torch.zeros(2, 70, head_dim, dtype=torch.bfloat16, device=DEVICE)
+    copy_rows(to[:, 20:], rows)
+    for token in range(50):
+        expected = drawn[token, first : first + 2 * head_dim].view(2, head_dim)
+        assert torch.equal(to[:, 20 + token], expected)
+    assert not to[:, :20].any()
 
 
 def test_merge() -> None:

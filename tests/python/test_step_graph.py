@@ -162,8 +162,9 @@ def test_the_same_bits_as_layer_by_layer(
                 results = [each for layer in range(LAYERS) for each in decoder.results(layer)]
                 assert {p for each in results for p in each.certificate.promises.flat} == {"exact"}
             assert [decoder.sums(layer).attend_count for layer in range(LAYERS)] == [2 * STEPS] * 2
-        assert [s.token_count for s in sequences] == [n + STEPS for n in LENGTHS]
-        for sequence in sequences:
+        for sequence, length in zip(sequences, LENGTHS, strict=True):
+            assert sequence.token_count == length + STEPS
+            assert sequence.refresh().layer_token_counts == (length + STEPS,) * LAYERS
             sequence.delete()
     # Launches are new at first, and others beyond 4,096 tokens.
     assert changes[0] >= 2

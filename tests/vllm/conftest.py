@@ -19,7 +19,10 @@ _TEXT = Path("/usr/share/doc/debian-policy/policy.txt.gz")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Sets the engine's library, for this process and those it starts. An installed one has its own."""
+    """Sets the engine's library for this process and those it starts.
+
+    Without a build, an installed package has its own.
+    """
     if LIBRARY.exists():
         os.environ.setdefault("SPILLWAY_LIBRARY", str(LIBRARY))
 

@@ -28,6 +28,7 @@ from spillway_kv.errors import SpillwayError
 from spillway_kv.prefill_kernels import (
     attention_in_parts,
     attention_with_lse,
+    copy_rows,
     joins,
     kernel_of,
     largest_part,
@@ -404,8 +405,8 @@ class Prefill:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attends to the last block and to the chunk itself in one call."""
         keys, values = slot.rows(count + k.shape[1])
-        keys[:, count:].copy_(k)
-        values[:, count:].copy_(v)
+        copy_rows(keys[:, count:], k)
+        copy_rows(values[:, count:], v)
         self.kernel = kernel_of(q, keys, causal=True)
         return attention_with_lse(q, keys, values, causal=True, scale=scale)
 

@@ -7,6 +7,7 @@ logarithms, of logits after the scale.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator
@@ -372,6 +373,22 @@ def merge(
     lse = lse.clone() if lse is lse_a else lse
     merge_into(out, lse, out_b, lse_b.float())
     return out, lse
+
+
+def copy_rows(to: torch.Tensor, rows: torch.Tensor) -> None:
+    """Copies K or V [H_kv, T, d], with any strides.
+
+    For tensors whose tokens are not next to each other, torch's kernel copies one element after the
+    other. So the elements are taken as some of 16 bytes where that is possible.
+
+    Args:
+        to: Written.
+        rows: Rows of the same shape and dtype.
+    """
+    # Refused if a row or a stride is not a multiple of 16 bytes.
+    with contextlib.suppress(RuntimeError):
+        to, rows = to.view(torch.complex128), rows.view(torch.complex128)
+    to.copy_(rows)
 
 
 def window_attention(

@@ -176,6 +176,10 @@ class Sequence:
         """Makes the next use of a length ask the daemon for it."""
         self._layer_token_counts = None
 
+    def _know(self, token_count: int, layer_count: int) -> None:
+        """Notes the length of all layers, which a decoder has written."""
+        self._layer_token_counts = [token_count] * layer_count
+
     def _expect(self, layer: int, token_count: int) -> None:
         """Notes the length that a layer will have after a step in flight."""
         counts = self._layer_token_counts

@@ -86,6 +86,12 @@ class StreamDecoder(_Together):
             )
         assert connection.native is not None
         starts = [sequence.token_count for sequence in sequences]
+        # Lengths after the steps so far. None if they are not known, after an error or after a step
+        # whose attends this object has not seen: without attends, or in a graph of the caller.
+        self._lengths: list[int] | None = starts
+        self._attended = True
+        # Whether the sequences know their lengths.
+        self._settled = True
         if token_count_max is None:
             token_count_max = default_token_count_max(max(starts))
         self.layer_count = self._model.layer_count
@@ -133,10 +139,11 @@ class StreamDecoder(_Together):
         """
         self._check_open()
         before = self.version
-        try:
-            self.version = self._channel.next_step(self._handle, self._stream())
-        finally:
-            self._forget()
+        lengths = self._forget()
+        self.version = self._channel.next_step(self._handle, self._stream())
+        if lengths is not None:
+            self._lengths = [length + self.token_count for length in lengths]
+        self._attended = False
         return self.version != before
 
     def attend(
@@ -189,6 +196,8 @@ class StreamDecoder(_Together):
         self._check_open()
         out, lse, kept = self._tensors.fill(q, k, v, out, out_dtype, wants_lse=wants_lse)
         self._channel.enqueue_attend(self._handle, layer, self._tensors.at, self._stream())
+        if not self._attended:
+            self._attended = not torch.cuda.is_current_stream_capturing()
         del kept
         return out, lse
 
@@ -213,6 +222,7 @@ class StreamDecoder(_Together):
                 f"has {len(self.sequences)} with {self.token_count}"
             )
         self._channel.run_step(self._handle, graph.native.handle, self._stream())
+        self._attended = True
 
     def finish(self) -> None:
         """Ends the step and waits for the GPU. Its tokens then belong to the sequences.
@@ -221,10 +231,13 @@ class StreamDecoder(_Together):
             SpillwayError: The first error that the GPU has found.
         """
         self._check_open()
-        try:
-            self._channel.finish_step(self._handle, self._stream())
-        finally:
-            self._forget()
+        lengths = self._forget()
+        self._channel.finish_step(self._handle, self._stream())
+        if lengths is None:
+            return
+        self._lengths, self._settled = lengths, True
+        for sequence, length in zip(self.sequences, lengths, strict=True):
+            sequence._know(length, self.layer_count)
 
     def results(self, layer: int) -> list[AttendResult]:
         """Ends the step and returns certificates and counts of a layer, one per sequence.
@@ -252,7 +265,8 @@ class StreamDecoder(_Together):
     def close(self) -> None:
         """Ends the step like `finish`, but raises no errors, and releases the sequences."""
         self._handle.close()
-        self._forget()
+        if not self._settled:
+            self._forget()
 
     def _check_open(self) -> None:
         if self._handle.closed:
@@ -262,9 +276,13 @@ class StreamDecoder(_Together):
         """Returns the handle of torch's current stream on the engine's GPU."""
         return current_stream(self.device)
 
-    def _forget(self) -> None:
+    def _forget(self) -> list[int] | None:
+        """Forgets the lengths. Returns those after the steps so far, if they are known."""
+        lengths, self._lengths = self._lengths if self._attended else None, None
+        self._settled = False
         for sequence in self.sequences:
             sequence._forget()
+        return lengths
 
 
 def _device_of(names: list[str]) -> torch.device | None:

@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import torch
 
+from spillway_kv.prefill_kernels import copy_rows
 from spillway_kv.sequence import Sequence
 
 # Each append is a call of a thread, which competes with the model's thread for the interpreter. So
@@ -62,8 +63,8 @@ class _Append:
         """Copies K and V [H_kv, T, d] of the next layer."""
         assert self._rows is not None
         at = len(self.layers)
-        self._rows[0, at].copy_(k)
-        self._rows[1, at].copy_(v)
+        copy_rows(self._rows[0, at], k)
+        copy_rows(self._rows[1, at], v)
         self.layers = range(self.layers.start, self.layers.stop + 1)
 
     def close(self) -> None:

@@ -126,9 +126,9 @@ def with_limits(
 ) -> Settings:
     """Gives an embedded engine the GPU memory that vLLM found for K/V, unless the user has set it.
 
-    What the pool takes, and the K/V that prompts take besides, stay free. Of the engine's memory, copies
-    of K/V rows get what codes cannot need. A pool that is not thin has all of that memory, and the
-    engine has its own default.
+    What the pool takes, and the K/V that prompts take besides, stay free. Of the engine's memory,
+    copies of K/V rows get what codes cannot need. A pool that is not thin has all of that memory,
+    and the engine has its own default.
 
     Args:
         settings: The settings.
