@@ -147,9 +147,7 @@ class Decoding:
     def _opened(self, policy: Policy | None, token_count: int) -> KeptDecoder | None:
         """Opens a decoder; None if a step must serve the sequences."""
         try:
-            return KeptDecoder(
-                self._client, self._sequences, policy, token_count, self._length_max
-            )
+            return KeptDecoder(self._client, self._sequences, policy, token_count, self._length_max)
         except SpillwayError as error:
             if error.code not in _WITHOUT_DECODER:
                 raise
