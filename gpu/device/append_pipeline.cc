@@ -204,7 +204,8 @@ std::vector<AppendPipeline::Run> AppendPipeline::EngineRuns(size_t item) const {
   const int64_t end = append.start + append.count;
   for (int h = 0; h < spec().kv_head_count; ++h) {
     for (int64_t token = append.start; token < end; token += runs.back().count) {
-      runs.push_back({h, token, EngineRun(*append.rows, h, token, end - token)});
+      const int64_t adjacent = append.rows->AdjacentRows(h, token, end - token);
+      runs.push_back({h, token, EngineRun(*append.rows, h, token, adjacent)});
       if (bytes / std::ssize(runs) < kEngineRunBytesMin) return {};
     }
   }
@@ -213,8 +214,17 @@ std::vector<AppendPipeline::Run> AppendPipeline::EngineRuns(size_t item) const {
 
 absl::Status AppendPipeline::CopyByEngine(size_t item, const std::vector<Run>& runs) {
   const AppendWork& append = *context_->item(item).append;
-  for (const Run& run : runs) {
+  cudaEvent_t half = context_->model().half_appended();
+  // As for launches that write to the pages, see AppendFromGpu().
+  if (runs.size() > 1) {
+    SPILLWAY_CUDA_RETURN_IF_ERROR(cudaStreamWaitEvent(context_->stream(), half));
+  }
+  for (size_t i = 0; i < runs.size(); ++i) {
+    const Run& run = runs[i];
     const int64_t at = run.token - append.start;
+    if (i > 0 && i == runs.size() / 2) {
+      SPILLWAY_CUDA_RETURN_IF_ERROR(cudaEventRecord(half, context_->stream()));
+    }
     SPILLWAY_CUDA_RETURN_IF_ERROR(EngineToRows(
         const_cast<std::byte*>(append.rows->Row(run.kv_head, run.token)), spec().row_bytes(),
         append.k.Row(run.kv_head, at), append.k.token_stride, append.v.Row(run.kv_head, at),
@@ -246,7 +256,9 @@ absl::Status AppendPipeline::AppendFromGpu(size_t item, std::byte* stage) {
   rows.v_token_stride = append.v.token_stride;
   rows.stage_pages = kStagePages;
   rows.bad = slot.bad_row();
-  const std::vector<Run> runs = EngineRuns(item);
+  // Encoders that read the pages must not see elements that are not finite, for which the kernel
+  // writes zeros.
+  const std::vector<Run> runs = encodes || !indexes ? EngineRuns(item) : std::vector<Run>();
   rows.writes_pages = runs.empty();
   // With codes, begin at the first page that is not coded yet.
   const int64_t coded = index.coded_page_count() * kPageTokenCount;
@@ -264,6 +276,7 @@ absl::Status AppendPipeline::AppendFromGpu(size_t item, std::byte* stage) {
   int64_t launched = 0;
   const auto launch = [&]() -> absl::Status {
     cudaEvent_t half = context_->model().half_appended();
+    if (!rows.writes_pages) return ToStatus(LaunchRowsAppend(rows, stream), "LaunchRowsAppend");
     if (launched == 0 && launch_count > 1) {
       SPILLWAY_CUDA_RETURN_IF_ERROR(cudaStreamWaitEvent(stream, half));
     }

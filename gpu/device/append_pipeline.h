@@ -50,7 +50,7 @@ class AppendPipeline {
   // Writes rows from GPU memory to their pages and to the GPU's own copies, and codes them on the
   // way.
   absl::Status AppendFromGpu(size_t item, std::byte* stage);
-  // New rows of a KV head that one copy of the copy engine moves.
+  // New rows of a KV head that one pair of the copy engine's copies moves.
   struct Run {
     int kv_head;
     int64_t token;

@@ -52,8 +52,11 @@ int64_t WaveBytes(int64_t memory_limit_bytes) {
 
 // GPU memory that codes leave to attends, so that sequences that fill the rest can be attended to:
 // a wave for each slot, and at least for a step on a stream, which may have two, beside a long job.
-int64_t WorkspaceBytes(int64_t memory_limit_bytes) {
-  return WaveBytes(memory_limit_bytes) * std::max(3, StreamSlotCount(memory_limit_bytes));
+// Where there are copies of rows, exact attends run beside the step's other ones, and have a
+// workspace of their own.
+int64_t WorkspaceBytes(int64_t memory_limit_bytes, bool has_copies) {
+  return WaveBytes(memory_limit_bytes) *
+         std::max(has_copies ? 4 : 3, StreamSlotCount(memory_limit_bytes));
 }
 
 std::string UuidName(const cudaUUID_t& uuid) {
@@ -214,7 +217,8 @@ class CudaDevice final : public Device {
         budget_(memory_limit_bytes, 0, "--gpu-memory-limit"),
         step_resources_(options.ordinal, WaveBytes(memory_limit_bytes), &budget_, host_budget),
         resident_limit_bytes_(resident_limit_bytes),
-        arena_limit_bytes_(memory_limit_bytes - WorkspaceBytes(memory_limit_bytes) -
+        arena_limit_bytes_(memory_limit_bytes -
+                           WorkspaceBytes(memory_limit_bytes, resident_limit_bytes > 0) -
                            resident_limit_bytes),
         workers_(thread_count) {}
 
@@ -284,7 +288,7 @@ absl::StatusOr<std::unique_ptr<Device>> CudaDevice::Create(const CudaDeviceOptio
   const int64_t limit = options.memory_limit_bytes > 0 ? options.memory_limit_bytes
                                                        : static_cast<int64_t>(free / 10 * 9);
   const int64_t resident_limit = options.resident_limit_bytes / kSlabBytes * kSlabBytes;
-  const int64_t resident_most = (limit - WorkspaceBytes(limit)) / 4 * 3;
+  const int64_t resident_most = (limit - WorkspaceBytes(limit, /*has_copies=*/true)) / 4 * 3;
   if (resident_limit > resident_most) {
     return absl::InvalidArgumentError(absl::StrCat(
         "--gpu-resident-limit: ", options.resident_limit_bytes, " bytes are more than ",

@@ -49,13 +49,12 @@ bool EngineMoves(int64_t half_bytes, int64_t k_token_stride, int64_t v_token_str
          v_token_stride >= half_bytes;
 }
 
-int64_t EngineRun(const LayerRows& rows, int kv_head, int64_t token, int64_t count) {
+int64_t EngineRun(const LayerRows& rows, int kv_head, int64_t token, int64_t adjacent) {
   const int64_t row_bytes = rows.row_bytes();
   // CUDA copies only within one registered extent. V's last pitch ends half a row behind the last
   // row.
   const int64_t bytes = rows.BytesToExtentEnd(rows.Row(kv_head, token));
-  const int64_t registered = std::max<int64_t>((bytes - row_bytes / 2) / row_bytes, 1);
-  return std::min(rows.AdjacentRows(kv_head, token, count), registered);
+  return std::clamp<int64_t>((bytes - row_bytes / 2) / row_bytes, 1, adjacent);
 }
 
 cudaError_t EngineToRows(std::byte* row, int64_t row_bytes, const std::byte* k,

@@ -23,9 +23,9 @@ absl::Status CheckAligned(std::string_view name, const void* data, int64_t head_
 
 // Whether K or V of `half_bytes` a row, with these strides in bytes, can be moved so.
 bool EngineMoves(int64_t half_bytes, int64_t k_token_stride, int64_t v_token_stride);
-// Rows from `token` on, 1 to `count`, that one copy can move: they are contiguous, and in one
-// registered extent.
-int64_t EngineRun(const LayerRows& rows, int kv_head, int64_t token, int64_t count);
+// Of `adjacent` rows from `token` on, which are contiguous (LayerRows::AdjacentRows), the number
+// that one pair of copies can move, at least 1: they are in one registered extent.
+int64_t EngineRun(const LayerRows& rows, int kv_head, int64_t token, int64_t adjacent);
 // Enqueues the copies of K and V of `count` rows, as EngineRun() says. row: the first one in its
 // page.
 cudaError_t EngineToRows(std::byte* row, int64_t row_bytes, const std::byte* k,

@@ -173,19 +173,20 @@ absl::Status RowFetcher::CopyRange(const FetchWork& work) {
   PagesFetch fetch;
   fetch.to = TargetOf(work);
   for (int h = 0; h < work.rows.kv_head_count(); ++h) {
-    int64_t short_run = 0;  // rows from `token` on that the engine does not take
+    int64_t adjacent = 0;  // rows from `token` on
     for (int64_t token = work.start; token < end;) {
-      if (engine_moves && short_run == 0) {
-        const int64_t run = EngineRun(work.rows, h, token, end - token);
+      if (adjacent == 0) adjacent = work.rows.AdjacentRows(h, token, end - token);
+      if (engine_moves && adjacent * row_bytes >= kEngineBytesMin) {
+        const int64_t run = EngineRun(work.rows, h, token, adjacent);
         if (run * row_bytes >= kEngineBytesMin) {
           RETURN_IF_ERROR(CopyByEngine(work, h, token, run));
           token += run;
+          adjacent -= run;
           continue;
         }
-        short_run = run;
       }
       const int64_t count = std::min(kPageTokenCount - token % kPageTokenCount, end - token);
-      short_run = std::max<int64_t>(short_run - count, 0);
+      adjacent -= count;
       fetch.pieces[fetch.piece_count++] = {work.rows.Row(h, token),
                                            static_cast<uint32_t>(token - work.start),
                                            static_cast<uint16_t>(h), static_cast<uint16_t>(count)};

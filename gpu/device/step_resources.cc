@@ -14,6 +14,8 @@ namespace {
 constexpr std::string_view kWhat = "a step on a stream";
 constexpr int64_t kGranuleMin = int64_t{1} << 20;
 constexpr int64_t kPinnedRoomMax = int64_t{64} << 20;
+// Kept memory is at most this part of the host memory's limit.
+constexpr int64_t kHostShare = 64;
 
 // Up to a quarter more, so that the next step may be a little larger.
 int64_t WithRoom(int64_t bytes) {
@@ -22,14 +24,18 @@ int64_t WithRoom(int64_t bytes) {
   return (bytes + granule - 1) / granule * granule;
 }
 
-// Makes a buffer of at least `bytes` bytes, with room if it then has at most room_max.
+// Makes a buffer of at least `bytes` bytes, with room if there is memory for it, and if it then has
+// at most room_max.
 template <typename Buffer>
 absl::Status Grow(Buffer& buffer, int64_t bytes, int64_t room_max, MemoryBudget* budget) {
   if (buffer.bytes() >= bytes) return absl::OkStatus();
   // Free the old one first: the two need not fit together.
   buffer = Buffer();
-  const int64_t more = WithRoom(bytes);
-  ASSIGN_OR_RETURN(buffer, Buffer::Create(more <= room_max ? more : bytes, budget, kWhat));
+  if (const int64_t more = WithRoom(bytes); more <= room_max && more <= budget->free_bytes()) {
+    ASSIGN_OR_RETURN(buffer, Buffer::Create(more, budget, kWhat));
+    return absl::OkStatus();
+  }
+  ASSIGN_OR_RETURN(buffer, Buffer::Create(bytes, budget, kWhat));
   return absl::OkStatus();
 }
 
@@ -71,6 +77,9 @@ absl::StatusOr<StepResources> StepResourcePool::Take(int64_t device_bytes, int64
 }
 
 void StepResourcePool::Keep(StepResources resources) {
+  int64_t pinned_bytes = 0;
+  for (const PinnedBuffer& pinned : resources.pinned) pinned_bytes += pinned.bytes();
+  if (pinned_bytes > host_budget_->limit_bytes() / kHostShare) return;
   std::optional<StepResources> other(std::move(resources));
   const MutexLock lock(mutex_);
   std::swap(kept_, other);

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <cstdint>
 #include <list>
 #include <optional>
@@ -12,7 +13,8 @@
 
 namespace spillway::cuda {
 
-// What a step on a stream takes from CUDA besides its graphs.
+// What a step on a stream takes from CUDA, apart from its graphs and from an event for each
+// announcement.
 struct StepResources {
   // Announcements in flight, each with pinned memory of its own.
   static constexpr int kSlotCount = 2;
@@ -25,7 +27,9 @@ struct StepResources {
 
 // Keeps the resources of the step that ended last for the next one: to allocate and free them takes
 // several ms, in which the GPU idles, and in serving the sequences of a step change often. They
-// stay charged to the budgets until something else needs the memory. Thread-safe.
+// stay charged to the budgets until another step or job needs the memory. Pages cannot take it: on
+// the GPU they have a part of the memory of their own, and of host memory it is a small part.
+// Thread-safe.
 class StepResourcePool {
  public:
   // wave_bytes: memory of up to this size may have room for a larger step. The budgets must outlive
@@ -40,8 +44,12 @@ class StepResourcePool {
   // memory. Contents are undefined. RESOURCE_EXHAUSTED. REQUIRES: this GPU is the current device.
   absl::StatusOr<StepResources> Take(int64_t device_bytes, int64_t pinned_bytes)
       ABSL_LOCKS_EXCLUDED(mutex_);
-  // REQUIRES: nothing on the GPU uses them.
+  // Frees them instead if they take a large part of the host memory's limit. REQUIRES: nothing on
+  // the GPU uses them.
   void Keep(StepResources resources) ABSL_LOCKS_EXCLUDED(mutex_);
+  // A number that no step of this GPU had, from 1 on. Steps that use the same memory one after the
+  // other have different versions, so launches of the first do nothing in the second.
+  uint64_t NextVersion() { return ++last_version_; }
 
  private:
   void Drop() ABSL_LOCKS_EXCLUDED(mutex_);
@@ -50,6 +58,7 @@ class StepResourcePool {
   const int64_t wave_bytes_;
   MemoryBudget* const device_budget_;
   MemoryBudget* const host_budget_;
+  std::atomic<uint64_t> last_version_ = 0;
   std::list<MemoryBudget::Reclaim>::iterator device_reclaim_, host_reclaim_;
   Mutex mutex_;
   std::optional<StepResources> kept_ ABSL_GUARDED_BY(mutex_);

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <future>
 #include <iterator>
+#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -109,7 +110,7 @@ class CudaStreamStep final : public StreamStep {
     slots_ = {};
     graphs_.clear();
     runs_.clear();
-    if (is_open_) home_.resources->Keep(std::move(resources_));
+    if (resources_.has_value() && !failed_) home_.resources->Keep(*std::move(resources_));
   }
 
   absl::Status Open();
@@ -183,8 +184,9 @@ class CudaStreamStep final : public StreamStep {
   int64_t upload_bytes_ = 0;
   // Bytes of the workspaces of a layer's sparse and of its dense attends.
   int64_t sparse_bytes_ = 0, dense_bytes_ = 0;
-  StepResources resources_;
-  bool is_open_ = false;         // it has resources
+  std::optional<StepResources> resources_;
+  // Whether something may still run that no announcement tells of. Freeing memory waits for it.
+  bool failed_ = false;
   std::byte* memory_ = nullptr;  // on the GPU: uploaded data, bad elements [L][B], workspace
   BadElement* bad_ = nullptr;
   std::byte* workspace_ = nullptr;
@@ -329,10 +331,9 @@ absl::Status CudaStreamStep::Open() {
   device.Take<std::byte>(runs_beside() ? RoundUp(sparse_bytes_, 256) + dense_bytes_
                                        : std::max(sparse_bytes_, dense_bytes_));
   ASSIGN_OR_RETURN(resources_, home_.resources->Take(device.bytes(), pinned.bytes()));
-  is_open_ = true;
   for (int i = 0; i < kSlotCount; ++i) {
     Slot& slot = slots_[i];
-    slot.memory = resources_.pinned[i].data();
+    slot.memory = resources_->pinned[i].data();
     // Not what another step has left there.
     std::memset(slot.memory, 0, sizeof(StepHeader));
     std::memset(slot.memory + results_at, 0, static_cast<size_t>(updates_at - results_at));
@@ -341,11 +342,11 @@ absl::Status CudaStreamStep::Open() {
     slot.results = slot.memory + results_at;
     slot.updates = reinterpret_cast<TableUpdate*>(slot.memory + updates_at);
   }
-  memory_ = resources_.device.data();
+  memory_ = resources_->device.data();
   bad_ = reinterpret_cast<BadElement*>(memory_ + bad_at);
   workspace_ = memory_ + workspace_at;
   // The caller's stream may not wait for the default stream, so cudaMemset() could be late.
-  cudaStream_t stream = resources_.capture.get();
+  cudaStream_t stream = resources_->capture.get();
   SPILLWAY_CUDA_RETURN_IF_ERROR(
       cudaMemsetAsync(memory_, 0, static_cast<size_t>(workspace_at), stream));
   SPILLWAY_CUDA_RETURN_IF_ERROR(cudaStreamSynchronize(stream));
@@ -498,6 +499,7 @@ absl::Status CudaStreamStep::Announce(void* on) {
   RETURN_IF_ERROR(CatchUp(stream));
   Slot& slot = slots_[announced_count_ % kSlotCount];
   if (absl::Status status = Fill(slot, stream); !status.ok()) {
+    failed_ = true;
     for (const StreamStepPart& part : options_.parts) {
       for (int layer = 0; layer < spec().layer_count; ++layer) {
         LayerRows& rows = (*part.rows)[layer];
@@ -550,9 +552,9 @@ absl::Status CudaStreamStep::Fill(Slot& slot, cudaStream_t stream) {
   step.wave_bytes = home_.wave_bytes;
   step.upload_offset = memory_ - slot.memory;
   step.number = number;
-  step.side_stream = resources_.side.get();
-  step.fork = resources_.fork.get();
-  step.join = resources_.join.get();
+  step.side_stream = resources_->side.get();
+  step.fork = resources_->fork.get();
+  step.join = resources_->join.get();
   std::vector<int64_t> lengths;
   for (const StreamStepPart& part : options_.parts) {
     lengths.push_back(part.rows->front().token_count() + options_.token_count);
@@ -577,7 +579,7 @@ absl::Status CudaStreamStep::Fill(Slot& slot, cudaStream_t stream) {
     std::ranges::move(of_layer.dense_waves, std::back_inserter(dense_waves));
   }
   if (version_ == 0 || waves != waves_ || dense_waves != dense_waves_) {
-    ++version_;
+    version_ = home_.resources->NextVersion();
     for (std::vector<LayerGraph>& of_layer : graphs_) of_layer.clear();
     runs_.clear();
   }
@@ -616,7 +618,7 @@ absl::Status CudaStreamStep::Attend(int layer, const StepTensors& tensors, void*
   LayerGraph* const known = captured ? nullptr : FindGraph(layer, tensors);
   if (known == nullptr) return Enqueue(layer, tensors, stream);
   if (!known->graph) {
-    cudaStream_t capture = resources_.capture.get();
+    cudaStream_t capture = resources_->capture.get();
     ASSIGN_OR_RETURN(known->graph,
                      Graph::Capture(capture, [&] { return Enqueue(layer, tensors, capture); }));
   }
@@ -662,7 +664,7 @@ absl::StatusOr<Graph> CudaStreamStep::Compose(const CudaStepGraph& graph) {
           absl::StrCat("graph: layer ", attend.layer, " is not in [0, ", spec().layer_count, ")"));
     }
     RETURN_IF_ERROR(CheckStepTensors(home_.ordinal, attend.tensors));
-    cudaStream_t capture = resources_.capture.get();
+    cudaStream_t capture = resources_->capture.get();
     ASSIGN_OR_RETURN(layers.emplace_back(), CapturedGraph::Of(capture, [&] {
                        return Enqueue(attend.layer, attend.tensors, capture);
                      }));
@@ -696,14 +698,16 @@ absl::Status CudaStreamStep::Enqueue(int layer, const StepTensors& tensors, cuda
   append.clear_count = static_cast<int32_t>(clear.size());
   SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchTensorAppend(append, stream));
   const auto beside = [&](auto first, auto other) -> absl::Status {
-    cudaStream_t side = resources_.side.get();
-    cudaEvent_t fork = resources_.fork.get(), join = resources_.join.get();
+    cudaStream_t side = resources_->side.get();
+    cudaEvent_t fork = resources_->fork.get(), join = resources_->join.get();
     SPILLWAY_CUDA_RETURN_IF_ERROR(cudaEventRecord(fork, stream));
     RETURN_IF_ERROR(first());
     SPILLWAY_CUDA_RETURN_IF_ERROR(cudaStreamWaitEvent(side, fork));
-    RETURN_IF_ERROR(other(side));
-    SPILLWAY_CUDA_RETURN_IF_ERROR(cudaEventRecord(join, side));
-    return ToStatus(cudaStreamWaitEvent(stream, join), "cudaStreamWaitEvent");
+    absl::Status status = other(side);
+    // Also after an error, so that the stream waits for what runs.
+    status.Update(ToStatus(cudaEventRecord(join, side), "cudaEventRecord"));
+    status.Update(ToStatus(cudaStreamWaitEvent(stream, join), "cudaStreamWaitEvent"));
+    return status;
   };
   if (!clear.empty()) {
     // Exact attends do not need the rest of the append.

@@ -11,7 +11,7 @@ namespace {
 // Few blocks, as in a gather: more blocks have more addresses in flight than can be translated in
 // time (docs/link.md).
 constexpr unsigned kBlocks = 8;
-// Within GPU memory.
+// Within GPU memory, apart from rows of a page that an earlier append began.
 constexpr unsigned kBlocksOnGpu = 64;
 constexpr int kThreads = 1024;
 // Rows that a warp has in flight.

@@ -29,7 +29,7 @@ struct RowsAppend {
   // Page p of head h: row_pages[h * row_page_capacity + p], pinned.
   const std::byte* const* row_pages = nullptr;
   int64_t row_page_capacity = 0;
-  bool writes_pages = true;  // else something else writes the new rows to their pages
+  bool writes_pages = true;  // else the copy engine writes the new rows to their pages, as they are
   // A copy of [begin, end) on the GPU; begin must be the start of a page. Page p of head h, counted
   // from begin, is at row (h * stage_pages + p) * kPageTokenCount. Null: no copy.
   std::byte* stage = nullptr;

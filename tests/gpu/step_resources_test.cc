@@ -19,7 +19,7 @@ constexpr int64_t kMiB = int64_t{1} << 20;
 class StepResourcePoolTest : public ::testing::Test {
  protected:
   MemoryBudget device_budget_{64 * kMiB, 0, "--gpu-memory-limit"};
-  MemoryBudget host_budget_{64 * kMiB};
+  MemoryBudget host_budget_{256 * kMiB};
   StepResourcePool pool_{/*ordinal=*/0, /*wave_bytes=*/16 * kMiB, &device_budget_, &host_budget_};
 };
 
@@ -47,6 +47,27 @@ TEST_F(StepResourcePoolTest, LargerMemoryReplacesThem) {
   const StepResources larger = *pool_.Take(20 * kMiB + 256, kMiB);
   EXPECT_EQ(device_budget_.used_bytes(), 20 * kMiB + 256);
   EXPECT_EQ(host_budget_.used_bytes(), 2 * kMiB);
+}
+
+TEST_F(StepResourcePoolTest, RoomIsNoReasonToFail) {
+  const absl::StatusOr<DeviceBuffer> other =
+      DeviceBuffer::Create(50 * kMiB + 1024, &device_budget_, "a test");
+  ASSERT_EQ(other.status(), absl::OkStatus());
+  // 14 MiB with room, of which 1 KiB is not there.
+  EXPECT_EQ(pool_.Take(13 * kMiB, kMiB).status(), absl::OkStatus());
+}
+
+TEST_F(StepResourcePoolTest, KeepsNoLargePartOfTheHostMemory) {
+  pool_.Keep(*pool_.Take(kMiB, 2 * kMiB));
+  EXPECT_EQ(host_budget_.used_bytes(), 4 * kMiB);
+  pool_.Keep(*pool_.Take(kMiB, 3 * kMiB));
+  EXPECT_EQ(host_budget_.used_bytes(), 0);
+  EXPECT_EQ(device_budget_.used_bytes(), 0);
+}
+
+TEST_F(StepResourcePoolTest, NoTwoStepsHaveOneVersion) {
+  EXPECT_EQ(pool_.NextVersion(), 1);
+  EXPECT_EQ(pool_.NextVersion(), 2);
 }
 
 TEST_F(StepResourcePoolTest, GivesThemBackWhereMemoryIsLacking) {

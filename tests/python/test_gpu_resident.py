@@ -187,6 +187,36 @@ def test_dense_while_all_rows_are_there(plain: Client) -> None:
         assert promises != [{"exact"}] * 3
 
 
+@pytest.mark.parametrize("count", [2, 60])
+def test_exact_attends_run_beside_the_others(count: int) -> None:
+    """Some sequences attend to all rows, the others to rows that codes choose.
+
+    With 60 sequences, each KV head, there are enough units for two lanes of the others.
+    """
+    policies = [Policy(selector="all") if i % 2 else Policy() for i in range(count)]
+    outs: list[list[torch.Tensor]] = []
+    for limit in (0, LIMIT):
+        with connect(limit) as client:
+            model = create_model(client)
+            sequences = []
+            for i, policy in enumerate(policies):
+                sequences.append(client.create_sequence(model, policy=policy))
+                sequences[-1].append(0, 0, *normal(i % 3, 2, LAYERS, KV_HEADS, TOKENS, DIM))
+            made = []
+            with client.open_decoder(sequences) as decoder:
+                for t in range(4):
+                    decoder.next()
+                    q = normal(50 + t, LAYERS, count, 1, HEADS, DIM).cuda()
+                    k, v = normal(60 + t, 2, LAYERS, count, KV_HEADS, 1, DIM).cuda()
+                    for layer in range(LAYERS):
+                        made.append(decoder.attend(layer, q[layer], k[layer], v[layer])[0].clone())
+                decoder.finish()
+                assert {s.token_count for s in sequences} == {TOKENS + 4}
+            outs.append(made)
+    assert all(torch.equal(a, b) for a, b in zip(*outs, strict=True))
+    assert all(each.isfinite().all() for each in outs[0])
+
+
 def test_the_idle_give_theirs_up_and_get_them_back(plain: Client, resident: Client) -> None:
     model = create_model(resident)
     # Made before, so that the first sequence is not idle for long.

@@ -323,6 +323,7 @@ def test_a_graph_serves_step_after_step(
             captured.replay(t)
             answers += [(out.clone(), lse.clone()) for out, lse in captured.outputs]
         decoder.finish()
+        assert [each.token_count for each in sequences] == [n + steps for n in lengths]
         # Grids are multiples of segments and of sixteenths, so there are few captures.
         assert 1 <= captured.captures <= 8
     for (out, lse), (their_out, their_lse, _) in zip(answers, expected, strict=True):
@@ -473,11 +474,14 @@ def test_a_step_that_ends_between_layers_leaves_nothing(engine: Client, wide: Mo
     with engine.open_decoder([sequence]) as decoder:
         decoder.next()
         decoder.finish()  # no layer was attended: no error
+        assert sequence.token_count == 3000
         decoder.next()
         decoder.attend(0, *tensors.of(0, 0, "cuda"))
         with raising(FailedPrecondition, "layer 1 was not attended"):
             decoder.finish()
+        assert sequence.token_count == 3000
         decoder.next()  # close() undoes this
+    assert sequence.token_count == 3000
     assert sequence.refresh().token_count == 3000
 
 
@@ -636,14 +640,16 @@ def test_gives_its_memory_back(engine: Client, wide: Model) -> None:
 
     sequence = filled(engine, wide, 3000)
     before_shared = shared()
-    engine.open_decoder([sequence]).close()  # tables stay with the sequence
+    # Tables stay with the sequence, and the engine keeps the decoder's memory for the next one.
+    engine.open_decoder([sequence]).close()
     # A daemon frees shared memory a little later.
     wait_for(lambda: shared() == before_shared)
     before = used()
     for _ in range(3):
         with engine.open_decoder([sequence]) as decoder:
             decoder.next()
-            assert used() > before
+            with engine.open_decoder([filled(engine, wide, 40)]):
+                assert used() > before
         wait_for(lambda: used() == before)
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from hardware import ON_GPU
 
-# If the two best logits of stock vLLM are closer than this, rounding may decide. In bfloat16 a
-# logit of 16 to 32 is a multiple of 0.125.
+# If the two best logits of stock vLLM are closer than this, rounding may decide between the two. In
+# bfloat16 a logit of 16 to 32 is a multiple of 0.125.
 TIE = 0.5 if ON_GPU else 1e-3
 # The same for sampled tokens, at vLLM's lowest temperature (0.01): odds of e^-25.
 TIE_DRAWN = 0.75 if ON_GPU else 0.25
@@ -47,16 +47,20 @@ class Comparison:
             aborted = request.get("aborted") is not None
             pairs = list(zip(stock["tokens"][index], ours["tokens"][index], strict=not aborted))
             for part, (expected, got) in enumerate(pairs):
-                gaps = stock["gaps"][index][part]
-                # An aborted request may have fewer or more tokens.
-                end = min(len(expected), len(got)) if aborted else len(expected)
-                at = next((i for i in range(end) if expected[i : i + 1] != got[i : i + 1]), None)
+                both, end = list(zip(expected, got, strict=False)), min(len(expected), len(got))
+                at = next((i for i, (one, other) in enumerate(both) if one != other), end)
                 self.greedy += greedy
                 self.drawn += not greedy
-                self.token_count += end if at is None else at
-                if at is None and (aborted or len(expected) == len(got)):
+                self.token_count += at
+                # An aborted request may have fewer or more tokens.
+                if at == end and (aborted or len(expected) == len(got)):
                     continue
-                if at is not None and gaps[at] < tie:
+                best = (
+                    {stock[name][index][part][at] for name in ("best", "second")}
+                    if at < end
+                    else ()
+                )
+                if at < end and stock["gaps"][index][part][at] < tie and got[at] in best:
                     self.cut += greedy
                     continue
                 self.differing.append(

@@ -5,8 +5,8 @@
 Each line is a schedule, which is a list of requests. A request has `arrives`, the step before which
 it arrives; `prompt`, token ids; `max_tokens`; and optionally `n`; `aborted`, the step before which
 it is aborted; and `forced`, the tokens that it must generate. The answer is one line with each
-request's tokens, the gaps between its two best logits, and which token was the most likely. The
-answer to the line "counts" is a line with counters.
+request's tokens, the gaps between its two best logits, and these two tokens. The answer to the line
+"counts" is a line with counters.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ class Requests:
         self.tokens: list[dict[int, list[int]]] = [{} for _ in schedule]
         self.gaps: list[dict[int, list[float]]] = [{} for _ in schedule]
         self.best: list[dict[int, list[int]]] = [{} for _ in schedule]
+        self.second: list[dict[int, list[int]]] = [{} for _ in schedule]
         self.ends: list[dict[int, str]] = [{} for _ in schedule]
 
     def _name(self, index: int) -> str:
@@ -85,9 +86,11 @@ class Requests:
             self.tokens[index][part.index] = list(part.token_ids)
             steps = part.logprobs or []
             self.gaps[index][part.index] = [_gap(values) for values in steps]
-            self.best[index][part.index] = [
-                max(values, key=lambda token, of=values: of[token].logprob) for values in steps
+            ranked = [
+                sorted(values, key=lambda token, of=values: -of[token].logprob) for values in steps
             ]
+            self.best[index][part.index] = [tokens[0] for tokens in ranked]
+            self.second[index][part.index] = [tokens[1] for tokens in ranked]
             if part.finish_reason:
                 self.ends[index][part.index] = str(part.finish_reason)
 
@@ -120,6 +123,7 @@ def main() -> None:
             "tokens": [_by_part(parts) for parts in requests.tokens],
             "gaps": [_by_part(parts) for parts in requests.gaps],
             "best": [_by_part(parts) for parts in requests.best],
+            "second": [_by_part(parts) for parts in requests.second],
             "ends": [_by_part(parts) for parts in requests.ends],
         }
         print(json.dumps(answer), file=answers, flush=True)

@@ -379,7 +379,7 @@ def copy_rows(to: torch.Tensor, rows: torch.Tensor) -> None:
     """Copies K or V [H_kv, T, d], with any strides.
 
     For tensors whose tokens are not next to each other, torch's kernel copies one element after the
-    other. So the elements are taken as some of 16 bytes where that is possible.
+    other. So 16 bytes are copied as one element where that is possible.
 
     Args:
         to: Written.

@@ -194,7 +194,7 @@ class Sequence:
 
     @property
     def layer_token_counts(self) -> tuple[int, ...]:
-        """Length of each layer, from the last answer. If an error left it unknown, this asks."""
+        """Length of each layer, from the last answer or a decoder. If it is not known, this asks."""
         if self._layer_token_counts is None:
             self.refresh()
         assert self._layer_token_counts is not None
@@ -202,7 +202,7 @@ class Sequence:
 
     @property
     def token_count(self) -> int:
-        """Length of the shortest layer, from the last answer of the daemon."""
+        """Length of the shortest layer, as `layer_token_counts` says."""
         return min(self.layer_token_counts)
 
     def refresh(self) -> SequenceInfo:

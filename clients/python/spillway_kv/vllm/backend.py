@@ -211,8 +211,9 @@ class SpillwayImpl(AttentionImpl[SpillwayMetadata]):
             raise NotImplementedError("quantised outputs of attention are not served")
         attending = layers.attending()
         if attn_metadata is None or attending is None:
-            # vLLM measures memory, and thus what an attend takes besides its output.
-            memory.take_for_attend(query)
+            if attending is None:
+                # vLLM measures memory, and thus what an attend takes besides its output.
+                memory.take_for_attend(query)
             return output.zero_()
         graph = layers.capturing()
         if graph is not None:

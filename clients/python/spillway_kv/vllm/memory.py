@@ -109,7 +109,8 @@ def note_available() -> None:
 def take_for_attend(q: torch.Tensor) -> None:
     """Allocates and frees what an attend of prompts with these queries takes, if they are on a GPU.
 
-    The model's other layers use the same memory. So it is only in addition where attends take more.
+    The model's other layers use the same memory, so what vLLM measures rises only if attends take
+    more than they do.
 
     Args:
         q: Queries [N, H_q, d].
