@@ -194,7 +194,7 @@ class Sequence:
 
     @property
     def layer_token_counts(self) -> tuple[int, ...]:
-        """Length of each layer, from the last answer or a decoder. If it is not known, this asks."""
+        """Length of each layer, from the last answer or a decoder. If not known, this asks."""
         if self._layer_token_counts is None:
             self.refresh()
         assert self._layer_token_counts is not None
