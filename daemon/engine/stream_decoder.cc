@@ -134,13 +134,11 @@ absl::Status StreamDecoder::Attend(int layer, const StepTensors& tensors, void* 
         "layer", absl::StrCat("value ", layer, " is not in [0, ", model().spec.layer_count, ")"));
   }
   RETURN_IF_ERROR(failure_);
-  last_stream_ = stream;
   return step_->Attend(layer, tensors, stream);
 }
 
 absl::Status StreamDecoder::Run(StepGraph& graph, void* stream) {
   RETURN_IF_ERROR(failure_);
-  last_stream_ = stream;
   return step_->Run(graph, stream);
 }
 

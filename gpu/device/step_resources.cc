@@ -31,11 +31,11 @@ absl::Status Grow(Buffer& buffer, int64_t bytes, int64_t room_max, MemoryBudget*
   if (buffer.bytes() >= bytes) return absl::OkStatus();
   // Free the old one first: the two need not fit together.
   buffer = Buffer();
-  if (const int64_t more = WithRoom(bytes); more <= room_max && more <= budget->free_bytes()) {
-    ASSIGN_OR_RETURN(buffer, Buffer::Create(more, budget, kWhat));
-    return absl::OkStatus();
-  }
-  ASSIGN_OR_RETURN(buffer, Buffer::Create(bytes, budget, kWhat));
+  const int64_t more = WithRoom(bytes);
+  absl::StatusOr<Buffer> made = Buffer::Create(more <= room_max ? more : bytes, budget, kWhat);
+  if (absl::IsResourceExhausted(made.status())) made = Buffer::Create(bytes, budget, kWhat);
+  if (!made.ok()) return made.status();
+  buffer = *std::move(made);
   return absl::OkStatus();
 }
 

@@ -111,6 +111,8 @@ class CudaStreamStep final : public StreamStep {
     graphs_.clear();
     runs_.clear();
     if (resources_.has_value() && !failed_) home_.resources->Keep(*std::move(resources_));
+    // While this GPU is the current device.
+    resources_.reset();
   }
 
   absl::Status Open();
@@ -185,6 +187,8 @@ class CudaStreamStep final : public StreamStep {
   // Bytes of the workspaces of a layer's sparse and of its dense attends.
   int64_t sparse_bytes_ = 0, dense_bytes_ = 0;
   std::optional<StepResources> resources_;
+  // The stream of the last attend since the announcement; none if all are in graphs of the caller.
+  std::optional<cudaStream_t> ran_on_;
   // Whether something may still run that no announcement tells of. Freeing memory waits for it.
   bool failed_ = false;
   std::byte* memory_ = nullptr;  // on the GPU: uploaded data, bad elements [L][B], workspace
@@ -615,6 +619,7 @@ absl::Status CudaStreamStep::Attend(int layer, const StepTensors& tensors, void*
   RETURN_IF_ERROR(CheckStepTensors(home_.ordinal, tensors));
   auto* const stream = static_cast<cudaStream_t>(on);
   ASSIGN_OR_RETURN(const bool captured, IsCaptured(stream));
+  if (!captured) ran_on_ = stream;
   LayerGraph* const known = captured ? nullptr : FindGraph(layer, tensors);
   if (known == nullptr) return Enqueue(layer, tensors, stream);
   if (!known->graph) {
@@ -643,6 +648,7 @@ absl::Status CudaStreamStep::Run(StepGraph& of_caller, void* on) {
   RETURN_IF_ERROR(current.status());
   auto* const stream = static_cast<cudaStream_t>(on);
   RETURN_IF_ERROR(CheckNotCaptured(stream));
+  ran_on_ = stream;
   const auto& graph = static_cast<const CudaStepGraph&>(of_caller);
   RETURN_IF_ERROR(graph.CheckComplete());
   const auto found = std::ranges::find(runs_, graph.number(), &StepRun::number);
@@ -745,6 +751,12 @@ absl::Status CudaStreamStep::Conclude(void* stream) {
   RETURN_IF_ERROR(current.status());
   auto* const of_caller = static_cast<cudaStream_t>(stream);
   RETURN_IF_ERROR(CheckNotCaptured(of_caller));
+  // Attends may have gone to another stream than the one on which the step ends.
+  if (const std::optional<cudaStream_t> ran_on = std::exchange(ran_on_, std::nullopt);
+      ran_on.has_value() && *ran_on != of_caller) {
+    SPILLWAY_CUDA_RETURN_IF_ERROR(cudaEventRecord(resources_->join.get(), *ran_on));
+    SPILLWAY_CUDA_RETURN_IF_ERROR(cudaStreamWaitEvent(of_caller, resources_->join.get()));
+  }
   SPILLWAY_CUDA_RETURN_IF_ERROR(cudaEventRecord(newest().done.get(), of_caller));
   newest().concluded = true;
   return absl::OkStatus();

@@ -641,14 +641,16 @@ def test_gives_its_memory_back(engine: Client, wide: Model) -> None:
     sequence = filled(engine, wide, 3000)
     before_shared = shared()
     # Tables stay with the sequence, and the engine keeps the decoder's memory for the next one.
-    engine.open_decoder([sequence]).close()
+    other = filled(engine, wide, 40)
+    for each in (sequence, other):
+        engine.open_decoder([each]).close()
     # A daemon frees shared memory a little later.
     wait_for(lambda: shared() == before_shared)
     before = used()
     for _ in range(3):
         with engine.open_decoder([sequence]) as decoder:
             decoder.next()
-            with engine.open_decoder([filled(engine, wide, 40)]):
+            with engine.open_decoder([other]):
                 assert used() > before
         wait_for(lambda: used() == before)
 
