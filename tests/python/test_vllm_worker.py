@@ -816,6 +816,7 @@ def test_a_graph_that_a_decoder_cannot_run_runs_in_pieces(
     assert decoding[0].closed
 
 
+@pytest.mark.skipif(on_gpu(), reason="a GPU has decoders of its own")
 def test_a_graph_of_the_whole_step(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a plan it writes zeros, a step that has not begun is an error, others are served."""
     attending = Attending(model.worker, ["a", "b"])
