@@ -332,6 +332,26 @@ def test_a_graph_serves_step_after_step(
 
 
 @needs_gpu
+def test_a_step_ends_where_it_ran(engine: Client, wide: Model) -> None:
+    """It is finished on another stream than the one with its attends, which is far behind."""
+    sequence, other = (filled(engine, wide, 5000) for _ in range(2))
+    tensors = Tensors(1, 1, 1)
+    expected = by_steps(engine, [other], tensors, 1, 1)
+    inputs = [tensors.of(0, layer, "cuda") for layer in range(LAYERS)]
+    stream = torch.cuda.Stream()
+    with engine.open_decoder([sequence]) as decoder:
+        decoder.next()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(50_000_000)  # about 30 milliseconds
+            outs = [decoder.attend(layer, *inputs[layer])[0] for layer in range(LAYERS)]
+        decoder.finish()
+        assert sequence.token_count == 5001
+        for out, (their_out, _, _) in zip(outs, expected, strict=True):
+            same(out, their_out)
+
+
+@needs_gpu
 def test_behind_slow_kernels_order_holds(engine: Client, wide: Model) -> None:
     """A wrong order shows only if the stream is far behind the host."""
     steps = 40
