@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from spillway_kv.vllm.bench import medians
 from spillway_kv.vllm.sequences import Shapes
 from spillway_kv.vllm.settings import Settings
 from spillway_kv.vllm.step_plan import PlannedRequest, StepPlan
@@ -235,12 +236,6 @@ class Run:
                 request.first = now if request.first is None else request.first
 
         return finish
-
-
-def medians(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """The median of each value; None for decode steps if there are too few."""
-    values = {key: [run[key] for run in runs] for key in runs[0]}
-    return {key: None if None in each else statistics.median(each) for key, each in values.items()}
 
 
 def idle(trace: dict[str, Any]) -> dict[str, Any]:

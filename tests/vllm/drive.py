@@ -85,19 +85,18 @@ class Requests:
         for part in output.outputs:
             self.tokens[index][part.index] = list(part.token_ids)
             steps = part.logprobs or []
-            self.gaps[index][part.index] = [_gap(values) for values in steps]
-            ranked = [
-                sorted(values, key=lambda token, of=values: -of[token].logprob) for values in steps
-            ]
-            self.best[index][part.index] = [tokens[0] for tokens in ranked]
-            self.second[index][part.index] = [tokens[1] for tokens in ranked]
+            ranked = [_best_two(values) for values in steps]
+            self.gaps[index][part.index] = [a[1] - b[1] for a, b in ranked]
+            self.best[index][part.index] = [a[0] for a, _ in ranked]
+            self.second[index][part.index] = [b[0] for _, b in ranked]
             if part.finish_reason:
                 self.ends[index][part.index] = str(part.finish_reason)
 
 
-def _gap(values: Any) -> float:
-    best = sorted((value.logprob for value in values.values()), reverse=True)
-    return best[0] - best[1]
+def _best_two(values: Any) -> list[tuple[int, float]]:
+    """The two most likely tokens and their log-probabilities, the best first."""
+    pairs = [(token, value.logprob) for token, value in values.items()]
+    return sorted(pairs, key=lambda pair: -pair[1])[:2]
 
 
 def _by_part(parts: dict[int, Any]) -> list[Any]:

@@ -88,13 +88,9 @@ class Server:
         return tokens
 
 
-def _option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
-
-
 @contextmanager
 def serving(
-    model: Path, log: Path, environment: dict[str, str], options: list[str]
+    model: Path, log: Path, environment: dict[str, str], **arguments: Any
 ) -> Iterator[Server]:
     """Runs a server with the plugin.
 
@@ -102,7 +98,7 @@ def serving(
         model: The model's folder.
         log: The file for its messages.
         environment: Variables in addition to those of this process.
-        options: Further options of `vllm serve`.
+        **arguments: Further options of `vllm serve`, named as vLLM's `EngineArgs`.
     """
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
@@ -112,9 +108,10 @@ def serving(
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)),
         *("--attention-backend", "CUSTOM", "--served-model-name", _NAME),
         *("--host", "127.0.0.1", "--port", str(server.port)),
-        *("--enforce-eager", *options),
-        *(text for name, value in ENGINE.items() for text in (_option(name), str(value))),
+        "--enforce-eager",
     ]
+    for name, value in {**ENGINE, **arguments}.items():
+        command += [f"--{name.replace('_', '-')}", str(value)]
     given = {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",

@@ -38,12 +38,7 @@ def stock(model_folder, tmp_path_factory: pytest.TempPathFactory) -> Iterator[En
 def server(model_folder, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server with the plugin and exact attention."""
     log: Path = tmp_path_factory.mktemp("server") / "log"
-    options = [
-        text
-        for name, value in _ARGUMENTS.items()
-        for text in (f"--{name.replace('_', '-')}", str(value))
-    ]
-    with serving(model_folder("llama"), log, _ENVIRONMENT, options) as found:
+    with serving(model_folder("llama"), log, _ENVIRONMENT, **_ARGUMENTS) as found:
         yield found
 
 
