@@ -7,8 +7,9 @@ attention over K/V in GPU memory, in the same steps. K/V are random, so decode s
 only where they attend to all rows: give --gpu-resident room for them.
 
 Prints a JSON line for each engine: seconds to the first token of the first and of the last
-request, milliseconds of a decode step (median), and, if it is profiled, how long the GPU idled
-while prompts were computed and in which gaps.
+request, milliseconds of a decode step (median), milliseconds of the host's thread for a step of
+each kind (median), and, if it is profiled, how long the GPU idled, in which gaps, and which kernels
+ran how long.
 
     python bench/gpu/batches.py [--tokens 16384] [--requests 8] [--profile]
 """
@@ -33,11 +34,13 @@ from spillway_kv.vllm.step_plan import PlannedRequest, StepPlan
 from spillway_kv.vllm.worker import Worker
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerActivity, profile
 
 # Shorter gaps between kernels are not counted as idle time.
 GAP_US = 20.0
 SHOWN_GAPS = 12
+SHOWN_KERNELS = 16
+SHOWN_NAME = 60
 
 
 class Attends(Protocol):
@@ -154,6 +157,18 @@ class Steps:
 
     start: float
     ends: list[tuple[float, bool]] = field(default_factory=list)
+    # Of each kind of step: milliseconds of the host to begin it, and to enqueue it.
+    host: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+
+    def host_ms(self) -> dict[str, tuple[float, float]]:
+        """Returns the medians of the host's times."""
+        return {
+            kind: (
+                round(statistics.median(begin for begin, _ in times), 2),
+                round(statistics.median(rest for _, rest in times), 2),
+            )
+            for kind, times in self.host.items()
+        }
 
 
 class Run:
@@ -163,6 +178,8 @@ class Run:
         self._engine, self._model, self._options = engine, model, options
         self._on_gpu = options.device != "cpu"
         self._keys = 0
+        self._decoding: list[int] = []
+        self.steps = Steps(0.0)
 
     def _planned(self, requests: list[Request]) -> list[PlannedRequest]:
         """The requests of the next step: prompts take what the chunk has room for."""
@@ -196,6 +213,7 @@ class Run:
         firsts = sorted(request.first or 0.0 for request in requests.values())
         decoding = [end for end, prompts in steps.ends if not prompts]
         gaps = [b - a for a, b in zip(decoding, decoding[1:], strict=False)]
+        self.steps = steps
         return {
             "first_token_first_s": round(firsts[0], 4),
             "first_token_last_s": round(firsts[-1], 4),
@@ -209,12 +227,19 @@ class Run:
         for each in planned:
             begins[each.key] = count
             count += each.token_count
-        with record_function("STEP"):
-            with record_function("begin"):
-                self._engine.begin(StepPlan(planned), begins)
-            ends = [begins[each.key] + each.token_count - 1 for each in planned]
-            tokens = self._model.step(self._engine, count, ends)
-            self._engine.end()
+        at = time.perf_counter()
+        self._engine.begin(StepPlan(planned), begins)
+        begun = time.perf_counter()
+        ends = [begins[each.key] + each.token_count - 1 for each in planned]
+        tokens = self._model.step(self._engine, count, ends)
+        self._engine.end()
+        kinds = {each.decodes for each in planned}
+        kind = "mixed" if len(kinds) == 2 else "decode" if kinds == {True} else "prompt"
+        same = [each.key for each in planned if each.decodes] == self._decoding
+        self._decoding = [each.key for each in planned if each.decodes]
+        kind = kind if same else f"{kind}, other requests"
+        ended = time.perf_counter()
+        steps.host.setdefault(kind, []).append((1e3 * (begun - at), 1e3 * (ended - begun)))
         done = torch.cuda.Event() if self._on_gpu else None
         if done is not None:
             done.record()
@@ -239,12 +264,14 @@ class Run:
 
 
 def idle(trace: dict[str, Any]) -> dict[str, Any]:
-    """How long the GPU ran no kernel while steps were made, and what the host did meanwhile."""
+    """How long the GPU ran no kernel while steps were made, and which kernels ran."""
     events = trace["traceEvents"]
-    kernels = sorted(
-        (e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") in ("kernel", "gpu_memset")
-    )
-    notes = [e for e in events if e.get("cat") in ("user_annotation", "cuda_runtime")]
+    of_gpu = [e for e in events if e.get("cat") in ("kernel", "gpu_memset")]
+    kernels = sorted((e["ts"], e["ts"] + e["dur"]) for e in of_gpu)
+    notes = [e for e in events if e.get("cat") == "cuda_runtime"]
+    run: Counter[str] = Counter()
+    for e in of_gpu:
+        run[e["name"][:SHOWN_NAME]] += e["dur"] / 1e3
     end, gaps = kernels[0][0], []
     for begin, until in kernels:
         if begin - end > GAP_US:
@@ -256,7 +283,7 @@ def idle(trace: dict[str, Any]) -> dict[str, Any]:
         over: Counter[str] = Counter()
         for note in notes:
             shared = min(until, note["ts"] + note["dur"]) - max(begin, note["ts"])
-            if shared > 0 and note["name"] != "STEP":
+            if shared > 0:
                 over[note["name"]] += round(shared / 1e3, 2)
         shown.append(
             {
@@ -269,6 +296,7 @@ def idle(trace: dict[str, Any]) -> dict[str, Any]:
         "span_ms": round((end - kernels[0][0]) / 1e3, 1),
         "idle_ms": round(sum(b - a for a, b in gaps) / 1e3, 1),
         "longest_gaps": shown,
+        "kernels_ms": {name: round(ms, 1) for name, ms in run.most_common(SHOWN_KERNELS)},
     }
 
 
@@ -330,10 +358,12 @@ def main() -> None:
             "tokens": options.tokens,
             "requests": options.requests,
             **medians(runs),
+            "host_ms": run.steps.host_ms(),
             "runs": runs,
         }
         if options.profile:
-            with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+            # Not the host's: that would take longer than what it measures.
+            with profile(activities=[ProfilerActivity.CUDA]) as found:
                 run.serve()
             with tempfile.NamedTemporaryFile(suffix=".json") as file:
                 found.export_chrome_trace(file.name)

@@ -141,8 +141,10 @@ class Way:
         trace: Trace,
         count: int,
         policy: spillway_kv.Policy,
+        room: int | None,
     ) -> None:
         self.client = client
+        self.room = room
         self.sequences = [client.create_sequence(model, policy=policy) for _ in range(count)]
         self.new: list[tuple[torch.Tensor, ...]] = []  # per layer: q, and k and v of all steps
         start = trace.tokens - DECODED
@@ -189,7 +191,7 @@ class Job(Way):
 class Eager(Way):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.decoder = self.client.open_decoder(self.sequences)
+        self.decoder = self.client.open_decoder(self.sequences, token_count_max=self.room)
 
     def close(self) -> None:
         self.decoder.close()
@@ -218,7 +220,7 @@ class Eager(Way):
 class Captured(Way):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.decoder = self.client.open_decoder(self.sequences)
+        self.decoder = self.client.open_decoder(self.sequences, token_count_max=self.room)
         self.held = [self.inputs(layer, "cuda") for layer in range(LAYERS)]
         self.graph = torch.cuda.CUDAGraph()
         self.outs: list[torch.Tensor] = []
@@ -298,8 +300,8 @@ def _kernel_name(name: str) -> str:
 
 class Halves(Way):
     def __init__(self, *arguments: Any) -> None:
-        client, model, trace, count, policy = arguments
-        self.halves = [Captured(client, model, trace, count // 2, policy) for _ in range(2)]
+        client, model, trace, count, *others = arguments
+        self.halves = [Captured(client, model, trace, count // 2, *others) for _ in range(2)]
         self.streams = [torch.cuda.Stream() for _ in range(2)]
         self.sequences = [x for half in self.halves for x in half.sequences]
         self.next_us: list[float] = []
@@ -378,7 +380,7 @@ def measure(
     count: int,
     names: Sequence[str],
     policy: spillway_kv.Policy,
-    with_kernels: bool,
+    options: argparse.Namespace,
 ) -> None:
     shape = trace.shape
     models = {
@@ -398,7 +400,7 @@ def measure(
             continue
         engine = name if name in engines else "plain"
         kind = kinds.get(name, Captured)
-        ways[name] = kind(engines[engine], models[engine], trace, count, policy)
+        ways[name] = kind(engines[engine], models[engine], trace, count, policy, options.room)
     streams = [name for name in ways if name not in ("job", "auto")]
     rows_bytes = _row_bytes(shape) * trace.tokens * count
     for name in ("resident", "auto"):
@@ -456,7 +458,7 @@ def measure(
             rounds=ROUNDS,
             steps=STEPS,
         )
-    for name in ("graph", "resident", "auto") if with_kernels else ():
+    for name in ("graph", "resident", "auto") if options.kernels else ():
         for row in ways[name].kernels() if name in ways else ():
             report(tokens=trace.tokens, sequences=count, way=name, **row)
     for way in ways.values():
@@ -482,6 +484,8 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS, help="besides job")
     parser.add_argument("--top", type=float, help="this share of the rows, in place of the default")
     parser.add_argument("--exact", action="store_true", help="all rows, in place of the default")
+    parser.add_argument("--room", type=int, help="tokens for which decoders are opened")
+    parser.add_argument("--gpu-memory", help="of the engine without copies of rows, like 1GiB")
     parser.add_argument("--device", default="cuda:0")
     arguments = parser.parse_args()
     policy = spillway_kv.Policy()
@@ -504,8 +508,9 @@ def main() -> None:
             "models.sampling_seed": 0,
         }
         resident = {"device.gpu_resident_limit": resident_limit}
+        limit = {"device.gpu_memory_limit": arguments.gpu_memory} if arguments.gpu_memory else {}
         kinds = {
-            "plain": {},
+            "plain": limit,
             "resident": resident | {"device.reproducible": "true"},
             "auto": resident,
         }
@@ -519,7 +524,7 @@ def main() -> None:
             }
             trace = Trace(arguments.folder, tokens, shape)
             for count in arguments.sequences:
-                measure(engines, trace, count, ways, policy, arguments.kernels)
+                measure(engines, trace, count, ways, policy, arguments)
 
 
 if __name__ == "__main__":
