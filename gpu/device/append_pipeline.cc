@@ -16,11 +16,13 @@ namespace {
 
 // Longest append that is part of a step.
 constexpr int64_t kFewTokens = 16;
-// Pages per KV head that are coded at a time from rows in GPU memory. Two stages alternate: one is
-// coded while the next rows go to the other. The first pages are coded together, so they must fit
-// into one stage.
-constexpr int64_t kStagePages = 32;
-static_assert(kStagePages * kPageTokenCount >= kCentreTokenCount);
+// Rows in GPU memory are coded in stages. Two alternate: one is coded while the next rows go to the
+// other. A stage has as many pages as these bytes hold, so that few KV heads make few launches: a
+// launch takes as long as one page, and the model's kernels wait for its multiprocessors.
+constexpr int64_t kStageBytes = int64_t{8} << 20;
+// Pages per KV head, at least. The first pages are coded together, so they must fit into one stage.
+constexpr int64_t kStagePagesMin = 32;
+static_assert(kStagePagesMin * kPageTokenCount >= kCentreTokenCount);
 constexpr int64_t kStages = StreamSlot::kStages;
 // Half of a slot's scratch memory: one half is for the first pages, the other for the stages'
 // table.
@@ -139,11 +141,17 @@ void AppendPipeline::FillStep() {
   step_.begins = &lists.step_begins;
 }
 
+int AppendPipeline::StageHeads() const { return std::min(spec().kv_head_count, kRowsAppendHeads); }
+
+int64_t AppendPipeline::StagePages() const {
+  return std::max(kStagePagesMin,
+                  kStageBytes / (StageHeads() * kPageTokenCount * spec().row_bytes()));
+}
+
 int64_t AppendPipeline::StageBytes() const {
   bool any = false;
   for (const JobItem& item : context_->job().items) any |= item.append && item.append->on_gpu;
-  const int heads = std::min(spec().kv_head_count, kRowsAppendHeads);
-  return any ? kStages * heads * kStagePages * kPageTokenCount * spec().row_bytes() : 0;
+  return any ? kStages * StageHeads() * StagePages() * kPageTokenCount * spec().row_bytes() : 0;
 }
 
 bool AppendPipeline::ComesFromGpu(size_t item) const {
@@ -157,19 +165,21 @@ bool AppendPipeline::ComesFromGpu(size_t item) const {
   return of_job.status.ok();
 }
 
-const std::byte** AppendPipeline::StagePages() const {
-  static_assert(kStages * kRowsAppendHeads * kStagePages * sizeof(uint64_t) <= kHalfScratchBytes);
+const std::byte** AppendPipeline::StageTable() const {
+  // Rows of at least 16 bytes for each of K and V.
+  constexpr int64_t kMost =
+      std::max(kRowsAppendHeads * kStagePagesMin, kStageBytes / (kPageTokenCount * 32));
+  static_assert(kStages * kMost * sizeof(uint64_t) <= kHalfScratchBytes);
   return reinterpret_cast<const std::byte**>(context_->slot().append_scratch() + kHalfScratchBytes);
 }
 
 absl::Status AppendPipeline::FillStagePages(const std::byte* stage) const {
-  const int heads = std::min(spec().kv_head_count, kRowsAppendHeads);
   std::vector<const std::byte*> pages;
-  for (int64_t p = 0; p < kStages * heads * kStagePages; ++p) {
+  for (int64_t p = 0; p < kStages * StageHeads() * StagePages(); ++p) {
     pages.push_back(stage + p * kPageTokenCount * spec().row_bytes());
   }
   // Small enough that CUDA has copied `pages` when the call returns.
-  return ToStatus(cudaMemcpyAsync(StagePages(), pages.data(), pages.size() * sizeof(pages[0]),
+  return ToStatus(cudaMemcpyAsync(StageTable(), pages.data(), pages.size() * sizeof(pages[0]),
                                   cudaMemcpyHostToDevice, context_->stream()),
                   "cudaMemcpyAsync");
 }
@@ -181,7 +191,7 @@ absl::Status AppendPipeline::EncodeStage(size_t item, const RowsAppend& rows, in
   const HeadIndex heads = index.heads();
   EncodeWork work = index.Work(rows.begin, ClosedPages(rows.end) * kPageTokenCount);
   // The stage's pages replace the pages of the rows.
-  work.row_pages = StagePages() + stage_page - rows.begin / kPageTokenCount;
+  work.row_pages = StageTable() + stage_page - rows.begin / kPageTokenCount;
   work.row_page_capacity = rows.stage_pages;
   work.code_pages += rows.first_head * work.code_page_capacity;
   work.kv_head_count = rows.head_count;
@@ -242,7 +252,7 @@ absl::Status AppendPipeline::AppendFromGpu(size_t item, std::byte* stage) {
       indexes && context_->model().has_rotation() && !context_->model().methods_encode();
   StreamSlot& slot = context_->slot();
   cudaStream_t stream = context_->stream();
-  const int stage_heads = std::min(spec().kv_head_count, kRowsAppendHeads);
+  const int64_t stage_pages = StagePages();
   int64_t stage_count = 0;
   SPILLWAY_CUDA_RETURN_IF_ERROR(cudaMemsetAsync(slot.bad_row(), 0xFF, sizeof(kNoBadRow), stream));
   RowsAppend rows;
@@ -254,7 +264,7 @@ absl::Status AppendPipeline::AppendFromGpu(size_t item, std::byte* stage) {
   rows.k_token_stride = append.k.token_stride;
   rows.v_head_stride = append.v.head_stride;
   rows.v_token_stride = append.v.token_stride;
-  rows.stage_pages = kStagePages;
+  rows.stage_pages = stage_pages;
   rows.bad = slot.bad_row();
   // Encoders that read the pages must not see elements that are not finite, for which the kernel
   // writes zeros.
@@ -272,7 +282,7 @@ absl::Status AppendPipeline::AppendFromGpu(size_t item, std::byte* stage) {
   const auto ceil = [](int64_t count, int64_t of) { return (count + of - 1) / of; };
   const int64_t launch_count =
       ceil(spec().kv_head_count, kRowsAppendHeads) *
-      ceil(ceil(end, kPageTokenCount) - first / kPageTokenCount, kStagePages);
+      ceil(ceil(end, kPageTokenCount) - first / kPageTokenCount, stage_pages);
   int64_t launched = 0;
   const auto launch = [&]() -> absl::Status {
     cudaEvent_t half = context_->model().half_appended();
@@ -299,13 +309,13 @@ absl::Status AppendPipeline::AppendFromGpu(size_t item, std::byte* stage) {
       if (!encodes) resident.recent = nullptr;
     }
     for (rows.begin = first; rows.begin < end; rows.begin = rows.end) {
-      rows.end = std::min(end, (rows.begin / kPageTokenCount + kStagePages) * kPageTokenCount);
+      rows.end = std::min(end, (rows.begin / kPageTokenCount + stage_pages) * kPageTokenCount);
       if (!encodes) {
         RETURN_IF_ERROR(launch());
         continue;
       }
       const int64_t turn = stage_count++ % kStages;
-      const int64_t stage_page = turn * stage_heads * kStagePages;
+      const int64_t stage_page = turn * StageHeads() * stage_pages;
       rows.stage = stage + stage_page * kPageTokenCount * rows.row_bytes;
       StreamSlot::Stage& events = slot.stages()[turn];
       // Waits until the rows that were in this stage before are coded.

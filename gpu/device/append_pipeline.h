@@ -60,8 +60,11 @@ class AppendPipeline {
   // faster.
   std::vector<Run> EngineRuns(size_t item) const;
   absl::Status CopyByEngine(size_t item, const std::vector<Run>& runs);
+  // KV heads of a stage, and pages for each of them.
+  int StageHeads() const;
+  int64_t StagePages() const;
   // The table of the stages' pages, in GPU memory.
-  const std::byte** StagePages() const;
+  const std::byte** StageTable() const;
   absl::Status FillStagePages(const std::byte* stage) const;
   // Codes the pages that the rows close, from their stage. stage_page: the stage's first page in
   // the table.
