@@ -46,17 +46,27 @@ int StreamSlotCount(int64_t memory_limit_bytes) {
 // Most bytes of a stream slot's workspace for the units of one wave. If memory is scarce, more of
 // it is for codes.
 int64_t WaveBytes(int64_t memory_limit_bytes) {
-  if (memory_limit_bytes < kScarceBytes) return memory_limit_bytes / 24;
+  if (memory_limit_bytes < kScarceBytes) return memory_limit_bytes / 64;
   return std::min(memory_limit_bytes / 16, int64_t{1} << 30);
 }
 
+// The same for a step on a stream, which may run two waves at a time. Where memory is scarce, a
+// step still has room for many sequences: the waves of a step that has no room for all its units
+// run one after the other, and each takes nearly as long as all units together.
+int64_t StepBytes(int64_t memory_limit_bytes) {
+  if (memory_limit_bytes < kScarceBytes) return memory_limit_bytes / 8;
+  return 2 * WaveBytes(memory_limit_bytes);
+}
+
 // GPU memory that codes leave to attends, so that sequences that fill the rest can be attended to:
-// a wave for each slot, and at least for a step on a stream, which may have two, beside a long job.
-// Where there are copies of rows, exact attends run beside the step's other ones, and have a
-// workspace of their own.
+// a wave for each slot, and at least a step on a stream beside a long job. Where memory is scarce,
+// a step has memory of its own. Where there are copies of rows, exact attends run beside the step's
+// other ones, and have a workspace of their own, half as large.
 int64_t WorkspaceBytes(int64_t memory_limit_bytes, bool has_copies) {
-  return WaveBytes(memory_limit_bytes) *
-         std::max(has_copies ? 4 : 3, StreamSlotCount(memory_limit_bytes));
+  const int64_t waves = WaveBytes(memory_limit_bytes) * StreamSlotCount(memory_limit_bytes);
+  if (memory_limit_bytes >= kScarceBytes) return waves;
+  const int64_t step = StepBytes(memory_limit_bytes);
+  return waves + step + (has_copies ? step / 2 : 0);
 }
 
 std::string UuidName(const cudaUUID_t& uuid) {
@@ -173,7 +183,7 @@ class CudaDevice final : public Device {
                                                                StreamStepOptions options) override {
     return cuda::CreateStreamStep(
         {ordinal_, gpu_, this, static_cast<CudaModel*>(&model), &step_resources_,
-         slots_.front()->wave_bytes(), reproducible_, &workers_},
+         StepBytes(budget_.limit_bytes()), reproducible_, &workers_},
         std::move(options));
   }
 
@@ -215,7 +225,7 @@ class CudaDevice final : public Device {
         reproducible_(options.reproducible),
         host_budget_(host_budget),
         budget_(memory_limit_bytes, 0, "--gpu-memory-limit"),
-        step_resources_(options.ordinal, WaveBytes(memory_limit_bytes), &budget_, host_budget),
+        step_resources_(options.ordinal, StepBytes(memory_limit_bytes), &budget_, host_budget),
         resident_limit_bytes_(resident_limit_bytes),
         arena_limit_bytes_(memory_limit_bytes -
                            WorkspaceBytes(memory_limit_bytes, resident_limit_bytes > 0) -

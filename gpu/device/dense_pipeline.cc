@@ -39,6 +39,11 @@ int64_t DensePipeline::RoomOf(int64_t n, bool staged) const {
   return SplitsOf(context_->step() == nullptr ? n : context_->TokenCapacity(n), staged);
 }
 
+int64_t DensePipeline::PartialBytesMax() const {
+  const int64_t bytes = context_->workspace_bytes();
+  return std::min(kPartialBytes, context_->step() == nullptr ? bytes : bytes / 2);
+}
+
 void DensePipeline::Add(size_t item, int64_t begin, int64_t end) {
   const AttendQuery& w = context_->attend(item);
   AttendResult& result = context_->item(item).result;
@@ -57,7 +62,7 @@ void DensePipeline::Add(size_t item, int64_t begin, int64_t end) {
     // each of which copies the rows again.
     const bool fits =
         !parts_.empty() && parts_.back().staged == staged && (!staged || t > begin) &&
-        parts_.back().partial_bytes + bytes <= std::min(kPartialBytes, context_->wave_bytes());
+        parts_.back().partial_bytes + bytes <= std::min(kPartialBytes, context_->workspace_bytes());
     if (!fits) parts_.emplace_back().staged = staged;
     Part& part = parts_.back();
     if (!fits || !staged) {

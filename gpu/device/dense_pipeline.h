@@ -76,6 +76,8 @@ class DensePipeline {
   int64_t StageBytes() const;
   // The number of splits of a unit of n tokens. It does not fall when n grows.
   static int64_t SplitsOf(int64_t n, bool staged);
+  // Most bytes of the sums of a part's splits, unless one run of queries takes more.
+  int64_t PartialBytesMax() const;
   // The splits to make room for: in a step, those of its capacity, so that its memory does not
   // depend on the length.
   int64_t RoomOf(int64_t n, bool staged) const;

@@ -34,7 +34,8 @@ inline int64_t RoundUp(int64_t x, int64_t step) { return (x + step - 1) / step *
 struct StepContext {
   // Most tokens of a sequence. Memory is allocated for as many.
   int64_t token_count_max = 0;
-  int64_t wave_bytes = 0;
+  // Most bytes of the workspace of the units that run at a time, unless one unit takes more.
+  int64_t workspace_bytes = 0;
   // Offset from requests in pinned memory to their uploaded copies, bytes.
   std::ptrdiff_t upload_offset = 0;
   uint32_t number = 0;  // of the announcement
@@ -62,7 +63,10 @@ class JobContext {
   // Null for a job on a slot.
   StepContext* step() const { return step_; }
   cudaStream_t stream() const { return step_ != nullptr ? step_->stream : slot_->stream(); }
-  int64_t wave_bytes() const { return step_ != nullptr ? step_->wave_bytes : slot_->wave_bytes(); }
+  // Most bytes of workspace of the units that run at a time, unless one unit takes more.
+  int64_t workspace_bytes() const {
+    return step_ != nullptr ? step_->workspace_bytes : slot_->wave_bytes();
+  }
   // Null for a step, which is not cancelled.
   const int32_t* cancel() const { return step_ != nullptr ? nullptr : slot_->cancel(); }
   // Tokens for which a unit of n tokens has memory.

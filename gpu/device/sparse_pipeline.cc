@@ -98,9 +98,9 @@ void SparsePipeline::LayOutWave(const Policy& policy, int64_t unit_count, UnitWa
 }
 
 int64_t SparsePipeline::StagingRows(const AttendShape& shape, int64_t n, int64_t taken) const {
-  const int64_t most = std::min(kStagingBytes, context_->wave_bytes() / 4) / shape.row_bytes;
+  const int64_t most = std::min(kStagingBytes, wave_bytes() / 4) / shape.row_bytes;
   if (context_->step() == nullptr) {
-    const int64_t share_bytes = context_->wave_bytes() / context_->unit_count();
+    const int64_t share_bytes = wave_bytes() / context_->unit_count();
     // A quarter of the rows. More if all units of the job still fit into one wave, because waves
     // run one after the other.
     return std::min(
@@ -111,7 +111,7 @@ int64_t SparsePipeline::StagingRows(const AttendShape& shape, int64_t n, int64_t
   const int64_t of_wave = 2 * int64_t{sizeof(UnitRequest)} +
                           2 * int64_t{shape.group} * shape.head_dim * int64_t{sizeof(float)};
   const int64_t units = (context_->unit_count() + lane_count() - 1) / lane_count();
-  const int64_t room = context_->wave_bytes() / units - taken - of_wave - 8 * kLaneAlignment;
+  const int64_t room = wave_bytes() / units - taken - of_wave - 8 * kLaneAlignment;
   const int64_t fits = room / (shape.row_bytes + int64_t{sizeof(std::byte*)});
   const int64_t wanted = std::max(n / 4, kStagingRowsMin);
   const int64_t least = std::max(n / 16, kStagingRowsLeast);
@@ -208,7 +208,7 @@ void SparsePipeline::Add(size_t item, int64_t query) {
     return wave.units.size() + static_cast<size_t>(units) <= units_max &&
            wave.shape == alone.shape && wave.first == alone.first &&
            wave.tail_kernels == alone.tail_kernels && wave.select_only == alone.select_only &&
-           wave.bytes_max + units * bytes <= context_->wave_bytes();
+           wave.bytes_max + units * bytes <= wave_bytes();
   };
   for (int h = 0; h < heads; ++h) {
     const bool may_split = !whole || h == 0;
@@ -223,6 +223,8 @@ void SparsePipeline::Add(size_t item, int64_t query) {
     wave.unit_bytes += own.bytes();
   }
 }
+
+int64_t SparsePipeline::wave_bytes() const { return context_->workspace_bytes() / lane_count(); }
 
 int SparsePipeline::lane_count() const {
   return context_->step() != nullptr && context_->unit_count() >= kLanesUnitsMin ? kLanesMax : 1;
@@ -251,7 +253,7 @@ int64_t SparsePipeline::WorkspaceMax() const {
   const int64_t lanes = lane_count();
   const int64_t units = (context_->unit_count() + lanes - 1) / lanes;
   const int64_t of_lane =
-      std::min(units * unit_bytes_max_, std::max(context_->wave_bytes(), unit_bytes_max_));
+      std::min(units * unit_bytes_max_, std::max(wave_bytes(), unit_bytes_max_));
   return lanes * RoundUp(of_lane, kLaneAlignment);
 }
 

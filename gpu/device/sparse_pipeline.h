@@ -76,6 +76,8 @@ class SparsePipeline {
   // one half cross the link while the other half is scored. Jobs run beside other jobs instead.
   static constexpr int kLanesMax = 2;
   int lane_count() const;
+  // Most bytes of a wave, unless one unit takes more.
+  int64_t wave_bytes() const;
   // Bytes of workspace for each lane.
   std::array<int64_t, kLanesMax> LaneBytes() const;
 

@@ -41,10 +41,10 @@ absl::Status Grow(Buffer& buffer, int64_t bytes, int64_t room_max, MemoryBudget*
 
 }  // namespace
 
-StepResourcePool::StepResourcePool(int ordinal, int64_t wave_bytes, MemoryBudget* device_budget,
+StepResourcePool::StepResourcePool(int ordinal, int64_t step_bytes, MemoryBudget* device_budget,
                                    MemoryBudget* host_budget)
     : ordinal_(ordinal),
-      wave_bytes_(wave_bytes),
+      step_bytes_(step_bytes),
       device_budget_(device_budget),
       host_budget_(host_budget),
       device_reclaim_(device_budget->AddReclaim([this](int64_t) { Drop(); })),
@@ -72,7 +72,7 @@ absl::StatusOr<StepResources> StepResourcePool::Take(int64_t device_bytes, int64
   for (PinnedBuffer& pinned : made.pinned) {
     RETURN_IF_ERROR(Grow(pinned, pinned_bytes, kPinnedRoomMax, host_budget_));
   }
-  RETURN_IF_ERROR(Grow(made.device, device_bytes, wave_bytes_, device_budget_));
+  RETURN_IF_ERROR(Grow(made.device, device_bytes, step_bytes_, device_budget_));
   return made;
 }
 

@@ -32,9 +32,9 @@ struct StepResources {
 // Thread-safe.
 class StepResourcePool {
  public:
-  // wave_bytes: memory of up to this size may have room for a larger step. The budgets must outlive
+  // step_bytes: memory of up to this size may have room for a larger step. The budgets must outlive
   // this object.
-  StepResourcePool(int ordinal, int64_t wave_bytes, MemoryBudget* device_budget,
+  StepResourcePool(int ordinal, int64_t step_bytes, MemoryBudget* device_budget,
                    MemoryBudget* host_budget);
   ~StepResourcePool();
   StepResourcePool(const StepResourcePool&) = delete;
@@ -55,7 +55,7 @@ class StepResourcePool {
   void Drop() ABSL_LOCKS_EXCLUDED(mutex_);
 
   const int ordinal_;
-  const int64_t wave_bytes_;
+  const int64_t step_bytes_;
   MemoryBudget* const device_budget_;
   MemoryBudget* const host_budget_;
   std::atomic<uint64_t> last_version_ = 0;

@@ -33,8 +33,9 @@ namespace {
 constexpr int kSlotCount = StepResources::kSlotCount;
 // Most updates of page tables that a slot holds.
 constexpr int64_t kUpdatesMax = 1 << 16;
-// Graphs that a layer keeps, each for different tensors.
+// Graphs that a layer keeps, each for different tensors, and launches before one is captured.
 constexpr size_t kGraphsOfLayer = 4;
+constexpr int kLaunchesBefore = 2;
 // Callers' graphs that a step keeps with its attends in them.
 constexpr size_t kRunsMax = 4;
 
@@ -65,10 +66,12 @@ struct Slot {
 };
 
 // A layer's launches for certain tensors. Callers that enqueue attends one by one pass the same
-// memory again and again, because their allocators reuse it.
+// memory again and again, because their allocators reuse it. While prompts of other requests are
+// computed, a decoder may serve only two steps, for which a graph is not worth its making.
 struct LayerGraph {
   StepTensors tensors;
-  Graph graph;  // captured the second time
+  int launch_count = 0;  // without the graph
+  Graph graph;
 };
 
 // A caller's graph with the attends of version_ in it.
@@ -176,8 +179,8 @@ class CudaStreamStep final : public StreamStep {
   absl::Status EnqueueRest(LayerRun& run, cudaStream_t stream, bool overlap);
   absl::Status CheckAnnounced() const;
   absl::StatusOr<Graph> Compose(const CudaStepGraph& graph);
-  // The layer's graph for these tensors, maybe not captured yet; null the first time.
-  LayerGraph* FindGraph(int layer, const StepTensors& tensors);
+  // The layer's graph for these tensors, maybe not captured yet.
+  LayerGraph& FindGraph(int layer, const StepTensors& tensors);
 
   const StreamStepHome home_;
   const StreamStepOptions options_;
@@ -267,7 +270,7 @@ std::vector<bool> CudaStreamStep::FasterDense(const std::vector<int64_t>& length
 LayerBytes CudaStreamStep::Measure(bool dense) {
   StepContext step;
   step.token_count_max = options_.token_count_max;
-  step.wave_bytes = home_.wave_bytes;
+  step.workspace_bytes = home_.workspace_bytes;
   const std::vector<int64_t> lengths(options_.parts.size(), options_.token_count_max);
   const bool alike = std::ranges::all_of(
       options_.parts, [](const StreamStepPart& part) { return part.policy.dense_layers.empty(); });
@@ -553,7 +556,7 @@ absl::Status CudaStreamStep::Fill(Slot& slot, cudaStream_t stream) {
   const auto number = static_cast<uint32_t>(announced_count_ + 1);
   StepContext step;
   step.token_count_max = options_.token_count_max;
-  step.wave_bytes = home_.wave_bytes;
+  step.workspace_bytes = home_.workspace_bytes;
   step.upload_offset = memory_ - slot.memory;
   step.number = number;
   step.side_stream = resources_->side.get();
@@ -620,26 +623,29 @@ absl::Status CudaStreamStep::Attend(int layer, const StepTensors& tensors, void*
   auto* const stream = static_cast<cudaStream_t>(on);
   ASSIGN_OR_RETURN(const bool captured, IsCaptured(stream));
   if (!captured) ran_on_ = stream;
-  LayerGraph* const known = captured ? nullptr : FindGraph(layer, tensors);
-  if (known == nullptr) return Enqueue(layer, tensors, stream);
-  if (!known->graph) {
+  if (captured) return Enqueue(layer, tensors, stream);
+  LayerGraph& known = FindGraph(layer, tensors);
+  if (known.launch_count < kLaunchesBefore) {
+    ++known.launch_count;
+    return Enqueue(layer, tensors, stream);
+  }
+  if (!known.graph) {
     cudaStream_t capture = resources_->capture.get();
-    ASSIGN_OR_RETURN(known->graph,
+    ASSIGN_OR_RETURN(known.graph,
                      Graph::Capture(capture, [&] { return Enqueue(layer, tensors, capture); }));
   }
-  return known->graph.Launch(stream);
+  return known.graph.Launch(stream);
 }
 
-LayerGraph* CudaStreamStep::FindGraph(int layer, const StepTensors& tensors) {
+LayerGraph& CudaStreamStep::FindGraph(int layer, const StepTensors& tensors) {
   std::vector<LayerGraph>& graphs = graphs_[static_cast<size_t>(layer)];
   const auto found = std::ranges::find(graphs, tensors, &LayerGraph::tensors);
   if (found != graphs.end()) {
     std::rotate(graphs.begin(), found, found + 1);
-    return &graphs.front();
+    return graphs.front();
   }
   if (graphs.size() == kGraphsOfLayer) graphs.pop_back();
-  graphs.insert(graphs.begin(), LayerGraph{tensors, {}});
-  return nullptr;
+  return *graphs.insert(graphs.begin(), LayerGraph{tensors, 0, {}});
 }
 
 absl::Status CudaStreamStep::Run(StepGraph& of_caller, void* on) {

@@ -17,7 +17,7 @@ struct StreamStepHome {
   Device* device = nullptr;  // for jobs that index existing rows
   CudaModel* model = nullptr;
   StepResourcePool* resources = nullptr;
-  int64_t wave_bytes = 0;
+  int64_t workspace_bytes = 0;         // most for the units that run at a time
   bool reproducible = false;           // see CudaDeviceOptions
   tbb::task_arena* workers = nullptr;  // the device's threads
 };

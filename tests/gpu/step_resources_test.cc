@@ -20,7 +20,7 @@ class StepResourcePoolTest : public ::testing::Test {
  protected:
   MemoryBudget device_budget_{64 * kMiB, 0, "--gpu-memory-limit"};
   MemoryBudget host_budget_{256 * kMiB};
-  StepResourcePool pool_{/*ordinal=*/0, /*wave_bytes=*/16 * kMiB, &device_budget_, &host_budget_};
+  StepResourcePool pool_{/*ordinal=*/0, /*step_bytes=*/16 * kMiB, &device_budget_, &host_budget_};
 };
 
 TEST_F(StepResourcePoolTest, TheNextStepGetsThoseOfTheLast) {

@@ -10,11 +10,22 @@ import torch
 from spillway_kv._native import Sums
 from spillway_kv.policy import Policy
 from spillway_kv.sequence import Sequence
-from spillway_kv.stream import default_token_count_max
 
 if TYPE_CHECKING:
     from spillway_kv.client import Client
     from spillway_kv.step_graph import StepGraph
+
+
+# A decoder has room for at least so many tokens, and for so many more than its sequences have.
+# Another one is opened when they are there, in a few ms.
+_ROOM_MIN = 8192
+_MORE_MIN = 2048
+
+
+def _room(longest: int) -> int:
+    """Returns for how many tokens a decoder is opened: a quarter more than there are."""
+    more = longest + max(longest // 4, _MORE_MIN)
+    return max(-(-more // 1024) * 1024, _ROOM_MIN)
 
 
 class KeptDecoder:
@@ -46,7 +57,7 @@ class KeptDecoder:
         length_max: int | None = None,
     ) -> None:
         longest = max(sequence.token_count for sequence in sequences)
-        room = default_token_count_max(longest)
+        room = _room(longest)
         if length_max is not None:
             room = max(min(room, length_max), longest + token_count)
         self.decoder = client.open_decoder(
