@@ -120,9 +120,9 @@ def test_the_engine_gets_what_vllm_found() -> None:
 
 
 def test_little_memory_is_for_codes() -> None:
-    """Appends take a sixteenth of it, but at least three layers of a chunk (8 MiB each)."""
+    """Appends take a thirty-second of it, but at least three layers of a chunk (8 MiB each)."""
     others = (1 << 20) + 2 * 2 * 2 * (16384 + 8192) * 128 * 2
-    for available, appends in ((1024 << 20, 64 << 20), (320 << 20, 24 << 20)):
+    for available, appends in ((1024 << 20, 32 << 20), (320 << 20, 24 << 20)):
         limits = _limits(Settings(), available)
         assert limits.append_bytes == appends
         assert limits.gpu_memory == str(available - others - appends)

@@ -19,6 +19,7 @@ from spillway_kv.prefill_kernels import attention_with_lse
 from spillway_kv.step import DecodeStep
 from spillway_kv.vllm import layers
 from spillway_kv.vllm.appends import Appends
+from spillway_kv.vllm.decoding import Group
 from spillway_kv.vllm.layers import Attending, begins_of
 from spillway_kv.vllm.model_graph import OpenLayer
 from spillway_kv.vllm.sequences import Lost, Shapes
@@ -653,6 +654,32 @@ def test_a_sequence_with_which_a_request_begins_makes_no_room(model: Model) -> N
     assert lost.value.kind == "memory"
     assert model.worker.end().gone == {2}
     assert model.worker.sequence_count == 2
+
+
+def test_a_step_that_lacks_memory_takes_that_of_kept_sequences(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The requests are still served together."""
+    texts = {1: 0, 2: 2, 3: 3, 4: 4}
+    model.step(StepPlan([_request(key, 0, 100) for key in texts]), texts)
+    begin = Group.begin
+    began: list[int] = []
+
+    def lacking(self: Group, device: torch.device) -> None:
+        began.append(len(self.rows))
+        if model.worker.sequence_count > 2:
+            raise spillway_kv.ResourceExhausted("the memory limit is reached")
+        begin(self, device)
+
+    monkeypatch.setattr(Group, "begin", lacking)
+    plan = StepPlan([_request(1, 100, 1), _request(2, 100, 1)], kept=[3, 4])
+    report, outs = model.step(plan, texts)
+    # Until the third time, each with one kept sequence less.
+    assert began == [2, 2, 2]
+    assert report.gone == {3, 4}
+    assert not report.losses
+    for key in (1, 2):
+        _check(model, outs[key], texts[key], 100)
 
 
 def test_sparse_steps_are_counted(model: Model) -> None:

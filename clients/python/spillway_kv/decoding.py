@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence as SequenceABC
 from contextlib import suppress
 from typing import TYPE_CHECKING, cast
@@ -22,6 +23,8 @@ from spillway_kv.tensors import gpu_uuid
 if TYPE_CHECKING:
     from spillway_kv.client import Client
     from spillway_kv.step_graph import StepGraph
+
+_logger = logging.getLogger(__name__)
 
 # If a decoder cannot be opened because of one of these, steps serve the sequences.
 _WITHOUT_DECODER = ("UNIMPLEMENTED", "RESOURCE_EXHAUSTED")
@@ -153,6 +156,12 @@ class Decoding:
                 raise
             if error.code == "UNIMPLEMENTED":
                 self._refused.append(policy)
+            else:
+                _logger.warning(
+                    "no decoder for %d sequences, whose steps take longer without: %s",
+                    len(self._sequences),
+                    error,
+                )
             return None
 
     def attend(

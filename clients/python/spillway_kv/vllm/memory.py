@@ -155,7 +155,7 @@ def with_limits(
     layer = chunk * shapes.kv_head_count * _row_bytes(shapes)
     # Little memory is for codes. Appends are slow with less than a layer that is collected and two
     # that wait, and impossible with less than two layers.
-    appends = max(min(BYTES_MAX, max(_available // 16, 3 * layer)), 2 * layer)
+    appends = max(min(BYTES_MAX, max(_available // 32, 3 * layer)), 2 * layer)
     limit = _available - pool_bytes - appends - buffers
     if limit <= 0:
         raise ValueError(

@@ -246,7 +246,7 @@ class Sequences:
             try:
                 return call()
             except spillway_kv.ResourceExhausted as error:
-                if not self._make_room():
+                if not self.make_room():
                     raise Lost(error.message, "memory") from None
             except spillway_kv.NotFound as error:
                 # If the daemon has restarted, the model is gone too.
@@ -266,8 +266,12 @@ class Sequences:
                 # For example K/V that are not finite.
                 raise Lost(error.message, "failed") from None
 
-    def _make_room(self) -> bool:
-        """Drops the sequence of a finished request with which no request of the step begins."""
+    def make_room(self) -> bool:
+        """Drops the sequence of a finished request with which no request of the step begins.
+
+        Returns:
+            Whether there was one.
+        """
         for key in self._kept:
             if key not in self._sources:
                 self.drop(key)

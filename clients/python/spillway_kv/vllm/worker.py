@@ -119,10 +119,7 @@ class Worker:
             policy = _EXACT if exact else self._policy
             members = [rows[r.key] for r in group]
             self._groups.append(self._decodings.group(members, policy, exact=exact))
-            try:
-                self._groups[-1].begin(self._device)
-            except spillway_kv.SpillwayError as error:
-                self._part_before(self._groups[-1], error)
+            self._begin_together(self._groups[-1])
         prompts = [row for row in rows.values() if not _is_step(row.plan)]
         self._prompt_token_count += sum(row.plan.token_count for row in prompts)
         self._prompts.begin(prompts, self._device)
@@ -199,6 +196,20 @@ class Worker:
         (group,) = self._groups
         alone = len(group.rows) == self._counts[0] == self._counts[1]
         return group if alone and group.together else None
+
+    def _begin_together(self, group: Group) -> None:
+        """Begins a group's step, if necessary with memory of finished requests."""
+        while True:
+            try:
+                group.begin(self._device)
+                return
+            except spillway_kv.ResourceExhausted as error:
+                if not self._sequences.make_room():
+                    self._part_before(group, error)
+                    return
+            except spillway_kv.SpillwayError as error:
+                self._part_before(group, error)
+                return
 
     def _part_before(self, group: Group, error: spillway_kv.SpillwayError) -> None:
         """Serves the rows of a group one by one whose step could not begin."""
