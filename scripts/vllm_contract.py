@@ -28,11 +28,13 @@ PASSED = (
     ("vllm.config.parallel", "ParallelConfig"),
     ("vllm.config.scheduler", "SchedulerConfig"),
     ("vllm.config.speculative", "SpeculativeConfig"),
+    ("vllm.v1.attention.backends.flash_attn", "_get_sliding_window_configs"),
     ("vllm.v1.core.sched.output", "CachedRequestData"),
     ("vllm.v1.core.sched.output", "KVConnectorBlockState"),
     ("vllm.v1.core.sched.output", "NewRequestData"),
     ("vllm.v1.kv_cache_interface", "KVCacheGroupSpec"),
     ("vllm.v1.outputs", "KVConnectorOutput"),
+    ("vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator", "StandaloneARSpeculator"),
     ("vllm.v1.worker.gpu_worker", "Worker"),
 )
 

@@ -34,7 +34,11 @@ ATTRIBUTES = {
         "scheduled_new_reqs",
         "scheduled_spec_decode_tokens",
     },
-    "vllm.config.speculative:SpeculativeConfig": {"method", "num_speculative_tokens"},
+    "vllm.config.speculative:SpeculativeConfig": {
+        "attention_backend",
+        "method",
+        "num_speculative_tokens",
+    },
     "vllm.v1.core.sched.output:CachedRequestData": {"num_computed_tokens", "req_ids"},
     "vllm.v1.core.sched.output:NewRequestData": {"num_computed_tokens", "req_id"},
     "vllm.v1.core.sched.output:KVConnectorBlockState": {"resolve_block_ids"},
@@ -77,11 +81,16 @@ ATTRIBUTES = {
         "is_hybrid",
     },
     "vllm.config:VllmConfig": {
+        "attention_config",
         "kv_transfer_config",
         "max_in_flight_tokens",
+        "speculative_config",
         "use_v2_model_runner",
     },
     "vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager": {"capture"},
+    "vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator:StandaloneARSpeculator": {
+        "load_draft_model"
+    },
     "vllm.v1.attention.backend:AttentionCGSupport": {"NEVER", "UNIFORM_SINGLE_TOKEN_DECODE"},
     "vllm.engine.arg_utils:EngineArgs": {
         "async_scheduling",

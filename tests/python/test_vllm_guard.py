@@ -51,29 +51,41 @@ def _config(**more: Any) -> Any:
     )
 
 
+def _drafts(method: str, count: int, backend: str | None = None) -> Any:
+    """The parts of vLLM's SpeculativeConfig that the guard reads."""
+    named = None if backend is None else SimpleNamespace(name=backend)
+    return SimpleNamespace(method=method, num_speculative_tokens=count, attention_backend=named)
+
+
 def test_what_is_served() -> None:
     assert refusals(_config()) == []
     assert refusals(_config(cache_dtype="bfloat16", head_size=256, query_heads=128)) == []
     for method in ("ngram", "draft_model"):
-        drafts = SimpleNamespace(method=method, num_speculative_tokens=15)
-        assert refusals(_config(speculative_config=drafts)) == []
+        assert refusals(_config(speculative_config=_drafts(method, 15))) == []
+    drafts = _drafts("draft_model", 3, "FLASH_ATTN")
+    assert refusals(_config(speculative_config=drafts)) == []
 
 
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
         (
-            {"speculative_config": SimpleNamespace(method="eagle", num_speculative_tokens=3)},
+            {"speculative_config": _drafts("eagle", 3)},
             "speculative decoding by eagle (--speculative-config); n-grams and draft models are "
             "served, the methods ngram and draft_model",
         ),
         (
-            {"speculative_config": SimpleNamespace(method="ngram", num_speculative_tokens=16)},
+            {"speculative_config": _drafts("ngram", 16)},
             "16 drafts at a time (--speculative-config), which are more than 15",
         ),
         (
+            {"speculative_config": _drafts("draft_model", 3, "CUSTOM")},
+            "the backend CUSTOM for a draft model (--speculative-config, attention_backend); vLLM "
+            "serves the draft model itself, so leave it out",
+        ),
+        (
             {
-                "speculative_config": SimpleNamespace(method="ngram", num_speculative_tokens=2),
+                "speculative_config": _drafts("ngram", 2),
                 "async_scheduling": True,
             },
             "speculative decoding with --async-scheduling",

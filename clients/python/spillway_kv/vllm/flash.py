@@ -1,8 +1,10 @@
-"""vLLM's own FlashAttention for prompts, where vLLM has it."""
+"""vLLM's own FlashAttention, where vLLM has it: for prompts, and beside Spillway's layers."""
 
 from __future__ import annotations
 
 import functools
+import importlib
+from typing import Any
 
 import torch
 from vllm.platforms import current_platform
@@ -11,6 +13,30 @@ from spillway_kv import prefill_kernels
 from spillway_kv.vllm.prompts import set_varlen
 
 NAME = "vllm_flash"
+_BACKEND = "vllm.v1.attention.backends.flash_attn"
+_MARK = "_spillway_noted"
+
+
+def note_full_attention() -> None:
+    """Tells vLLM's FlashAttention that the model has layers without a window, once in a process.
+
+    It splits the work of its layers ahead of a step if they all have the same window, and that
+    schedule is wrong for a window. With a model's layers of full attention it does not, but those
+    that Spillway serves are not counted. Without this, a random Gemma 3 gave wrong tokens in some
+    steps on an H200.
+    """
+    module = importlib.import_module(_BACKEND)
+    windows = getattr(module, "_get_sliding_window_configs", None)
+    if windows is None or getattr(windows, _MARK, False):
+        return
+
+    @functools.wraps(windows)
+    def with_full_attention(*args: Any, **kwargs: Any) -> Any:
+        found = windows(*args, **kwargs)
+        return {*found, (-1, -1)} if found else found
+
+    setattr(with_full_attention, _MARK, True)
+    module._get_sliding_window_configs = with_full_attention  # type: ignore[attr-defined]  # noqa: SLF001
 
 
 def use_for(dtype: torch.dtype, head_dim: int, group: int, device: torch.device) -> None:

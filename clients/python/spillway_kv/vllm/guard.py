@@ -64,6 +64,12 @@ def _of_speculation(speculative: Any) -> list[str]:
             f"speculative decoding by {speculative.method} (--speculative-config); n-grams and "
             "draft models are served, the methods ngram and draft_model"
         )
+    backend = speculative.attention_backend
+    if backend is not None and backend.name == "CUSTOM":
+        reasons.append(
+            "the backend CUSTOM for a draft model (--speculative-config, attention_backend); vLLM "
+            "serves the draft model itself, so leave it out"
+        )
     if speculative.num_speculative_tokens > DRAFT_COUNT_MAX:
         reasons.append(
             f"{speculative.num_speculative_tokens} drafts at a time (--speculative-config), which "

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import os
 import secrets
 from collections.abc import Iterator
@@ -21,6 +22,8 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 _CUSTOM = AttentionBackendEnum.CUSTOM
 _CONNECTOR = "SpillwayConnector"
 _MARK = "_spillway_installed"
+# The part of vLLM's V2 model runner that loads a draft model.
+_DRAFTS = "vllm.v1.worker.gpu.spec_decode.standalone_ar.speculator"
 
 
 def install() -> None:
@@ -130,14 +133,35 @@ def _prepare(args: EngineArgs) -> None:
     )
 
 
-def _of_draft_model() -> bool:
-    """Whether the layer that is being made belongs to a draft model."""
-    from spillway_kv.vllm.guard import has_draft_model  # noqa: PLC0415
+def _leave_drafts_to_vllm() -> None:
+    """Makes vLLM's V2 model runner choose a draft model's backend itself, once in a process.
 
-    config = get_current_vllm_config_or_none()
-    if config is None or not has_draft_model(config):
-        return False
-    return config.speculative_config.draft_model_config is config.model_config
+    The K/V of a draft model are small, and its drafts are checked: vLLM keeps them as ever. The V1
+    model runner does not give the model's backend to the draft model, but the V2 model runner does.
+    Its layers cannot be told apart when a backend is chosen, because vLLM remembers the choice for
+    all layers that are alike. So the backend is another one while the draft model is loaded.
+    """
+    try:
+        speculator = importlib.import_module(_DRAFTS).StandaloneARSpeculator
+    except (ImportError, AttributeError):
+        return
+    if getattr(speculator, _MARK, False):
+        return
+    setattr(speculator, _MARK, True)
+    load = speculator.load_draft_model
+
+    @functools.wraps(load)
+    def load_draft_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        chosen = self.vllm_config.attention_config
+        if chosen.backend != _CUSTOM:
+            return load(self, *args, **kwargs)
+        chosen.backend = self.vllm_config.speculative_config.attention_backend
+        try:
+            return load(self, *args, **kwargs)
+        finally:
+            chosen.backend = _CUSTOM
+
+    speculator.load_draft_model = load_draft_model
 
 
 def _choose_it_by_layer() -> None:
@@ -154,13 +178,13 @@ def _choose_it_by_layer() -> None:
     ) -> Any:
         if selected_backend != _CUSTOM:
             return choose(cls, selected_backend, attn_selector_config, *args, **kwargs)
+        config = get_current_vllm_config_or_none()
+        if config is not None and config.use_v2_model_runner:
+            # The model's own layers come first.
+            _leave_drafts_to_vllm()
         wanted = attn_selector_config
         others = (
-            wanted.has_sliding_window
-            or wanted.use_mla
-            or wanted.attn_type != AttentionType.DECODER
-            # Its K/V are small, and its drafts are checked: vLLM keeps them as ever.
-            or _of_draft_model()
+            wanted.has_sliding_window or wanted.use_mla or wanted.attn_type != AttentionType.DECODER
         )
         if others:
             return choose(cls, None, attn_selector_config, *args, **kwargs)
