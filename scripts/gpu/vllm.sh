@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
 # Tests the vLLM plugin with vLLM's CUDA build, on the GPUs of this machine:
 #   vllm.sh [PYTEST-ARGUMENT...]
-# These are the tests of `make vllm-test`, in bfloat16: schedules, events,
-# refusals, drafts and clients over HTTP, each compared with stock vLLM. Tests of
-# tensor parallelism need two GPUs. With pytest-xdist, `-n 4` runs four at a time;
-# each has engines of 1 GiB for K/V beside the model and CUDA's own memory.
+# These are the tests of `make vllm-test`: schedules, events, refusals, drafts and
+# clients over HTTP, each compared with stock vLLM. Random models run in float32,
+# and stock vLLM has its Triton attention for them. The trained model runs in
+# bfloat16, with FlashAttention, and so does a random Gemma 3. Tests of tensor
+# parallelism need two GPUs. With pytest-xdist, `-n 4` runs four at a time; each
+# has engines of 1 GiB for K/V beside the model and CUDA's own memory.
 #   VLLM_PYTHON          a Python with vLLM, the wheel of spillway_kv, pytest and
 #                        hypothesis; by default python3
 #   SPILLWAYD            the daemon; by default that of build/release

@@ -5,8 +5,9 @@
 Each line is a schedule, which is a list of requests. A request has `arrives`, the step before which
 it arrives; `prompt`, token ids; `max_tokens`; and optionally `n`; `aborted`, the step before which
 it is aborted; and `forced`, the tokens that it must generate. The answer is one line with each
-request's tokens, the gaps between its two best logits, and these two tokens. The answer to the line
-"counts" is a line with counters.
+request's tokens; the most likely token at the place of each; and the 20 most likely ones, each with
+how far its log-probability is below the best. The answer to the line "counts" is a line with
+counters.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from vllm import EngineArgs, SamplingParams  # noqa: E402
 from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
 
 _STEPS_MAX = 20_000
+# As many log-probabilities of a token as vLLM gives by default at most.
+_NEAR = 20
 
 
 class Requests:
@@ -36,9 +39,7 @@ class Requests:
         self._schedule = schedule
         self._tag = tag
         self.tokens: list[dict[int, list[int]]] = [{} for _ in schedule]
-        self.gaps: list[dict[int, list[float]]] = [{} for _ in schedule]
-        self.best: list[dict[int, list[int]]] = [{} for _ in schedule]
-        self.second: list[dict[int, list[int]]] = [{} for _ in schedule]
+        self.near: list[dict[int, list[list[tuple[int, float]]]]] = [{} for _ in schedule]
         self.ends: list[dict[int, str]] = [{} for _ in schedule]
 
     def _name(self, index: int) -> str:
@@ -73,7 +74,7 @@ class Requests:
             n=count,
             max_tokens=request["max_tokens"],
             ignore_eos=True,
-            logprobs=2,
+            logprobs=_NEAR,
             detokenize=False,
             extra_args={"forced": request["forced"]} if "forced" in request else None,
         )
@@ -84,19 +85,16 @@ class Requests:
         index = int(output.request_id.rsplit("-", 1)[1])
         for part in output.outputs:
             self.tokens[index][part.index] = list(part.token_ids)
-            steps = part.logprobs or []
-            ranked = [_best_two(values) for values in steps]
-            self.gaps[index][part.index] = [a[1] - b[1] for a, b in ranked]
-            self.best[index][part.index] = [a[0] for a, _ in ranked]
-            self.second[index][part.index] = [b[0] for _, b in ranked]
+            self.near[index][part.index] = [_ranked(values) for values in part.logprobs or []]
             if part.finish_reason:
                 self.ends[index][part.index] = str(part.finish_reason)
 
 
-def _best_two(values: Any) -> list[tuple[int, float]]:
-    """The two most likely tokens and their log-probabilities, the best first."""
-    pairs = [(token, value.logprob) for token, value in values.items()]
-    return sorted(pairs, key=lambda pair: -pair[1])[:2]
+def _ranked(values: Any) -> list[tuple[int, float]]:
+    """The most likely tokens, and how far below the best their log-probabilities are."""
+    best = max(value.logprob for value in values.values())
+    pairs = [(token, best - value.logprob) for token, value in values.items()]
+    return sorted(pairs, key=lambda pair: pair[1])
 
 
 def _by_part(parts: dict[int, Any]) -> list[Any]:
@@ -117,12 +115,12 @@ def main() -> None:
             continue
         requests = Requests(engine, asked, f"s{number}")
         steps = requests.run()
+        near = [_by_part(parts) for parts in requests.near]
         answer = {
             "steps": steps,
             "tokens": [_by_part(parts) for parts in requests.tokens],
-            "gaps": [_by_part(parts) for parts in requests.gaps],
-            "best": [_by_part(parts) for parts in requests.best],
-            "second": [_by_part(parts) for parts in requests.second],
+            "near": near,
+            "best": [[[token[0][0] for token in part] for part in parts] for parts in near],
             "ends": [_by_part(parts) for parts in requests.ends],
         }
         print(json.dumps(answer), file=answers, flush=True)

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from hardware import ENGINE
+from hardware import ENGINE, ENVIRONMENT, stock_backend
 
 _DRIVE = Path(__file__).with_name("drive.py")
 
@@ -44,6 +44,8 @@ def running(
 ) -> Iterator[Engine]:
     """Runs an engine of stock vLLM, or of the plugin with `attention_backend="CUSTOM"`.
 
+    It computes in float32, unless `dtype` is given (`hardware.OF_TRAINED`).
+
     Args:
         model: The model's folder.
         log: The file for its messages.
@@ -57,6 +59,7 @@ def running(
         "disable_log_stats": False,
         **arguments,
     }
+    given = {**stock_backend(given["dtype"]), **given}
     with log.open("w") as messages:
         process = subprocess.Popen(
             [sys.executable, str(_DRIVE), json.dumps(given)],
@@ -64,7 +67,7 @@ def running(
             stdout=subprocess.PIPE,
             stderr=messages,
             text=True,
-            env={**os.environ, **(environment or {})},
+            env={**os.environ, **ENVIRONMENT, **(environment or {})},
         )
         try:
             assert process.stdout is not None

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hardware import ENGINE
+from hardware import ENGINE, ENVIRONMENT
 
 _NAME = "model"
 _START_SECONDS = 300
@@ -117,6 +117,7 @@ def serving(
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "HF_HUB_OFFLINE": "1",
         **os.environ,
+        **ENVIRONMENT,
         **environment,
     }
     with log.open("w") as messages:

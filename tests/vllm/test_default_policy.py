@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 from conftest import TRAINED
 from engines import running
-from hardware import GRAPHS
+from hardware import GRAPHS, OF_TRAINED, ON_GPU, ROUNDED
 
 # Lengths of the prompts, and the number of forced tokens after each.
 _LENGTHS = (4_096, 5_200, 6_300, 7_500)
 _FORCED = 128
+# How far below stock vLLM's best log-probability a token may be to count as the same. In bfloat16
+# logits of 16 to 32 are multiples of 0.125, so rounding alone may swap two neighbours.
+_STEP = 0.13 if OF_TRAINED["dtype"] == ROUNDED else 0.0
 
 
 def test_agreement_with_exact_attention(
@@ -33,7 +37,9 @@ def test_agreement_with_exact_attention(
         "max_model_len": 8192,
         "max_num_batched_tokens": 2048,
         "max_num_seqs": 4,
-        "logits_processors": ["forcing:Forcing"],
+        # vLLM's V2 model runner, which runs on GPUs, has an interface of its own.
+        "logits_processors": ["forcing:RowForcing" if ON_GPU else "forcing:Forcing"],
+        **OF_TRAINED,
     }
     folder = model_folder(TRAINED)
     # On a GPU, layers would be dense and exact while copies of the rows fit.
@@ -49,11 +55,11 @@ def test_agreement_with_exact_attention(
     assert [parts[0] for parts in expected["tokens"]] == forced
     assert [parts[0] for parts in got["tokens"]] == forced
     pairs = [
-        (one, other)
-        for mine, theirs in zip(got["best"], expected["best"], strict=True)
-        for one, other in zip(mine[0], theirs[0], strict=True)
+        (one, near)
+        for mine, theirs in zip(got["best"], expected["near"], strict=True)
+        for one, near in zip(mine[0], theirs[0], strict=True)
     ]
-    agreement = sum(one == other for one, other in pairs) / len(pairs)
+    agreement = sum(dict(near).get(one, math.inf) <= _STEP for one, near in pairs) / len(pairs)
     outputs = sum(counts[f"outputs_{kind}"] for kind in ("exact", "statistical", "none"))
     sparse = 1 - counts["outputs_exact"] / outputs
     with capsys.disabled():

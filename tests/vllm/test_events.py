@@ -15,7 +15,7 @@ import torch
 from comparison import Comparison
 from daemons import ROOT, Daemon
 from engines import Engine, running
-from hardware import ON_GPU, host_memory
+from hardware import ON_GPU
 from models import VOCABULARY
 
 _EXACT = {"VLLM_SPILLWAY_QUALITY": "exact"}
@@ -106,7 +106,7 @@ def test_preempted_requests_go_on(stock: Engine, ours) -> None:
 def test_requests_wait_for_memory(stock: Engine, ours) -> None:
     """There is not enough memory for all. Some are computed again when others have finished."""
     schedule = _schedule(_prompts(12, [60, 200, 700]), 32)
-    with ours({"VLLM_SPILLWAY_MEMORY": host_memory(8 << 10)}) as engine:
+    with ours({"VLLM_SPILLWAY_MEMORY": "8MiB"}) as engine:
         _compared(schedule, stock, engine)
         assert engine.ask("counts")["num_preemptions"] >= 1
 
@@ -116,7 +116,7 @@ def test_a_request_beyond_all_memory_fails_alone(stock: Engine, ours) -> None:
     # 2 KV heads of 32 elements, 3 layers, float32: 1,536 B per token.
     long = _schedule(_prompts(1, [1900]), 8)
     short = _schedule(_prompts(2, [60]), 8)
-    with ours({"VLLM_SPILLWAY_MEMORY": host_memory(8 << 10)}) as engine:
+    with ours({"VLLM_SPILLWAY_MEMORY": "8MiB"}) as engine:
         assert engine.ask(long)["ends"] == [["error"]]
         _compared(short, stock, engine)
 
@@ -124,7 +124,7 @@ def test_a_request_beyond_all_memory_fails_alone(stock: Engine, ours) -> None:
 def test_kept_sequences_make_room(stock: Engine, ours) -> None:
     """Sequences of finished requests are dropped if memory is short, the oldest first."""
     # 16 prompts of 1.4 MB each.
-    with ours({"VLLM_SPILLWAY_MEMORY": host_memory(16 << 10)}) as engine:
+    with ours({"VLLM_SPILLWAY_MEMORY": "16MiB"}) as engine:
         for first in range(0, 16, 2):
             _compared(_schedule(_prompts(16, [900])[first : first + 2], 4), stock, engine)
         assert engine.ask("counts")["num_preemptions"] == 0
@@ -226,9 +226,6 @@ def test_ranks_have_their_own_heads(where: str, stock: Engine, ours, tmp_path: P
 def test_a_million_tokens_may_come(folder: Path, ours, tmp_path: Path) -> None:
     """With a pool of 1 GiB, for which stock vLLM refuses this length, 16K tokens are served."""
     arguments = {"max_model_len": 1_000_000, "max_num_batched_tokens": 2048}
-    if ON_GPU:
-        # Elements have half the size.
-        arguments["kv_cache_memory_bytes"] = 512 << 20
     with pytest.raises(RuntimeError, match="is needed, which is larger than the available"):
         with running(folder, tmp_path / "stock.log", **{**_ARGUMENTS, **arguments}):
             pass

@@ -10,7 +10,7 @@ import pytest
 from comparison import Comparison
 from conftest import TRAINED
 from engines import Engine, running
-from hardware import GRAPHS, ON_GPU
+from hardware import ENGINE, GRAPHS, OF_TRAINED, ON_GPU, ROUNDED
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from models import KINDS, VOCABULARY
@@ -20,14 +20,18 @@ _SCHEDULES = 16
 _NEW_TOKENS_MAX = 32
 _ENVIRONMENT = {"VLLM_SPILLWAY_QUALITY": "exact", "VLLM_SPILLWAY_MEMORY": "3GiB"}
 _ARGUMENTS = {"max_model_len": 4096, "max_num_batched_tokens": 256, "max_num_seqs": 8}
+# Kinds of models, and the dtypes in which they run. Users' Gemma 3 has sliding layers with
+# FlashAttention, which has no float32.
+_MODELS = [(TRAINED, OF_TRAINED["dtype"]), *((kind, ENGINE["dtype"]) for kind in KINDS)]
+_MODELS += [("gemma3", ROUNDED)] if ON_GPU else []
 
 
-@pytest.fixture(scope="module", params=[TRAINED, *KINDS])
+@pytest.fixture(scope="module", params=_MODELS, ids="-".join)
 def both(
     request: pytest.FixtureRequest, model_folder, text_tokens, tmp_path_factory
-) -> Iterator[tuple[str, Engine, Engine, list[int]]]:
-    """A kind of model, stock vLLM and the plugin with it, and tokens for prompts."""
-    kind = request.param
+) -> Iterator[tuple[tuple[str, str], Engine, Engine, list[int]]]:
+    """A kind of model and its dtype, stock vLLM and the plugin with it, and tokens for prompts."""
+    kind, dtype = request.param
     tokens = text_tokens
     if kind != TRAINED:
         draw = random.Random(1)
@@ -35,17 +39,18 @@ def both(
     logs = tmp_path_factory.mktemp(kind)
     folder = model_folder(kind)
     with (
-        running(folder, logs / "stock.log", **_ARGUMENTS) as stock,
+        running(folder, logs / "stock.log", dtype=dtype, **_ARGUMENTS) as stock,
         running(
             folder,
             logs / "ours.log",
             _ENVIRONMENT,
             attention_backend="CUSTOM",
+            dtype=dtype,
             **_ARGUMENTS,
             **GRAPHS,
         ) as ours,
     ):
-        yield kind, stock, ours, tokens
+        yield request.param, stock, ours, tokens
 
 
 def _requests() -> st.SearchStrategy[dict[str, Any]]:
@@ -63,12 +68,12 @@ def _requests() -> st.SearchStrategy[dict[str, Any]]:
     )
 
 
-def _schedule(drawn: list[dict[str, Any]], tokens: list[int]) -> list[dict[str, Any]]:
+def _schedule(drawn: list[dict[str, Any]], tokens: list[int], own_min: int) -> list[dict[str, Any]]:
     return [
         {
             **{name: request[name] for name in ("arrives", "max_tokens", "n", "aborted")},
             "prompt": tokens[: request["shared"]]
-            + tokens[request["from"] % (len(tokens) - 600) :][: request["own"]],
+            + tokens[request["from"] % (len(tokens) - 600) :][: max(request["own"], own_min)],
         }
         for request in drawn
     ]
@@ -76,8 +81,8 @@ def _schedule(drawn: list[dict[str, Any]], tokens: list[int]) -> list[dict[str, 
 
 def test_tokens_are_stock_vllms(both, capsys: pytest.CaptureFixture[str]) -> None:
     """256 requests of mixed lengths and arrival times, prompts in chunks, aborts, forks."""
-    kind, stock, ours, tokens = both
-    seen = Comparison()
+    (kind, dtype), stock, ours, tokens = both
+    seen = Comparison(dtype)
     request_count = 0
 
     @settings(
@@ -91,7 +96,7 @@ def test_tokens_are_stock_vllms(both, capsys: pytest.CaptureFixture[str]) -> Non
     @given(st.lists(_requests(), min_size=20, max_size=24))
     def run(drawn: list[dict[str, Any]]) -> None:
         nonlocal request_count
-        schedule = _schedule(drawn, tokens)
+        schedule = _schedule(drawn, tokens, own_min=2 if dtype == ROUNDED else 1)
         seen.add(schedule, stock.ask(schedule), ours.ask(schedule))
         request_count += len(schedule)
         assert not seen.differing
@@ -100,7 +105,7 @@ def test_tokens_are_stock_vllms(both, capsys: pytest.CaptureFixture[str]) -> Non
     counts = ours.ask("counts")
     with capsys.disabled():
         print(
-            f"\n{kind}: {request_count} requests, {seen.token_count} tokens as stock's; "
+            f"\n{kind} in {dtype}: {request_count} requests, {seen.token_count} tokens as stock's; "
             f"{seen.greedy} greedy, cut at a tie {seen.cut_share:.1%}; {seen.drawn} samples of "
             f"several; prompt tokens computed {counts['prompt_tokens']}, reused "
             f"{counts['reused_tokens']}"
@@ -109,6 +114,6 @@ def test_tokens_are_stock_vllms(both, capsys: pytest.CaptureFixture[str]) -> Non
     assert counts["outputs_statistical"] == counts["outputs_none"] == 0
     # The state of sliding layers is not kept, so such models compute every prompt completely.
     assert (counts["reused_tokens"] > 0) == (kind != "gemma3")
-    assert seen.token_count >= (2000 if ON_GPU else 5000)
-    if kind == TRAINED and not ON_GPU:
-        assert seen.cut_share <= 0.05
+    # In bfloat16 many requests have another token at a tie, after which nothing is compared.
+    assert seen.token_count >= (2000 if dtype == ROUNDED else 5000)
+    assert seen.cut_share <= (0.25 if dtype == ROUNDED else 0.05)

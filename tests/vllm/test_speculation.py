@@ -12,7 +12,7 @@ import pytest
 from comparison import Comparison
 from conftest import TRAINED
 from engines import Engine, running
-from hardware import ON_GPU, host_memory
+from hardware import OF_TRAINED, ON_GPU
 from models import VOCABULARY
 
 _NGRAMS = {
@@ -80,9 +80,10 @@ def test_tokens_are_stock_vllms(
     ]
     # The same beginning as the first one, so that its rows are reused.
     schedule.append({**schedule[0], "arrives": 70, "prompt": [*schedule[0]["prompt"], 7, 8]})
-    both = _without_and_with_drafts(folder, tmp_path, "1GiB", speculation, _ARGUMENTS)
+    arguments = {**_ARGUMENTS, **OF_TRAINED}
+    both = _without_and_with_drafts(folder, tmp_path, "1GiB", speculation, arguments)
     with both as (plain, ours):
-        seen = Comparison()
+        seen = Comparison(OF_TRAINED["dtype"])
         expected, got = plain.ask(schedule), ours.ask(schedule)
         seen.add(schedule, expected, got)
         # A text that goes on as it began.
@@ -122,7 +123,7 @@ def test_no_token_of_a_lost_step_is_delivered(method: str, model_folder, tmp_pat
     arguments = {"max_model_len": 2048, "max_num_batched_tokens": 128, "max_num_seqs": 8}
     folder = model_folder("llama")
     speculation = _speculation(method, model_folder("qwen2"))
-    both = _without_and_with_drafts(folder, tmp_path, host_memory(8 << 10), speculation, arguments)
+    both = _without_and_with_drafts(folder, tmp_path, "8MiB", speculation, arguments)
     with both as (plain, ours):
         seen = Comparison()
         seen.add(schedule, plain.ask(schedule), ours.ask(schedule))
