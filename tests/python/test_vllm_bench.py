@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -207,3 +210,135 @@ def test_engines_get_the_same_cases(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     names = [name for name, _ in FakeProcess.served]
     assert names == ["stock"] * 13 + ["default"] * 13
     assert [what for _, what in FakeProcess.served].count("closed") == 2
+
+
+# An engine that starts another process, and answers until its input ends.
+_ENGINE = """#!{python}
+import json, signal, subprocess, sys, time
+other = subprocess.Popen([sys.executable, "-c", {prelude!r} + "import time; time.sleep(600)"])
+{prelude}
+print("ready", flush=True)
+for line in sys.stdin:
+    print(json.dumps({{"other": other.pid}}), flush=True)
+    {at_work}
+{at_end}
+"""
+_STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+
+
+def _started(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    prelude: str = "",
+    at_work: str = "",
+    at_end: str = "",
+) -> bench.Process:
+    """An engine with a script in place of vLLM."""
+    script = folder / "engine.py"
+    script.write_text(
+        _ENGINE.format(python=sys.executable, prelude=prelude, at_work=at_work, at_end=at_end)
+    )
+    script.chmod(0o700)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", str(script))
+        process = bench.Process("stub", [], folder / "log", {})
+    process.wait()
+    return process
+
+
+def _runs(pid: int) -> bool:
+    """Whether a process runs. One that has ended may still wait for its parent."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"
+
+
+def _ends(pid: int) -> bool:
+    """Whether a process ends within seconds."""
+    until = time.monotonic() + 10
+    while _runs(pid) and time.monotonic() < until:
+        time.sleep(0.02)
+    return not _runs(pid)
+
+
+def _end(pid: int) -> None:
+    """Ends a process that a failed test has left."""
+    if _runs(pid):
+        os.kill(pid, 9)
+
+
+@pytest.mark.parametrize("prelude", ["", _STUBBORN])
+@pytest.mark.parametrize("at_end", ["", "time.sleep(600)"])
+def test_an_engine_leaves_no_process(
+    prelude: str, at_end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Processes that end by themselves, after SIGTERM, or not at all."""
+    monkeypatch.setattr(bench, "_END_SECONDS", 0.5)
+    monkeypatch.setattr(bench, "_TERMINATE_SECONDS", 0.5)
+    process = _started(tmp_path, monkeypatch, prelude, at_end=at_end)
+    with ExitStack() as stack, closing(process):
+        other = process.run({})["other"]
+        stack.callback(_end, other)
+        assert _runs(other)
+        process.close()
+        assert _ends(other)
+        assert process._process.poll() is not None
+
+
+def test_an_interrupt_reaches_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though it serves a case and does not read its input."""
+    note = tmp_path / "note"
+    prelude = f"""
+import os, pathlib, signal, sys
+def end(*_):
+    pathlib.Path({str(note)!r} + str(os.getpid())).touch()
+    sys.exit()
+signal.signal(signal.SIGINT, end)
+"""
+    process = _started(tmp_path, monkeypatch, prelude, at_work="time.sleep(600)")
+    start = time.monotonic()
+    with ExitStack() as stack:
+        with pytest.raises(KeyboardInterrupt), closing(process):
+            other = process.run({})["other"]
+            stack.callback(_end, other)
+            raise KeyboardInterrupt
+        assert _ends(other)
+    assert Path(f"{note}{process._process.pid}").exists()
+    assert time.monotonic() - start < bench._END_SECONDS / 2
+
+
+@pytest.mark.parametrize(
+    ("given", "answers"), [("", "ready\n"), ("3\n", "ready\n4\n"), ('"x"\n', "ready\n")]
+)
+def test_a_server_ends_its_engine(given: str, answers: str) -> None:
+    """At the end of its input, and when a case fails."""
+    program = """
+from spillway_kv.vllm import bench
+class Engine:
+    def __init__(self, *given):
+        pass
+    def run(self, case):
+        return case + 1
+    def close(self):
+        print("closed")
+bench.Engine = Engine
+bench.serve("stock", {}, "")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], input=given, capture_output=True, text=True, check=False
+    )
+    assert done.stdout == answers
+    # What the engine prints goes there too.
+    assert "closed\n" in done.stderr
+    assert ("TypeError" in done.stderr) == (given == '"x"\n')
+
+
+def test_vllms_engine_is_shut_down() -> None:
+    calls: list[str] = []
+    core = SimpleNamespace(shutdown=lambda: calls.append("shutdown"))
+    engine = bench.Engine.__new__(bench.Engine)
+    engine._llm = SimpleNamespace(llm_engine=SimpleNamespace(engine_core=core))
+    engine.close()
+    assert calls == ["shutdown"]

@@ -17,6 +17,7 @@ import importlib.util
 import json
 import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -33,6 +34,9 @@ from spillway_kv.quality import QUALITIES
 STOCK = "stock"
 ENGINES = (STOCK, *QUALITIES)
 _GIB = 1 << 30
+# How long an engine may take to end by itself, and its processes after SIGTERM.
+_END_SECONDS = 30.0
+_TERMINATE_SECONDS = 10.0
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -189,6 +193,10 @@ class Engine:
         counts.subtract(before)
         return {**recorder.summary(), **_of_counts(counts), **_gpu_memory()}
 
+    def close(self) -> None:
+        """Ends the engine and its processes."""
+        self._llm.llm_engine.engine_core.shutdown()
+
 
 def _of_counts(counts: Counter[str]) -> dict[str, float]:
     made = {}
@@ -214,24 +222,31 @@ def _gpu_memory() -> dict[str, int]:
 
 
 def serve(name: str, options: dict[str, Any], text: str) -> None:
-    """Runs an engine: reads cases from standard input, and writes results."""
+    """Runs an engine: reads cases from standard input, and writes results.
+
+    The engine ends with the input, and thus also if the process that writes it is killed.
+    """
     out = os.fdopen(os.dup(1), "w")
     # vLLM prints to standard output too.
     os.dup2(2, 1)
-    engine = Engine(name, options, text)
-    print("ready", file=out, flush=True)
-    for line in sys.stdin:
-        print(json.dumps(engine.run(json.loads(line))), file=out, flush=True)
+    with closing(Engine(name, options, text)) as engine:
+        print("ready", file=out, flush=True)
+        for line in sys.stdin:
+            print(json.dumps(engine.run(json.loads(line))), file=out, flush=True)
 
 
 class Process:
-    """An engine in another process."""
+    """An engine in other processes: one that it starts, and those that vLLM starts for it.
+
+    They have a session of their own, so that `close` can end all of them.
+    """
 
     def __init__(
         self, name: str, arguments: list[str], log: Path, environment: dict[str, str]
     ) -> None:
         self.name = name
         self._log = log
+        self._closed = False
         command = [sys.executable, "-m", "spillway_kv.vllm.bench", *arguments, "--engine", name]
         with log.open("w") as messages:
             self._process = subprocess.Popen(
@@ -241,6 +256,7 @@ class Process:
                 stderr=messages,
                 text=True,
                 env={**os.environ, **environment},
+                start_new_session=True,
             )
 
     def _line(self) -> str:
@@ -264,14 +280,36 @@ class Process:
 
     def close(self) -> None:
         """Ends it. Does nothing if it has been called before."""
+        if self._closed:
+            return
+        self._closed = True
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):
-            self._process.stdin.close()
+        if isinstance(sys.exc_info()[1], KeyboardInterrupt):
+            # Ctrl+C does not reach another session.
+            self._signal(signal.SIGINT)
         try:
-            self._process.wait(30)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
+            with suppress(BrokenPipeError):
+                self._process.stdin.close()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(_END_SECONDS)
+            self._signal(signal.SIGTERM)
+            until = time.monotonic() + _TERMINATE_SECONDS
+            while self._signal(0) and time.monotonic() < until:
+                # A process that has ended belongs to the session until it is waited for.
+                self._process.poll()
+                time.sleep(0.05)
+        finally:
+            # Also if a second Ctrl+C comes.
+            self._signal(signal.SIGKILL)
             self._process.wait()
+
+    def _signal(self, number: int) -> bool:
+        """Sends a signal to all its processes. Returns whether there are any."""
+        try:
+            os.killpg(self._process.pid, number)
+        except ProcessLookupError:
+            return False
+        return True
 
 
 def medians(runs: list[dict[str, Any]]) -> dict[str, float | None]:
