@@ -17,6 +17,7 @@ from reference import dense_attention
 from spillway_kv import BFloat16, Client, Model, Policy, Sequence, TopK, TopP
 from spillway_kv._proto import admin_service_pb2 as admin
 from spillway_kv._proto import attention_service_pb2 as attention
+from spillway_kv.appending import Append
 from spillway_kv.connection import wire
 from spillway_kv.tensors import decoder_like, encode_indices
 
@@ -165,7 +166,7 @@ def test_errors_while_requests_are_made_reach_the_caller(
     def failing(*_: Any) -> Any:
         raise RuntimeError("the disk is on fire")
 
-    monkeypatch.setattr(sequence, "_append_request", failing)
+    monkeypatch.setattr(Append, "request", failing)
     rows = np.ones((2, 2, 40000, 16), F32)
     with pytest.raises(RuntimeError, match="^the disk is on fire$"):
         sequence.append(0, 0, rows, rows)

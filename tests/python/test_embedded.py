@@ -17,7 +17,6 @@ import pytest
 import spillway_kv
 from daemon_process import binary, device
 from spillway_kv import Client, Model, Sequence
-from spillway_kv import sequence as sequence_module
 from spillway_kv.lab.serving import prefer_library
 
 SETTINGS: dict[str, str | int] = {
@@ -273,7 +272,7 @@ def test_rows_of_an_append_that_is_given_up_may_be_released(append: str, error: 
 def test_a_long_append_is_read_in_pieces(
     engine: Client, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sequence_module, "_IN_PLACE_BYTES", 9 << 20)
+    monkeypatch.setattr("spillway_kv.appending._IN_PLACE_BYTES", 9 << 20)
     model = engine.create_model(
         layer_count=2, query_head_count=2, kv_head_count=2, head_dim=64, dtype="float32"
     )

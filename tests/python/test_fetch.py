@@ -106,7 +106,7 @@ def test_selected_rows(
 def test_a_long_selection_is_split(
     client: Client, model: Model, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("spillway_kv.sequence._SELECTED_MAX", 3)
+    monkeypatch.setattr("spillway_kv.fetching._SELECTED_MAX", 3)
     sequence, k, v = filled(client, model, rng)
     got = sequence.fetch(1, selection=selection(*CHOSEN))
     for mine, all_rows in zip(got, (k, v), strict=True):

@@ -162,7 +162,7 @@ def test_an_append_keeps_its_messages_before_the_seal(
 
     def message(layer: int) -> attention.AppendRequest:
         k, v = (array[None] for array in new_token(rows, layer))
-        return sequence._append_request(layer, LENGTH, (k, v), None)
+        return sequence._append_of(layer, LENGTH, k, v).request(0, 0, (k, v), None)
 
     answer = wire(client).stubs.attention.Append.future(iter(waiting.get, None))
     waiting.put(message(0))

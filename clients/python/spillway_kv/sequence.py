@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceABC
 from functools import partial
@@ -13,18 +12,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from spillway_kv import _split
-from spillway_kv._proto import attention_service_pb2, sequence_service_pb2, tensor_pb2
+from spillway_kv._proto import attention_service_pb2, sequence_service_pb2
+from spillway_kv.appending import Append
 from spillway_kv.connection import wire
 from spillway_kv.errors import (
-    InvalidArgument,
     NotFound,
-    OutOfRange,
-    ResourceExhausted,
     SpillwayError,
     tell_restart,
 )
+from spillway_kv.fetching import fetch_into, range_request, selected_requests
 from spillway_kv.policy import Policy
-from spillway_kv.regions import ANSWERED, copied_to
 from spillway_kv.results import (
     AppendResult,
     AttendResult,
@@ -39,63 +36,15 @@ from spillway_kv.tensors import (
     OutDType,
     check_target,
     decoder_like,
-    dtype_of,
     empty_like,
-    encode_indices,
     engine_array,
     fill,
-    integers_on_host,
-    itemsize,
-    keep_for_a_while,
     on_gpu,
     wait_for_stream,
-    write,
 )
 
 if TYPE_CHECKING:
     from spillway_kv.client import Client
-
-
-# Most bytes of K and V that an engine reads in place for one message. An append that is given up
-# ends after the message that is being read.
-_IN_PLACE_BYTES = 256 << 20
-# Most indices of one request that selects rows, so that it fits into a message.
-_SELECTED_MAX = 1 << 19
-
-
-def _range_request(start: int, end: int) -> attention_service_pb2.FetchPagesRequest:
-    tokens = attention_service_pb2.TokenRange(start=start, count=end - start)
-    return attention_service_pb2.FetchPagesRequest(tokens=tokens)
-
-
-def _place_at(place: tensor_pb2.RegionSlice, layer: int, token: int) -> tensor_pb2.RegionSlice:
-    """Returns the place of a part of K or V [layers, H_kv, T, d] that begins there."""
-    offset = place.offset + layer * place.strides[0] + token * place.strides[2]
-    return tensor_pb2.RegionSlice(region=place.region, offset=offset, strides=place.strides)
-
-
-def _on_host(selection: Selection) -> tuple[Any, Any]:
-    """Returns a selection's offsets and indices as numpy arrays of integers."""
-    return (
-        integers_on_host(selection.offsets, "selection.offsets").astype(np.int64),
-        integers_on_host(selection.indices, "selection.indices"),
-    )
-
-
-def _selected_requests(
-    selection: Selection,
-) -> Iterator[tuple[slice, attention_service_pb2.FetchPagesRequest]]:
-    """Yields slices of the selected rows, and a request for each slice."""
-    offsets, indices = _on_host(selection)
-    for begin in range(0, max(len(indices), 1), _SELECTED_MAX):
-        end = min(begin + _SELECTED_MAX, len(indices))
-        # A selection that fits into one request is sent unchanged, so that the daemon checks it.
-        whole = end - begin == len(indices)
-        chosen = attention_service_pb2.Selection(
-            offsets=offsets if whole else np.clip(offsets, begin, end) - begin,
-            indices=encode_indices(indices[begin:end]),
-        )
-        yield slice(begin, end), attention_service_pb2.FetchPagesRequest(selection=chosen)
 
 
 def explained(error: NotFound, sequences: Iterable[Sequence]) -> SpillwayError:
@@ -276,122 +225,22 @@ class Sequence:
         if tuple(v.shape) != shape:
             raise ValueError(f"v has shape {list(v.shape)}, k has {list(shape)}")
         first = self.layer_token_counts[layer] if start is None else start
-        return self._wire.restarts.again(lambda: self._append(layer, first, k, v, timeout))
-
-    def _append(
-        self, layer: int, start: int, k: Array, v: Array, timeout: float | None
-    ) -> AppendResult:
-        """Appends at a position. May be repeated, because it cuts the same pieces each time."""
-        layers, kv_heads, token_count, head_dim = k.shape
-        token_bytes = 2 * kv_heads * head_dim * itemsize(dtype_of(k, "k"))
-        budget = self._wire.budget_bytes
-        staged = self._append_staged(layer, start, k, v, timeout)
-        if staged is not None:
-            return staged
-        k_place, v_place = (
-            self._wire.regions.slice_of(k),
-            self._wire.regions.slice_of(v),
-        )
-        if k_place is not None and v_place is not None and on_gpu(k) == on_gpu(v):
-            places = k_place, v_place
-            wait_for_stream(k)
-            # Whole messages, because a restart may remove the region after some pieces. The rest
-            # is then sent in messages.
-            budget = _split.whole_messages(_IN_PLACE_BYTES, token_bytes, budget)
-        else:
-            places = None
-        pieces = _split.kv_pieces(layers, token_count, token_bytes, budget)
-
-        def requests() -> Iterator[attention_service_pb2.AppendRequest]:
-            for l0, l1, t0, t1 in pieces:
-                piece = k[l0:l1, :, t0:t1], v[l0:l1, :, t0:t1]
-                there = places and (_place_at(places[0], l0, t0), _place_at(places[1], l0, t0))
-                yield self._append_request(layer + l0, start + t0, piece, there)
-
+        append = self._append_of(layer, first, k, v, timeout)
         try:
-            response = self._call(self._wire.stubs.attention.Append, requests(), timeout=timeout)
-        except BaseException as error:
-            if places is not None and not isinstance(error, ANSWERED):
-                # The call was given up, but an embedded engine may still read a piece.
-                keep_for_a_while(k, v)
+            result = self._wire.restarts.again(append.run)
+        except BaseException:
             self._forget()
             raise
-        self._layer_token_counts = list(response.layer_token_counts)
-        return AppendResult(
-            response.appended_chunk_count,
-            response.already_present_chunk_count,
-            tuple(response.layer_token_counts),
+        self._layer_token_counts = list(result.layer_token_counts)
+        return result
+
+    def _append_of(
+        self, layer: int, start: int, k: Array, v: Array, timeout: float | None = None
+    ) -> Append:
+        """Describes an append of K and V [layers, H_kv, T, d] at a position."""
+        return Append(
+            self._wire, self._call, self.name, self._generation, layer, start, k, v, timeout
         )
-
-    def _append_request(
-        self,
-        layer: int,
-        start: int,
-        piece: tuple[Array, Array],
-        places: tuple[tensor_pb2.RegionSlice, tensor_pb2.RegionSlice] | None,
-    ) -> attention_service_pb2.AppendRequest:
-        """Makes the request for a piece: its K and V, or where they are."""
-        request = attention_service_pb2.AppendRequest()
-        _split.fill_chunk(request.chunk, self.name, self._generation, layer, start, *piece, places)
-        return request
-
-    def _append_staged(
-        self, layer: int, start: int, k: Array, v: Array, timeout: float | None
-    ) -> AppendResult | None:
-        """Appends arrays through a staging region of this client.
-
-        Returns:
-            None if there is no such region, or if rows must be compared with those already there.
-        """
-        regions = self._wire.regions
-        if not regions.stages(k, v) or regions.slice_of(k) is not None:
-            return None
-        layers, kv_heads, token_count, head_dim = k.shape
-        if 0 in (layers, token_count):
-            return None
-        dtype = dtype_of(k, "k")
-        token_bytes = 2 * kv_heads * head_dim * itemsize(dtype)
-        deadline = None if timeout is None else time.monotonic() + timeout
-        counts: tuple[int, ...] = ()
-        appended = present = 0
-        try:
-            with regions.staged(k, v) as region:
-                if region is None or dtype_of(v, "v") != dtype:
-                    return None
-                # Minus the space that alignment takes.
-                room = region.byte_count - 1024
-                # Whole messages, because the rest may have to be sent in messages.
-                room = _split.whole_messages(room, token_bytes, self._wire.budget_bytes)
-                for l0, l1, t0, t1 in _split.kv_pieces(layers, token_count, token_bytes, room):
-                    region.reset()
-                    parts = [copied_to(region, whole[l0:l1, :, t0:t1]) for whole in (k, v)]
-                    wait_for_stream(k)
-                    k_place, v_place = regions.slice_of(parts[0]), regions.slice_of(parts[1])
-                    if k_place is None or v_place is None:
-                        return None  # the daemon has restarted in between
-                    request = self._append_request(
-                        layer + l0, start + t0, (parts[0], parts[1]), (k_place, v_place)
-                    )
-                    call = self._wire.stubs.attention.Append
-                    left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
-                    response = self._call(call, iter([request]), timeout=left)
-                    appended += response.appended_chunk_count
-                    present += response.already_present_chunk_count
-                    counts = tuple(response.layer_token_counts)
-        except BaseException as error:
-            self._forget()
-            if not isinstance(error, SpillwayError):
-                raise
-            # Sent in messages, rows are compared with those already there, and no region is needed.
-            there = isinstance(error, OutOfRange) and error.reason != "NON_FINITE"
-            if there or error.reason == "REGION_NOT_FOUND":
-                return None
-            # The memory that the staging region uses may be what is missing.
-            if isinstance(error, ResourceExhausted) and regions.give_up_host_memory():
-                return None
-            raise
-        self._layer_token_counts = list(counts)
-        return AppendResult(appended, present, counts)
 
     def _takes_from_gpu(self, array: Array) -> bool:
         """Whether appends read the tensor's rows directly in GPU memory."""
@@ -524,12 +373,12 @@ class Sequence:
             if not 0 <= start < end:
                 raise ValueError(f"no tokens to fetch: start {start}, end {end}")
             row_shape = (model.kv_head_count, end - start)
-            requests = iter([(slice(None), _range_request(start, end))])
+            requests = iter([(slice(None), range_request(start, end))])
         else:
             if start != 0 or end is not None:
                 raise ValueError("fetch takes start and end, or selection, not both")
             row_shape = (len(selection.indices),)
-            requests = _selected_requests(selection)
+            requests = selected_requests(selection)
         shape = (*row_shape, model.head_dim)
         if into is None:
             into = empty_like(like, shape, model.dtype), empty_like(like, shape, model.dtype)
@@ -538,57 +387,11 @@ class Sequence:
             check_target(array, shape, model.dtype, what)
         for rows, request in requests:
             request.layer, request.sequence = layer, self.name
-            into = k[rows], v[rows]
-            self._wire.restarts.again(partial(self._fetch_into, request, *into, timeout))
+            parts = k[rows], v[rows]
+            self._wire.restarts.again(
+                partial(fetch_into, self._wire, self._stream, request, *parts, timeout)
+            )
         return k, v
-
-    def _fetch_into(
-        self,
-        request: attention_service_pb2.FetchPagesRequest,
-        k: Array,
-        v: Array,
-        timeout: float | None,
-    ) -> None:
-        """Fetches the request's rows, in place or in messages."""
-        fetch = self._wire.stubs.attention.FetchPages
-        k_place, v_place = (
-            self._wire.regions.slice_of(k),
-            self._wire.regions.slice_of(v),
-        )
-        # After a restart the request is sent again, without the regions of the last attempt.
-        request.ClearField("k")
-        request.ClearField("v")
-        if k_place is not None and v_place is not None and on_gpu(k) == on_gpu(v):
-            wait_for_stream(k)
-            request.k.CopyFrom(k_place)
-            request.v.CopyFrom(v_place)
-            try:
-                for _ in self._stream(fetch, request, timeout):
-                    pass
-            except (InvalidArgument, NotFound, OutOfRange):
-                raise
-            except BaseException:
-                # The call was given up, but an embedded engine may still write its last rows.
-                keep_for_a_while(k, v)
-                raise
-            if self._wire.regions.holds(k_place) and self._wire.regions.holds(v_place):
-                return
-            request.ClearField("k")
-            request.ClearField("v")
-        decode_k, decode_v = decoder_like(k), decoder_like(v)
-        head, at = 0, 0
-        for response in self._stream(fetch, request, timeout):
-            count = response.rows.shape[0]
-            place: tuple[Any, ...]
-            if request.HasField("tokens"):
-                at = at if response.kv_head == head else 0
-                head = response.kv_head
-                place = (head, slice(at, at + count))
-            else:
-                place = (slice(at, at + count),)
-            write(k, place, decode_k(response.rows)[:, 0])
-            write(v, place, decode_v(response.rows)[:, 1])
-            at += count
 
     def fork(self, sequence_id: str = "") -> Sequence:
         """Copies the sequence. The copy shares pages with it until one of them writes.
