@@ -144,8 +144,9 @@ void AppendPipeline::FillStep() {
 int AppendPipeline::StageHeads() const { return std::min(spec().kv_head_count, kRowsAppendHeads); }
 
 int64_t AppendPipeline::StagePages() const {
-  return std::max(kStagePagesMin,
-                  kStageBytes / (StageHeads() * kPageTokenCount * spec().row_bytes()));
+  // Little memory has small stages: the slot's part of it is for both.
+  const int64_t bytes = std::min(kStageBytes, context_->slot().wave_bytes() / kStages);
+  return std::max(kStagePagesMin, bytes / (StageHeads() * kPageTokenCount * spec().row_bytes()));
 }
 
 int64_t AppendPipeline::StageBytes() const {

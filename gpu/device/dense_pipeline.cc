@@ -60,9 +60,8 @@ void DensePipeline::Add(size_t item, int64_t begin, int64_t end) {
                           int64_t{spec().kv_head_count};
     // Runs that read their rows in place share parts. A run that stages them has parts of its own,
     // each of which copies the rows again.
-    const bool fits =
-        !parts_.empty() && parts_.back().staged == staged && (!staged || t > begin) &&
-        parts_.back().partial_bytes + bytes <= std::min(kPartialBytes, context_->workspace_bytes());
+    const bool fits = !parts_.empty() && parts_.back().staged == staged && (!staged || t > begin) &&
+                      parts_.back().partial_bytes + bytes <= PartialBytesMax();
     if (!fits) parts_.emplace_back().staged = staged;
     Part& part = parts_.back();
     if (!fits || !staged) {

@@ -188,8 +188,28 @@ def test_a_decoder_serves_tensors_on_the_engines_gpu_from_step_to_step(engine: F
 def test_a_decoder_has_room_for_no_more_than_the_caller_needs(
     engine: FakeEngine, length_max: int | None, expected: int
 ) -> None:
-    """Sequences of 10 tokens. By default twice as many fit, at least 8,192."""
+    """Sequences of 10 tokens. By default 8,192 fit."""
     begin(decoding_of(engine, length_max=length_max), engine)
+    assert engine.rooms == [expected]
+
+
+@pytest.mark.parametrize(
+    ("longest", "expected"),
+    [
+        (6_144, 8_192),
+        # At least 2,048 more, up to a multiple of 1,024.
+        (6_145, 9_216),
+        (8_000, 10_240),
+        # A quarter more.
+        (16_384, 20_480),
+        (1_000_000, 1_250_304),
+    ],
+)
+def test_a_decoder_has_room_for_a_quarter_more(
+    engine: FakeEngine, longest: int, expected: int
+) -> None:
+    engine.sequences[1].token_count = longest
+    begin(decoding_of(engine), engine)
     assert engine.rooms == [expected]
 
 
@@ -258,6 +278,43 @@ def test_without_memory_for_a_decoder_a_step_serves(engine: FakeEngine) -> None:
     engine.unopened = None
     begin(decoding, engine)
     assert decoding.has_decoder
+
+
+def test_a_lack_of_memory_for_a_decoder_is_told_once(
+    engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """For the same sequences. Each time, memory may be freed for it once."""
+    engine.unopened = SpillwayError("the limit is reached", code="RESOURCE_EXHAUSTED")
+    freed = [False, True, True, False]
+    decoding = decoding_of(engine, make_room=lambda: freed.pop())
+    opened = []
+    for _ in range(3):
+        before = engine.log.count(("open", None))
+        begin(decoding, engine)
+        assert not decoding.has_decoder
+        opened.append(engine.log.count(("open", None)) - before)
+    assert opened == [1, 2, 2]
+    engine.sequences.reverse()
+    begin(decoding, engine)
+    told = [each.getMessage() for each in caplog.records if "no decoder" in each.getMessage()]
+    assert len(told) == 2
+    assert "2 sequences" in told[0]
+    assert "the limit is reached" in told[0]
+
+
+def test_a_step_may_begin_again_after_its_decoder_lacked_memory(engine: FakeEngine) -> None:
+    decoding = decoding_of(engine)
+    begin(decoding, engine)
+    for layer in range(LAYERS):
+        decoding.attend(layer, *arrays())
+    engine.failures["next"] = SpillwayError("full", code="RESOURCE_EXHAUSTED")
+    with pytest.raises(SpillwayError, match="full"):
+        begin(decoding, engine)
+    assert not decoding.has_decoder
+    engine.failures.clear()
+    begin(decoding, engine)
+    assert decoding.has_decoder
+    assert (decoding.attend(0, *arrays()) == 1).all()
 
 
 def test_other_failures_to_open_a_decoder_are_raised(engine: FakeEngine) -> None:

@@ -20,7 +20,7 @@ GRAPHS: dict[str, Any] = {"enforce_eager": False} if ON_GPU else {}
 # Options of a daemon.
 DAEMON = ["--device", "cuda:0", "--gpu-memory-limit", "2GiB"] if ON_GPU else ["--device", "cpu"]
 # Triton multiplies float32 as TF32, which has 10 bits after the point, if it is not told otherwise.
-# The other libraries do not.
+# torch does not, but its attention kernels may.
 ENVIRONMENT = {"TRITON_F32_DEFAULT": "ieee"} if ON_GPU else {}
 
 

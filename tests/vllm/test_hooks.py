@@ -123,7 +123,7 @@ def test_full_attention_counts_among_windows(
     expected: set[tuple[int, int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With one window alone, FlashAttention makes a schedule that is wrong for it."""
+    """With one window alone, FlashAttention makes a schedule for it."""
     monkeypatch.setattr(flash_attn, "_get_sliding_window_configs", lambda _: of_vllm)
     flash.note_full_attention()
     once = flash_attn._get_sliding_window_configs

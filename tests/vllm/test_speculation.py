@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from comparison import Comparison
+from comparison import TIE, Comparison
 from conftest import TRAINED
 from engines import Engine, running
 from hardware import OF_TRAINED, ON_GPU
@@ -83,7 +83,7 @@ def test_tokens_are_stock_vllms(
     arguments = {**_ARGUMENTS, **OF_TRAINED}
     both = _without_and_with_drafts(folder, tmp_path, "1GiB", speculation, arguments)
     with both as (plain, ours):
-        seen = Comparison(OF_TRAINED["dtype"])
+        seen = Comparison(TIE[OF_TRAINED["dtype"]])
         expected, got = plain.ask(schedule), ours.ask(schedule)
         seen.add(schedule, expected, got)
         # A text that goes on as it began.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceABC
 from contextlib import suppress
 from typing import TYPE_CHECKING, cast
@@ -51,6 +52,8 @@ class Decoding:
             share it.
         length_max: Tokens that no sequence will have more of, as far as the caller knows. Decoders
             then take less memory.
+        make_room: Frees memory of the engine if there is not enough for a decoder, and returns
+            whether it has freed some. It is called once for each.
     """
 
     def __init__(
@@ -58,9 +61,11 @@ class Decoding:
         client: Client,
         refused: list[Policy | None] | None = None,
         length_max: int | None = None,
+        make_room: Callable[[], bool] | None = None,
     ) -> None:
         self._client = client
         self._length_max = length_max
+        self._make_room = make_room
         self._refused: list[Policy | None] = [] if refused is None else refused
         self._sequences: tuple[Sequence, ...] = ()
         self._starts: tuple[int, ...] = ()
@@ -69,6 +74,8 @@ class Decoding:
         self._decoder: KeptDecoder | None = None
         self._step: DecodeStep | None = None
         self._in_step = False
+        # Whether a lack of memory for a decoder of these sequences has been logged.
+        self._told = False
         self._last: list[AttendResult] = []
         self._counted: dict[int, LayerStatistics] = {}
 
@@ -107,6 +114,7 @@ class Decoding:
         """
         self._end_step()
         same = tuple(sequences) == self._sequences
+        self._told = self._told and same
         self._sequences, self._starts = tuple(sequences), tuple(starts)
         self._policy = policy
         self._in_step = True
@@ -149,20 +157,29 @@ class Decoding:
 
     def _opened(self, policy: Policy | None, token_count: int) -> KeptDecoder | None:
         """Opens a decoder; None if a step must serve the sequences."""
-        try:
-            return KeptDecoder(self._client, self._sequences, policy, token_count, self._length_max)
-        except SpillwayError as error:
-            if error.code not in _WITHOUT_DECODER:
-                raise
-            if error.code == "UNIMPLEMENTED":
-                self._refused.append(policy)
-            else:
-                _logger.warning(
-                    "no decoder for %d sequences, whose steps take longer without: %s",
-                    len(self._sequences),
-                    error,
+        make_room = self._make_room
+        while True:
+            try:
+                return KeptDecoder(
+                    self._client, self._sequences, policy, token_count, self._length_max
                 )
-            return None
+            except SpillwayError as error:
+                if error.code not in _WITHOUT_DECODER:
+                    raise
+                if error.code == "UNIMPLEMENTED":
+                    self._refused.append(policy)
+                    return None
+                if make_room is not None and make_room():
+                    make_room = None
+                    continue
+                if not self._told:
+                    _logger.warning(
+                        "no decoder for %d sequences, whose steps take longer without: %s",
+                        len(self._sequences),
+                        error,
+                    )
+                self._told = True
+                return None
 
     def attend(
         self,

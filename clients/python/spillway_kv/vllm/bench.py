@@ -23,8 +23,8 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -246,7 +246,7 @@ class Process:
     ) -> None:
         self.name = name
         self._log = log
-        self._closed = False
+        self._closed = self._interrupted = False
         command = [sys.executable, "-m", "spillway_kv.vllm.bench", *arguments, "--engine", name]
         with log.open("w") as messages:
             self._process = subprocess.Popen(
@@ -285,8 +285,7 @@ class Process:
         self._closed = True
         assert self._process.stdin is not None
         if isinstance(sys.exc_info()[1], KeyboardInterrupt):
-            # Ctrl+C does not reach another session.
-            self._signal(signal.SIGINT)
+            self.interrupt()
         try:
             with suppress(BrokenPipeError):
                 self._process.stdin.close()
@@ -303,6 +302,12 @@ class Process:
             self._signal(signal.SIGKILL)
             self._process.wait()
 
+    def interrupt(self) -> None:
+        """Passes Ctrl+C on, once. It does not reach another session."""
+        if not self._interrupted:
+            self._interrupted = True
+            self._signal(signal.SIGINT)
+
     def _signal(self, number: int) -> bool:
         """Sends a signal to all its processes. Returns whether there are any."""
         try:
@@ -310,6 +315,17 @@ class Process:
         except ProcessLookupError:
             return False
         return True
+
+
+@contextmanager
+def _all_interrupted(started: Iterable[Process]) -> Iterator[None]:
+    """Passes Ctrl+C on to all processes at once, since each may take a while to end."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        for process in started:
+            process.interrupt()
+        raise
 
 
 def medians(runs: list[dict[str, Any]]) -> dict[str, float | None]:
@@ -462,11 +478,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for name in names if parsed.together else ():
             started[name] = start(name)
             stack.callback(started[name].close)
-        for process in started.values():
-            process.wait()
+        with _all_interrupted(started.values()):
+            for process in started.values():
+                process.wait()
         for name in names:
             process = started.get(name) or start(name)
-            with closing(process):
+            with closing(process), _all_interrupted(started.values()):
                 if not parsed.together:
                     process.wait()
                 # The arrivals follow from what the cases before them have shown.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -182,11 +183,18 @@ class Decodings:
     Args:
         client: Client of the engine.
         length_max: Most tokens that a request can have; None if that is not known.
+        make_room: As for `Decoding`.
     """
 
-    def __init__(self, client: spillway_kv.Client, length_max: int | None = None) -> None:
+    def __init__(
+        self,
+        client: spillway_kv.Client,
+        length_max: int | None = None,
+        make_room: Callable[[], bool] | None = None,
+    ) -> None:
         self._client = client
         self._length_max = length_max
+        self._make_room = make_room
         # Keys: the keys of the requests. Values: the decoding, and the length of each sequence.
         self._kept: dict[tuple[int, ...], tuple[Decoding, dict[int, int]]] = {}
         # Those of the step that are not kept.
@@ -231,7 +239,8 @@ class Decodings:
             return Group(self._others[-1], rows, policy, decoder=False)
         keys = tuple(row.plan.key for row in rows)
         if keys not in self._kept:
-            self._kept[keys] = Decoding(self._client, self._refused, self._length_max), {}
+            decoding = Decoding(self._client, self._refused, self._length_max, self._make_room)
+            self._kept[keys] = decoding, {}
         decoding, counts = self._kept[keys]
         counts.update({row.plan.key: row.plan.start + row.plan.token_count for row in rows})
         # After drafts, the lengths follow from which of them were right. A decoder would have to be

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from vllm.platforms import current_platform
 
 from spillway_kv import prefill_kernels
 from spillway_kv.vllm.prompts import set_varlen
+
+_logger = logging.getLogger("vllm.spillway")
 
 NAME = "vllm_flash"
 _BACKEND = "vllm.v1.attention.backends.flash_attn"
@@ -20,14 +23,17 @@ _MARK = "_spillway_noted"
 def note_full_attention() -> None:
     """Tells vLLM's FlashAttention that the model has layers without a window, once in a process.
 
-    It splits the work of its layers ahead of a step if they all have the same window, and that
-    schedule is wrong for a window. With a model's layers of full attention it does not, but those
-    that Spillway serves are not counted. Without this, a random Gemma 3 gave wrong tokens in some
-    steps on an H200.
+    It splits the work of its layers ahead of a step if they all have the same window. For draft
+    models with a window vLLM turns that off, because the schedule is wrong. In a model with layers
+    of full attention it is off too, but those that Spillway serves are not counted. That is a
+    likely cause of wrong tokens of a random Gemma 3 on an H200.
     """
     module = importlib.import_module(_BACKEND)
     windows = getattr(module, "_get_sliding_window_configs", None)
-    if windows is None or getattr(windows, _MARK, False):
+    if windows is None:
+        _logger.warning("layers with a window may be wrong: %s has changed", _BACKEND)
+        return
+    if getattr(windows, _MARK, False):
         return
 
     @functools.wraps(windows)

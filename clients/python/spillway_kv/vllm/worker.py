@@ -62,7 +62,7 @@ class Worker:
         self._shapes = shapes
         self._last_layer = shapes.layer_count - 1
         self._sequences = Sequences(settings, shapes, device)
-        self._decodings = Decodings(self._sequences.client, length_max)
+        self._decodings = Decodings(self._sequences.client, length_max, self._sequences.make_room)
         self._prompts = Prompts(self._sequences, shapes.scale, shapes.layer_count)
         self._report = StepReport()
         self._groups: list[Group] = []
@@ -204,12 +204,24 @@ class Worker:
                 group.begin(self._device)
                 return
             except spillway_kv.ResourceExhausted as error:
-                if not self._sequences.make_room():
+                if not (self._sequences.make_room() and self._are_ready(group)):
                     self._part_before(group, error)
                     return
             except spillway_kv.SpillwayError as error:
                 self._part_before(group, error)
                 return
+
+    def _are_ready(self, group: Group) -> bool:
+        """Whether the sequences still have the planned lengths.
+
+        An earlier step that has failed on the GPU has cut them, and a decoder does not check that.
+        """
+        try:
+            for row in group.rows:
+                row.sequence = self._sequences.ready(row.plan)
+        except Lost:
+            return False
+        return True
 
     def _part_before(self, group: Group, error: spillway_kv.SpillwayError) -> None:
         """Serves the rows of a group one by one whose step could not begin."""
