@@ -233,12 +233,12 @@ class Run:
         ends = [begins[each.key] + each.token_count - 1 for each in planned]
         tokens = self._model.step(self._engine, count, ends)
         self._engine.end()
-        kinds = {each.decodes for each in planned}
-        kind = "mixed" if len(kinds) == 2 else "decode" if kinds == {True} else "prompt"
-        same = [each.key for each in planned if each.decodes] == self._decoding
-        self._decoding = [each.key for each in planned if each.decodes]
-        kind = kind if same else f"{kind}, other requests"
         ended = time.perf_counter()
+        decoding = [each.key for each in planned if each.decodes]
+        kind = "prompt" if not decoding else "decode" if len(decoding) == len(planned) else "mixed"
+        if decoding != self._decoding:
+            kind += ", other requests"
+        self._decoding = decoding
         steps.host.setdefault(kind, []).append((1e3 * (begun - at), 1e3 * (ended - begun)))
         done = torch.cuda.Event() if self._on_gpu else None
         if done is not None:

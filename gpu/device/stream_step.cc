@@ -622,8 +622,8 @@ absl::Status CudaStreamStep::Attend(int layer, const StepTensors& tensors, void*
   RETURN_IF_ERROR(CheckStepTensors(home_.ordinal, tensors));
   auto* const stream = static_cast<cudaStream_t>(on);
   ASSIGN_OR_RETURN(const bool captured, IsCaptured(stream));
-  if (!captured) ran_on_ = stream;
   if (captured) return Enqueue(layer, tensors, stream);
+  ran_on_ = stream;
   LayerGraph& known = FindGraph(layer, tensors);
   if (known.launch_count < kLaunchesBefore) {
     ++known.launch_count;

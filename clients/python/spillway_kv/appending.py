@@ -92,9 +92,9 @@ class Append:
         return made
 
     def _pieces(self, budget: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yields layers and tokens [l0, l1, t0, t1) of pieces of up to `budget` bytes."""
+        """Returns layers and tokens [l0, l1), [t0, t1) of pieces of up to `budget` bytes."""
         layers, _, token_count, _ = self._k.shape
-        yield from _split.kv_pieces(layers, token_count, self._token_bytes, budget)
+        return _split.kv_pieces(layers, token_count, self._token_bytes, budget)
 
     def _run(self) -> AppendResult:
         """Appends in place, or else in messages."""

@@ -339,7 +339,8 @@ def _open_attending(
     device = torch.device(vllm_config.device_config.device_type)
     if device.type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
-        flash.note_full_attention()
+        if len(ours) < len(found):
+            flash.note_full_attention()
     settings = memory.with_limits(settings, vllm_config, shape, device, pool_bytes)
     flash.use_for(
         shape.dtype, shape.head_dim, shape.query_head_count // shape.kv_head_count, device

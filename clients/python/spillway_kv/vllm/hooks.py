@@ -133,28 +133,21 @@ def _prepare(args: EngineArgs) -> None:
     )
 
 
-def _leave_drafts_to_vllm(config: Any) -> None:
+def _leave_drafts_to_vllm() -> None:
     """Makes vLLM's V2 model runner choose a draft model's backend itself, once in a process.
 
     The K/V of a draft model are small, and its drafts are checked: vLLM keeps them as ever. The V1
     model runner does not give the model's backend to the draft model, but the V2 model runner does.
     Its layers cannot be told apart when a backend is chosen, because vLLM remembers the choice for
     all layers that are alike. So the backend is another one while the draft model is loaded.
-
-    Args:
-        config: The `VllmConfig`.
     """
-    from spillway_kv.vllm.guard import has_draft_model  # noqa: PLC0415
-
     try:
         speculator = importlib.import_module(_DRAFTS).StandaloneARSpeculator
     except (ImportError, AttributeError):
-        if has_draft_model(config):
-            raise ValueError(
-                "speculative decoding by draft_model (--speculative-config): Spillway does not "
-                f"find what loads the draft model, StandaloneARSpeculator of {_DRAFTS}"
-            ) from None
-        return
+        raise ValueError(
+            "speculative decoding by draft_model (--speculative-config): Spillway does not "
+            f"find what loads the draft model, StandaloneARSpeculator of {_DRAFTS}"
+        ) from None
     if getattr(speculator, _MARK, False):
         return
     setattr(speculator, _MARK, True)
@@ -188,10 +181,12 @@ def _choose_it_by_layer() -> None:
     ) -> Any:
         if selected_backend != _CUSTOM:
             return choose(cls, selected_backend, attn_selector_config, *args, **kwargs)
+        from spillway_kv.vllm.guard import has_draft_model  # noqa: PLC0415
+
         config = get_current_vllm_config_or_none()
-        if config is not None and config.use_v2_model_runner:
+        if config is not None and config.use_v2_model_runner and has_draft_model(config):
             # The model's own layers come first.
-            _leave_drafts_to_vllm(config)
+            _leave_drafts_to_vllm()
         wanted = attn_selector_config
         others = (
             wanted.has_sliding_window or wanted.use_mla or wanted.attn_type != AttentionType.DECODER
