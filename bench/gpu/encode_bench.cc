@@ -43,8 +43,7 @@ constexpr int kRuns = 20;
 template <typename Memory>
 absl::StatusOr<Memory> Upload(const void* data, int64_t bytes, MemoryBudget& budget) {
   ASSIGN_OR_RETURN(Memory memory, Memory::Create(bytes, &budget, "the benchmark"));
-  SPILLWAY_CUDA_RETURN_IF_ERROR(
-      cudaMemcpy(memory.data(), data, static_cast<size_t>(bytes), cudaMemcpyDefault));
+  SPILLWAY_CUDA_RETURN_IF_ERROR(CopyToGpu(memory.data(), data, static_cast<size_t>(bytes)));
   return memory;
 }
 template <typename T>

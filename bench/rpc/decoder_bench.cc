@@ -160,8 +160,11 @@ struct Tensors {
     of_step.lse = reinterpret_cast<float*>(memory + out_offset + kQBytes);
     cli::RandomRows random(v1::DTYPE_BF16, 1, 2);
     const std::string inputs = random.Draw(static_cast<size_t>(out_offset / kElementBytes));
-    return Cuda(cudaMemcpy(memory, inputs.data(), inputs.size(), cudaMemcpyHostToDevice),
-                "cudaMemcpy");
+    absl::Status status = Cuda(
+        cudaMemcpy(memory, inputs.data(), inputs.size(), cudaMemcpyHostToDevice), "cudaMemcpy");
+    // The measured streams do not wait for the default stream.
+    status.Update(Cuda(cudaDeviceSynchronize(), "cudaDeviceSynchronize"));
+    return status;
   }
 };
 

@@ -1,11 +1,20 @@
 #pragma once
 
+#include <cstddef>
 #include <utility>
 
 #include "absl/status/statusor.h"
 #include "gpu/cuda/error.h"
 
 namespace spillway::cuda {
+
+// Copies from the host's memory to memory that GPUs read, and returns when the bytes are there.
+// cudaMemcpy() returns when it has read memory that is not pinned, and no Stream waits for the
+// rest.
+inline cudaError_t CopyToGpu(void* to, const void* from, size_t bytes) {
+  const cudaError_t error = cudaMemcpy(to, from, bytes, cudaMemcpyDefault);
+  return error != cudaSuccess ? error : cudaStreamSynchronize(nullptr);
+}
 
 // Owners of a stream and of an event of the current device. get() returns the cudaStream_t or
 // cudaEvent_t. Move-only.

@@ -2,6 +2,7 @@
 
 #include <utility>
 
+#include "gpu/cuda/stream.h"
 #include "gpu/device/packer.h"
 #include "gpu/kernels/attend.h"
 #include "host/base/status_macros.h"
@@ -54,8 +55,8 @@ absl::StatusOr<std::unique_ptr<CudaModel>> CudaModel::Create(const ModelSpec& sp
   const auto bytes = static_cast<int64_t>(packer.bytes().size());
   if (bytes == 0) return model;
   ASSIGN_OR_RETURN(model->weights_, DeviceBuffer::Create(bytes, budget, "a model's hash weights"));
-  SPILLWAY_CUDA_RETURN_IF_ERROR(cudaMemcpy(model->weights_.data(), packer.bytes().data(),
-                                           static_cast<size_t>(bytes), cudaMemcpyHostToDevice));
+  SPILLWAY_CUDA_RETURN_IF_ERROR(
+      CopyToGpu(model->weights_.data(), packer.bytes().data(), static_cast<size_t>(bytes)));
   packer.Place(model->weights_.data());
   return model;
 }

@@ -8,6 +8,8 @@
 #include <string>
 #include <vector>
 
+#include "gpu/cuda/stream.h"
+
 namespace spillway::cuda {
 
 // Throws on a CUDA error, so that the test ends and its arrays are freed.
@@ -31,7 +33,7 @@ class DeviceArray {
     Check(place == Place::kGpu ? cudaMalloc(&data, bytes)
                                : cudaHostAlloc(&data, bytes, cudaHostAllocDefault));
     data_ = static_cast<T*>(data);
-    Check(cudaMemcpy(data_, values.data(), values.size_bytes(), cudaMemcpyDefault));
+    Check(CopyToGpu(data_, values.data(), values.size_bytes()));
   }
   DeviceArray(const std::vector<T>& values, Place place = Place::kGpu)
       : DeviceArray(std::span<const T>(values), place) {}

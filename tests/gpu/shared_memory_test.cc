@@ -102,7 +102,7 @@ TEST_F(SharedMemoryTest, AnExchangeCopiesItsInputs) {
   DeviceExchange& exchange = **opened;
   EXPECT_NE(exchange.stream(), nullptr);
   std::vector<std::byte> values(512, std::byte{5});
-  Check(cudaMemcpy(exchange.shared().bytes().data(), values.data(), 512, cudaMemcpyDefault));
+  Check(CopyToGpu(exchange.shared().bytes().data(), values.data(), 512));
   ASSERT_TRUE(exchange.TakeInputs(512).ok());
   ASSERT_TRUE(exchange.Await().ok());
   Check(cudaMemset(exchange.shared().bytes().data(), 0, 512));
