@@ -123,25 +123,43 @@ __device__ inline void FoldOnTensorCores(const TensorFoldShape& shape, const Sou
   KvSplit ahead = split;  // of the tile that is brought next
   int ahead_index = split_index;
   int ahead_first = 0;
+  // The 16-byte chunks of a tile that this thread copies: every kTensorThreads-th one. Only here is
+  // anything divided by a number that the compiler does not know.
+  const int chunks = d / 4;  // in a row, a multiple of 4
+  const int first_row = static_cast<int>(threadIdx.x) / chunks;
+  const int first_chunk = static_cast<int>(threadIdx.x) % chunks;
+  const int row_step = kTensorThreads / chunks;
+  const int chunk_step = kTensorThreads % chunks;
+  // The address of the lane's row in the tile that is brought next: each lane looks up one row, and
+  // does so while the tile before is folded.
+  static_assert(kTensorTileRows == 32);
+  uint64_t next_row = 0;
+  const auto look_up = [&] {
+    if (ahead_index >= split_end) return;
+    const int last = min(kTensorTileRows, ahead.count - ahead_first) - 1;
+    next_row = reinterpret_cast<uint64_t>(source.Row(ahead, ahead_first + min(lane, last)));
+  };
+  look_up();
   const auto bring = [&](int stage) {
     if (ahead_index < split_end) {
-      const int chunks = d / 4;  // of 16 bytes in a row
       const int count = min(kTensorTileRows, ahead.count - ahead_first);
       std::byte* const tile = memory + at.tiles + stage * kTensorTileRows * at.row_stride;
-      // Each lane looks up one row, so that the latency is paid once.
-      static_assert(kTensorTileRows == 32);
-      const auto row_of_lane =
-          reinterpret_cast<uint64_t>(source.Row(ahead, ahead_first + min(lane, count - 1)));
-      for (int i = threadIdx.x; i < kTensorTileRows * chunks; i += kTensorThreads) {
-        const int row = i / chunks;
-        const int chunk = i % chunks;
-        const uint64_t from = __shfl_sync(kFullWarp, row_of_lane, row) + chunk * 16;
+      // All lanes make as many rounds, because a tile's chunks are a multiple of kTensorThreads.
+#pragma unroll 4
+      for (int row = first_row, chunk = first_chunk; row < kTensorTileRows;) {
+        const uint64_t from = __shfl_sync(kFullWarp, next_row, row) + chunk * 16;
         const auto to =
             static_cast<uint32_t>(__cvta_generic_to_shared(tile + at.Chunk(row, row % 8, chunk)));
         // Rows that are not there become zeros.
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
                      "r"(row < count ? 16 : 0)
                      : "memory");
+        row += row_step;
+        chunk += chunk_step;
+        if (chunk >= chunks) {
+          chunk -= chunks;
+          ++row;
+        }
       }
       ahead_first += kTensorTileRows;
       if (ahead_first >= ahead.count) {
@@ -151,6 +169,7 @@ __device__ inline void FoldOnTensorCores(const TensorFoldShape& shape, const Sou
       }
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
+    look_up();
   };
   bring(0);
 
