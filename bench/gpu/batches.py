@@ -4,7 +4,9 @@ The model has random weights and the shape of Qwen2.5-Coder-1.5B by default. All
 once. Prompts are computed in chunks, together with the decode steps of requests whose prompts are
 done. The host begins a step before it has the tokens of the step before. `dense` is torch's
 attention over K/V in GPU memory, in the same steps. K/V are random, so decode steps mean something
-only where they attend to all rows: give --gpu-resident room for them.
+only where they attend to all rows: give --gpu-resident room for them. With --vllm, prompts are
+attended by the FlashAttention of vLLM, which must be installed, and with --prompt-memory their K/V
+stay in GPU memory until their last chunk.
 
 Prints a JSON line for each engine: seconds to the first token of the first and of the last
 request, milliseconds of a decode step (median), milliseconds of the host's thread for a step of
@@ -27,6 +29,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from spillway_kv.vllm import prompts
 from spillway_kv.vllm.bench import medians
 from spillway_kv.vllm.sequences import Shapes
 from spillway_kv.vllm.settings import Settings
@@ -83,6 +86,10 @@ class Dense:
             held[0, :, request.start : length] = k[new].transpose(0, 1)
             held[1, :, request.start : length] = v[new].transpose(0, 1)
             one = request.token_count == 1
+            one = request.token_count == 1
+            if not one and prompts._varlen is not None:
+                _flash(q[new], held[:, :, :length], self._shapes.scale, out[new])
+                continue
             made = scaled_dot_product_attention(
                 q[new].transpose(0, 1)[None],
                 held[0, :, :length][None],
@@ -94,6 +101,16 @@ class Dense:
 
     def end(self) -> None:
         pass
+
+
+def _flash(q: torch.Tensor, kv: torch.Tensor, scale: float, out: torch.Tensor) -> None:
+    """Causal attention of a chunk to K and V [2, H_kv, L, d] by vLLM's kernel."""
+    assert prompts._varlen is not None
+    count, length = q.shape[0], kv.shape[2]
+    ends = torch.arange(0, 2 * count, count, dtype=torch.int32, device=q.device)
+    key_ends = torch.arange(0, 2 * length, length, dtype=torch.int32, device=q.device)
+    k, v = kv.transpose(1, 2)
+    prompts._varlen(q, k, v, ends, key_ends, count, length, scale, out)
 
 
 class Model:
@@ -190,7 +207,17 @@ class Run:
             if request.made == self._options.new_tokens or not 0 < count <= room:
                 continue
             room -= count
-            planned.append(PlannedRequest(request.key, 0, request.at, count, decodes, request.key))
+            planned.append(
+                PlannedRequest(
+                    request.key,
+                    0,
+                    request.at,
+                    count,
+                    decodes,
+                    request.key,
+                    prompt_token_count=self._options.tokens,
+                )
+            )
         return planned
 
     def serve(self) -> dict[str, Any]:
@@ -316,6 +343,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--gpu-memory", default="16GiB", help="of the engine")
     parser.add_argument("--gpu-resident", default="8GiB", help="the part for copies of rows")
+    parser.add_argument("--prompt-memory", type=int, default=0, help="MiB, with --vllm")
+    parser.add_argument("--vllm", action="store_true", help="FlashAttention of vLLM for prompts")
     parser.add_argument("--ready-gib", type=int, default=8, help="host memory pinned at the start")
     parser.add_argument("--engines", default="dense,spillway")
     parser.add_argument("--repetitions", type=int, default=3, help="after one that is not counted")
@@ -336,6 +365,12 @@ def main() -> None:
         options.head_dim**-0.5,
     )
     length_max = options.tokens + options.new_tokens
+    if options.vllm:
+        # Imports vLLM.
+        from spillway_kv.vllm import flash  # noqa: PLC0415
+
+        group = shapes.query_head_count // shapes.kv_head_count
+        flash.use_for(shapes.dtype, shapes.head_dim, group, device)
     model = Model(shapes, options, device)
     for name in options.engines.split(","):
         engine: Any
@@ -348,6 +383,7 @@ def main() -> None:
                 gpu_memory=options.gpu_memory if of_gpu else "",
                 gpu_resident=options.gpu_resident if of_gpu else "",
                 ready_bytes=options.ready_gib << 30,
+                prompt_bytes=options.prompt_memory << 20,
                 kept_sequence_count=0,
             )
             engine = Worker(settings, shapes, device, None, length_max)

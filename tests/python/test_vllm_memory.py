@@ -112,11 +112,20 @@ def _limits(
 
 
 def test_the_engine_gets_what_vllm_found() -> None:
-    """Without the pool (1 MiB), appends (384 MiB) and the buffers of chunks."""
+    """Without the pool (1 MiB), appends (384 MiB), the buffers of chunks, and prompts (1/16)."""
     buffers = 2 * 2 * 2 * (16384 + 8192) * 128 * 2
-    expected = (20 << 30) - (1 << 20) - (384 << 20) - buffers
+    expected = (20 << 30) - (1 << 20) - (384 << 20) - buffers - (1280 << 20)
     limits = _limits(Settings(), 20 << 30)
     assert (limits.gpu_memory, limits.append_bytes) == (str(expected), 384 << 20)
+    assert limits.prompt_bytes == 1280 << 20
+
+
+def test_prompts_in_chunks_have_memory_for_two() -> None:
+    """Prompts have at most 32,768 tokens of 28 KiB, and a step 8,192."""
+    assert _limits(Settings(), 100 << 30).prompt_bytes == 2 * 32768 * (28 << 10)
+    step = 8192 * (28 << 10)
+    assert _limits(Settings(), 16 * step).prompt_bytes == step
+    assert _limits(Settings(), 16 * step - 16).prompt_bytes == 0
 
 
 def test_little_memory_is_for_codes() -> None:

@@ -157,18 +157,24 @@ def test_a_request_from_arrival_to_its_end() -> None:
     requests.add("a", prompt, 200, "")
     assert requests.matched("a", 200, others_running=False) == 0
     plan = requests.plan([Scheduled("a", 0, 128, block=7)], [])
-    assert plan.requests == [PlannedRequest(1, 0, 0, 128, decodes=False, block=7, name="a")]
+    assert plan.requests == [
+        PlannedRequest(1, 0, 0, 128, decodes=False, block=7, name="a", prompt_token_count=200)
+    ]
     plan = requests.plan([Scheduled("a", 128, 72, block=8)], [])
-    assert plan.requests == [PlannedRequest(1, 0, 128, 72, decodes=False, block=8, name="a")]
+    assert plan.requests == [
+        PlannedRequest(1, 0, 128, 72, decodes=False, block=8, name="a", prompt_token_count=200)
+    ]
     plan = requests.plan([Scheduled("a", 200, 1, block=9)], [])
-    assert plan.requests == [PlannedRequest(1, 0, 200, 1, decodes=True, block=9, name="a")]
+    assert plan.requests == [
+        PlannedRequest(1, 0, 200, 1, decodes=True, block=9, name="a", prompt_token_count=200)
+    ]
     requests.finish("a", [*prompt, 5, 6])
     assert requests.kept == [1]
     requests.add("b", prompt, 200, "")
     assert requests.matched("b", 200, others_running=False) == 192
     plan = requests.plan([Scheduled("b", 192, 8, block=3)], [])
     assert plan.kept == [1]
-    assert plan.requests == [PlannedRequest(2, 0, 192, 8, False, 3, Source(1, 192), "b")]
+    assert plan.requests == [PlannedRequest(2, 0, 192, 8, False, 3, Source(1, 192), "b", 200)]
     assert requests.reused_token_count == 192
 
 
@@ -206,7 +212,9 @@ def test_a_preempted_request_has_its_own_rows() -> None:
     requests.plan([], ["a"])
     assert requests.matched("a", 5, others_running=True) == 4
     plan = requests.plan([Scheduled("a", 4, 1, block=6)], [])
-    assert plan.requests == [PlannedRequest(1, 0, 4, 1, decodes=True, block=6, name="a")]
+    assert plan.requests == [
+        PlannedRequest(1, 0, 4, 1, decodes=True, block=6, name="a", prompt_token_count=3)
+    ]
 
 
 def test_one_token_at_least_is_computed() -> None:
@@ -254,7 +262,9 @@ def test_losses() -> None:
     assert requests.matched("a", 3, others_running=False) == 0
     plan = requests.plan([Scheduled("a", 0, 3, block=4)], [])
     assert plan.dropped == [1, 2]
-    assert plan.requests == [PlannedRequest(1, 1, 0, 3, decodes=False, block=4, name="a")]
+    assert plan.requests == [
+        PlannedRequest(1, 1, 0, 3, decodes=False, block=4, name="a", prompt_token_count=3)
+    ]
     assert requests.matched("b", 3, others_running=True) is None
     requests.finish("a", [1, 2, 3, 4])
     assert requests.matched("b", 3, others_running=True) == 0
@@ -308,7 +318,9 @@ def test_a_running_request_whose_sequence_has_disappeared() -> None:
     assert requests.matched("a", 129, others_running=False) == 0
     plan = requests.plan([Scheduled("a", 0, 129, block=4)], [])
     assert plan.dropped == [1, 2]
-    assert plan.requests == [PlannedRequest(1, 1, 0, 129, decodes=False, block=4, name="a")]
+    assert plan.requests == [
+        PlannedRequest(1, 1, 0, 129, decodes=False, block=4, name="a", prompt_token_count=128)
+    ]
     # The report of a step that was in flight comes late. It does not take the new rows away.
     assert requests.take_report(StepReport({1: lost, 2: lost}, {1}), 1) == ([], [])
     assert requests.matched("b", 129, others_running=True) == 128
@@ -358,7 +370,9 @@ def test_drafts() -> None:
     requests.plan([Scheduled("a", 0, 100, block=1)], [])
     # One token and three drafts, of which two are right; then another three, which are all wrong.
     (planned,) = requests.plan([Scheduled("a", 100, 4, block=2, draft_count=3)], []).requests
-    assert planned == PlannedRequest(1, 0, 100, 4, decodes=True, block=2, name="a")
+    assert planned == PlannedRequest(
+        1, 0, 100, 4, decodes=True, block=2, name="a", prompt_token_count=100
+    )
     (planned,) = requests.plan([Scheduled("a", 127, 4, block=2, draft_count=3)], []).requests
     assert planned.decodes
     # The tokens end with the one that was taken instead of the first draft.

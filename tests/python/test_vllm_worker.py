@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from itertools import pairwise
@@ -15,13 +16,13 @@ from spillway_kv._native import Sums
 from spillway_kv.decoding import Decoding
 from spillway_kv.lab import serving
 from spillway_kv.policy import Policy
-from spillway_kv.prefill_kernels import attention_with_lse
 from spillway_kv.step import DecodeStep
 from spillway_kv.vllm import layers
 from spillway_kv.vllm.appends import Appends
 from spillway_kv.vllm.decoding import Group
 from spillway_kv.vllm.layers import Attending, begins_of
 from spillway_kv.vllm.model_graph import OpenLayer
+from spillway_kv.vllm.prompt_rows import PromptRows
 from spillway_kv.vllm.sequences import Lost, Shapes
 from spillway_kv.vllm.settings import Settings
 from spillway_kv.vllm.step_plan import Loss, PlannedRequest, Source, StepPlan
@@ -41,10 +42,22 @@ class Model:
         settings = settings or Settings(memory=memory, device=str(DEVICE))
         self.worker = Worker(settings, SHAPES, DEVICE, Policy(selector="all"))
 
-    def append_later(self, later: bool) -> None:
-        """Whether prompts are appended later, as on a GPU, or at once."""
+    def append_later(self, later: bool, held_tokens: int = 0) -> None:
+        """Whether prompts are appended later, as on a GPU, or at once.
+
+        held_tokens: tokens of prompts in chunks that stay in the device's memory.
+        """
         sequences = self.worker._sequences
         sequences._appends = Appends(LAYERS, sequences.patiently) if later else None
+        sequences._prompt_rows = PromptRows(
+            LAYERS,
+            KV_HEADS,
+            DIM,
+            torch.float32,
+            DEVICE,
+            held_tokens * LAYERS * 2 * KV_HEADS * DIM * 4,
+            lambda key: sequences._appends is not None and sequences._appends.reads(key),
+        )
 
     @staticmethod
     def rows(text: int, position: int, layer: int) -> tuple[torch.Tensor, ...]:
@@ -96,18 +109,63 @@ class Model:
         return made
 
 
-@pytest.fixture(params=["at once", "later"])
-def model(request: pytest.FixtureRequest) -> Iterator[Model]:
-    """A model with its own worker, which appends prompts at once, or later as on a GPU."""
+class Varlen:
+    """A kernel for several prompts, and its calls: ends of queries and keys, and the most of each.
+
+    As vLLM's, it takes keys that have more elements than the last prompt has.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[list[int], list[int], int, int]] = []
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        ends: torch.Tensor,
+        key_ends: torch.Tensor,
+        longest: int,
+        longest_keys: int,
+        scale: float,
+        out: torch.Tensor,
+    ) -> None:
+        queries, keys = ends.tolist(), key_ends.tolist()
+        self.calls.append((queries, keys, longest, longest_keys))
+        for (begin, end), (first, last) in zip(pairwise(queries), pairwise(keys), strict=True):
+            of_group = q.shape[1] // k.shape[1]
+            seen = torch.ones(end - begin, last - first, device=q.device)
+            seen = seen.tril(last - first - (end - begin)).bool()
+            logits = torch.einsum(
+                "thd,lhd->htl",
+                q[begin:end].double(),
+                k[first:last].double().repeat_interleave(of_group, 1),
+            )
+            weights = (logits * scale).masked_fill(~seen, -torch.inf).softmax(-1)
+            values = v[first:last].double().repeat_interleave(of_group, 1)
+            out[begin:end] = torch.einsum("htl,lhd->thd", weights, values).to(out.dtype)
+
+
+@pytest.fixture(params=["at once", "later", "held"])
+def model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Model]:
+    """A model with its own worker, which appends prompts at once, or later as on a GPU.
+
+    Held: a prompt in chunks stays in the device's memory, if there is room among 200 tokens.
+    """
     made = Model()
-    made.append_later(request.param == "later")
+    made.append_later(request.param != "at once", 200 if request.param == "held" else 0)
+    if request.param == "held":
+        monkeypatch.setattr("spillway_kv.vllm.prompts._varlen", Varlen())
     yield made
     made.worker.close()
 
 
 def _request(key: int, start: int, count: int, **more: Any) -> PlannedRequest:
     decodes = more.pop("decodes", count == 1)
-    return PlannedRequest(key, more.pop("epoch", 0), start, count, decodes, key, **more)
+    prompt = more.pop("prompt", 0)
+    return PlannedRequest(
+        key, more.pop("epoch", 0), start, count, decodes, key, prompt_token_count=prompt, **more
+    )
 
 
 def _check(model: Model, outs: torch.Tensor, text: int, start: int) -> None:
@@ -136,24 +194,7 @@ def test_prompts_that_begin_together_are_attended_in_one_call(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where a kernel for several prompts is there. One that goes on is attended on its own."""
-    calls: list[tuple[list[int], int]] = []
-
-    def varlen(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        ends: torch.Tensor,
-        longest: int,
-        scale: float,
-        out: torch.Tensor,
-    ) -> None:
-        calls.append((ends.tolist(), longest))
-        for begin, end in pairwise(ends.tolist()):
-            keys, values = (x[begin:end].transpose(0, 1) for x in (k, v))
-            out[begin:end], _ = attention_with_lse(
-                q[begin:end], keys, values, causal=True, scale=scale
-            )
-
+    varlen = Varlen()
     monkeypatch.setattr("spillway_kv.vllm.prompts._varlen", varlen)
     texts = {key: key for key in range(1, 6)}
     _, outs = model.step(
@@ -161,14 +202,97 @@ def test_prompts_that_begin_together_are_attended_in_one_call(
     )
     for key in (1, 2, 3):
         _check(model, outs[key], key, 0)
-    assert calls == [([0, 40, 41, 74], 40)] * LAYERS
-    calls.clear()
+    ends = [0, 40, 41, 74]
+    assert varlen.calls == [(ends, ends, 40, 40)] * LAYERS
+    varlen.calls.clear()
     plan = StepPlan([_request(1, 40, 1), _request(4, 0, 5), _request(2, 1, 7), _request(5, 0, 6)])
     report, outs = model.step(plan, texts)
     for key, start in ((1, 40), (2, 1), (4, 0), (5, 0)):
         _check(model, outs[key], key, start)
-    assert calls == [([0, 5], 5), ([0, 6], 6)] * LAYERS
+    assert varlen.calls == [([0, 5], [0, 5], 5, 5), ([0, 6], [0, 6], 6, 6)] * LAYERS
     assert not report.losses
+
+
+def test_a_prompt_in_chunks_stays_in_memory(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While there is room for it, its chunks fetch nothing."""
+    varlen = Varlen()
+    monkeypatch.setattr("spillway_kv.vllm.prompts._varlen", varlen)
+    model.append_later(True, 150)
+    fetched: list[int] = []
+    fetch = spillway_kv.Sequence.fetch
+
+    def counted(self: Any, layer: int, start: int, end: int, **more: Any) -> Any:
+        fetched.append(end)
+        return fetch(self, layer, start, end, **more)
+
+    monkeypatch.setattr(spillway_kv.Sequence, "fetch", counted)
+    texts = {key: key for key in range(1, 6)}
+    # A prompt of 100 tokens in three chunks, beside one of 70 for which there is no room.
+    both = StepPlan([_request(1, 0, 40, prompt=100), _request(2, 0, 30, prompt=70)])
+    _, outs = model.step(both, texts)
+    _check(model, outs[1], 1, 0)
+    assert varlen.calls == [([0, 40, 70], [0, 40, 70], 40, 40)] * LAYERS
+    varlen.calls.clear()
+    _, outs = model.step(StepPlan([_request(1, 40, 35, prompt=100)]), texts)
+    _check(model, outs[1], 1, 40)
+    _, outs = model.step(StepPlan([_request(1, 75, 25, prompt=100)]), texts)
+    _check(model, outs[1], 1, 75)
+    assert (
+        varlen.calls
+        == [([0, 35], [0, 75], 35, 75)] * LAYERS + [([0, 25], [0, 100], 25, 100)] * LAYERS
+    )
+    assert fetched == []
+    _, outs = model.step(StepPlan([_request(2, 30, 40, prompt=70)]), texts)
+    _check(model, outs[2], 2, 30)
+    assert fetched == [30] * LAYERS
+    # All are appended, with the other's memory free again.
+    _, outs = model.step(
+        StepPlan([_request(1, 100, 1), _request(3, 0, 20, prompt=150), _request(2, 70, 1)]), texts
+    )
+    for key, start in ((1, 100), (2, 70), (3, 0)):
+        _check(model, outs[key], key, start)
+    # A prompt that waits makes room for one that is computed, and then fetches.
+    _, outs = model.step(StepPlan([_request(4, 0, 20, prompt=120)]), texts)
+    _check(model, outs[4], 4, 0)
+    fetched.clear()
+    plan = StepPlan([_request(3, 20, 10, prompt=150), _request(4, 20, 12, prompt=120)])
+    report, outs = model.step(plan, texts)
+    for key in (3, 4):
+        _check(model, outs[key], key, 20)
+    assert fetched == [20] * LAYERS
+    assert not report.losses
+    # It is lost, and begins again.
+    model.step(StepPlan([_request(5, 0, 4)], dropped=[4]), texts)
+    _, outs = model.step(StepPlan([_request(4, 0, 60, prompt=120, epoch=1)]), texts)
+    _check(model, outs[4], 4, 0)
+    _, outs = model.step(StepPlan([_request(4, 60, 61, prompt=120, epoch=1)]), texts)
+    _check(model, outs[4], 4, 60)
+
+
+def test_chunks_are_appended_in_order(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing waits between them, and where the first has lacked memory."""
+    monkeypatch.setattr("spillway_kv.vllm.prompts._varlen", Varlen())
+    model.append_later(True, 100)
+    append = spillway_kv.Sequence.append
+    calls: list[int] = []
+
+    def slow(self: Any, layer: int, start: int, *rows: Any) -> Any:
+        calls.append(start)
+        if len(calls) == 1:
+            time.sleep(0.1)
+            raise spillway_kv.ResourceExhausted("the memory limit is reached")
+        return append(self, layer, start, *rows)
+
+    monkeypatch.setattr(spillway_kv.Sequence, "append", slow)
+    for start in (0, 30, 60):
+        _, outs = model.step(StepPlan([_request(1, start, 30, prompt=90)]), {1: 1})
+        _check(model, outs[1], 1, start)
+    report, outs = model.step(StepPlan([_request(1, 90, 1)]), {1: 1})
+    _check(model, outs[1], 1, 90)
+    assert not report.losses
+    # The first one was made again.
+    assert calls[0] == 0
+    assert calls.count(0) == 2
 
 
 def by_decoder(model: Model) -> bool:

@@ -27,37 +27,48 @@ Patiently = Callable[[Callable[[], None]], None]
 
 
 class _Append:
-    """An append to consecutive layers. It holds K/V until it has ended."""
+    """An append to consecutive layers. It holds K/V until it has ended.
+
+    Args:
+        sequence: The sequence.
+        first_layer: The first of the layers.
+        start: Position of the first token.
+        rows: Memory for K and V [2, layers, H_kv, T, d].
+        byte_count: Bytes that are free when it has ended.
+        before: Appends that must have ended before it begins.
+    """
 
     def __init__(
         self,
         sequence: Sequence,
         first_layer: int,
-        layer_count: int,
         start: int,
-        shape: torch.Size,
-        dtype: torch.dtype,
-        device: torch.device,
+        rows: torch.Tensor,
+        byte_count: int,
+        before: list[_Append],
     ) -> None:
         self.sequence = sequence
         self.layers = range(first_layer, first_layer)
-        self.end = start + shape[1]
-        self.device = device
+        self.start = start
+        self.end = start + rows.shape[3]
+        self.device = rows.device
         self.future: Future[None] | None = None
-        self._start = start
-        self._layer_count = layer_count
-        # K and V [layers, H_kv, T, d].
-        self._rows: torch.Tensor | None = torch.empty(
-            (2, layer_count, *shape), dtype=dtype, device=device
-        )
-        self.byte_count = self._rows.nbytes
+        self.byte_count = byte_count
+        self._before = [each.future for each in before]
+        self._layer_count = rows.shape[1]
+        self._rows: torch.Tensor | None = rows
         self._error: Exception | None = None
-        self._made = torch.cuda.Event() if device.type == "cuda" else None
+        self._made = torch.cuda.Event() if rows.device.type == "cuda" else None
 
     @property
     def is_full(self) -> bool:
         """Whether it has as many layers as it can take."""
         return len(self.layers) == self._layer_count
+
+    @property
+    def holds(self) -> bool:
+        """Whether its K/V are still needed."""
+        return self._rows is not None
 
     def add(self, k: torch.Tensor, v: torch.Tensor) -> None:
         """Copies K and V [H_kv, T, d] of the next layer."""
@@ -74,6 +85,8 @@ class _Append:
 
     def run(self, stream: torch.cuda.Stream | None) -> None:
         """Appends on a stream, in a thread."""
+        # They began before this one, so they do not wait for its thread.
+        wait([future for future in self._before if future is not None])
         if stream is None or self._made is None:
             self._append()
             return
@@ -86,7 +99,7 @@ class _Append:
         k, v = self._rows[:, : len(self.layers)]
         if not self.sequence._takes_from_gpu(k):
             k, v = k.cpu(), v.cpu()
-        self.sequence.append(self.layers.start, self._start, k, v)
+        self.sequence.append(self.layers.start, self.start, k, v)
         self._rows = None
 
     def conclude(self, patiently: Patiently) -> None:
@@ -154,11 +167,14 @@ class Appends:
         v: torch.Tensor,
         *,
         share: float = 1.0,
+        into: torch.Tensor | None = None,
     ) -> None:
         """Adds K and V [H_kv, T, d] of a layer. Layers of the same tokens come in order.
 
         Copies them on the current stream, and appends several layers at once. Waits while too many
         bytes are waiting.
+
+        Without `into`, what was added to the layer before must be settled.
 
         Args:
             key: Key of the sequence.
@@ -168,12 +184,22 @@ class Appends:
             k: Keys.
             v: Values, with the same shape.
             share: Part of the step's tokens that are these, in (0, 1].
+            into: Memory of the caller for K and V of all layers [2, layers, H_kv, T, d], which
+                `reads` until they are appended. None: it is allocated.
         """
         appends = self._of.setdefault(key, deque())
+        if appends and appends[-1].future is None and appends[-1].start != start:
+            self._start(appends[-1])
         if not appends or appends[-1].future is not None:
             of_layer = (k.nbytes + v.nbytes) / share
             count = max(1, min(int(self._collected_bytes / of_layer), self._layer_count - layer))
-            appends.append(_Append(sequence, layer, count, start, k.shape, k.dtype, k.device))
+            byte_count = 0
+            if into is None:
+                rows = torch.empty((2, count, *k.shape), dtype=k.dtype, device=k.device)
+                byte_count = rows.nbytes
+            else:
+                rows = into[:, layer : layer + count]
+            appends.append(_Append(sequence, layer, start, rows, byte_count, list(appends)))
         append = appends[-1]
         append.add(k, v)
         if append.is_full:
@@ -203,6 +229,10 @@ class Appends:
         if stream is None and append.device.type == "cuda":
             stream = self._streams.stream = torch.cuda.Stream(append.device)
         append.run(stream)
+
+    def reads(self, key: int) -> bool:
+        """Whether K/V that were added to a sequence are still needed where they are."""
+        return any(append.holds for append in self._of.get(key, ()))
 
     def end_of(self, key: int) -> int | None:
         """Returns the length that a sequence will have. None if nothing of it is to be appended."""

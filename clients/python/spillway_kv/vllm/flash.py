@@ -73,12 +73,14 @@ def _attend_varlen(
     k: torch.Tensor,
     v: torch.Tensor,
     ends: torch.Tensor,
+    key_ends: torch.Tensor,
     longest: int,
+    longest_keys: int,
     scale: float,
     out: torch.Tensor,
 ) -> None:
     """Causal attention of several prompts, see `prompts.Varlen`."""
-    _flash(q, k, v, ends, ends, longest, longest, True, scale, out)
+    _flash(q, k, v, ends, key_ends, longest, longest_keys, True, scale, out)
 
 
 def _attend(

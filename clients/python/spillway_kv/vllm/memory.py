@@ -156,12 +156,13 @@ def with_limits(
     # Little memory is for codes. Appends are slow with less than a layer that is collected and two
     # that wait, and impossible with less than two layers.
     appends = max(min(BYTES_MAX, max(_available // 32, 3 * layer)), 2 * layer)
-    limit = _available - pool_bytes - appends - buffers
+    prompts = _prompt_bytes(_available, config, shapes)
+    limit = _available - pool_bytes - appends - buffers - prompts
     if limit <= 0:
         raise ValueError(
             f"--gpu-memory-utilization {config.cache_config.gpu_memory_utilization}: vLLM finds "
             f"{_available >> 20} MiB for K/V, of which its pool takes {pool_bytes >> 20} MiB and "
-            f"prompts of {chunk} tokens {(appends + buffers) >> 20} MiB; nothing is "
+            f"prompts of {chunk} tokens {(appends + buffers + prompts) >> 20} MiB; nothing is "
             "left for codes of keys. Raise it, or lower --max-num-batched-tokens"
         )
     return replace(
@@ -172,7 +173,19 @@ def with_limits(
             _rows_bytes(config, shapes), _host_bytes() // 8 // _rank_count(config), _READY_BYTES_MAX
         ),
         append_bytes=appends,
+        prompt_bytes=prompts,
     )
+
+
+def _prompt_bytes(available: int, config: Any, shapes: Shapes) -> int:
+    """Returns the memory for K/V of prompts that have further chunks.
+
+    A sixteenth, but no more than for the two longest prompts: a step may end one and begin another.
+    None if it has no room for what one step computes.
+    """
+    token = shapes.layer_count * shapes.kv_head_count * _row_bytes(shapes)
+    most = min(available // 16, 2 * config.model_config.max_model_len * token)
+    return most if most >= config.scheduler_config.max_num_batched_tokens * token else 0
 
 
 def _host_bytes() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
@@ -14,12 +15,38 @@ from spillway_kv.vllm.sequences import Lost, Sequences
 # Chunks of prompts up to this length are attended in one call with earlier tokens.
 JOINED_TOKEN_COUNT = 8192
 
-# Causal attention of several prompts in one call: q [N, H_q, d], k and v [N, H_kv, d], the
-# beginnings of the prompts and the end of the last (int32 [P + 1], on the device), the largest
-# number of tokens, scale, out [N, H_q, d], which is written.
-Varlen = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, float, torch.Tensor], None
-]
+
+class Varlen(Protocol):
+    """Causal attention of several prompts in one call. The last query of each sees all its keys."""
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        ends: torch.Tensor,
+        key_ends: torch.Tensor,
+        longest: int,
+        longest_keys: int,
+        scale: float,
+        out: torch.Tensor,
+    ) -> None:
+        """Attends.
+
+        Args:
+            q: Queries [N, H_q, d].
+            k: Keys [L, H_kv, d], with any strides whose last one is 1.
+            v: Values, with the same shape.
+            ends: Where the queries of each prompt begin and the last ones end, int32 [P + 1], on
+                the device.
+            key_ends: The same of its keys.
+            longest: Most queries of a prompt.
+            longest_keys: Most keys of a prompt.
+            scale: Factor on q.k.
+            out: Written, [N, H_q, d].
+        """
+        ...
+
 
 _varlen: Varlen | None = None
 
@@ -45,9 +72,12 @@ class Prompts:
         self._layer_count = layer_count
         self._prefill = Prefill(joined_token_count=JOINED_TOKEN_COUNT)
         self._rows: list[Row] = []
-        # Those that are not beginnings.
+        # Those that are not beginnings, and whose earlier K/V come from the engine.
         self._later: list[Row] = []
         self._runs: list[_Run] = []
+        # Those with K/V in GPU memory, by key, and those of them that are not beginnings.
+        self._held: dict[int, torch.Tensor] = {}
+        self._continued: list[_Continued] = []
         self._token_count = 0
 
     def close(self) -> None:
@@ -64,7 +94,14 @@ class Prompts:
         self._rows = rows
         self._token_count = sum(row.plan.token_count for row in rows)
         self._runs = [_Run(each, device) for each in _runs_of(rows)]
-        self._later = [row for row in rows if row.plan.start > 0]
+        self._held = self._sequences.hold([row.plan for row in rows]) if _varlen else {}
+        later = [row for row in rows if row.plan.start > 0]
+        self._continued = [
+            _Continued(row, self._held[row.plan.key], device)
+            for row in later
+            if row.plan.key in self._held
+        ]
+        self._later = [row for row in later if row.plan.key not in self._held]
 
     def attend(
         self,
@@ -93,6 +130,8 @@ class Prompts:
                     lose(row, loss)
         for run in self._runs:
             run.attend(q, k, v, out, self._scale)
+        for each in self._continued:
+            each.attend(layer, q, out, self._scale)
         for row in self._later:
             if row.alive:
                 try:
@@ -102,14 +141,16 @@ class Prompts:
         for row in self._rows:
             if not row.alive:
                 out[row.begin : row.end].zero_()
+        if layer + 1 == self._layer_count:
+            self._sequences.release()
 
     def _append(self, layer: int, row: Row, k: torch.Tensor, v: torch.Tensor) -> None:
         new = slice(row.begin, row.end)
-        # Chunks come one after the other at each layer.
-        self._sequences.settle(row.plan.key, layer)
         share = row.plan.token_count / self._token_count
         keys, values = k[new].transpose(0, 1), v[new].transpose(0, 1)
-        self._sequences.append(row.plan, layer, keys, values, share=share)
+        held = self._held.get(row.plan.key)
+        into = None if held is None else held[:, :, :, row.plan.start :]
+        self._sequences.append(row.plan, layer, keys, values, share=share, into=into)
 
     def _attend_later(
         self,
@@ -148,11 +189,7 @@ class _Run:
         self._longest = max(row.plan.token_count for row in rows)
         self._ends: torch.Tensor | None = None
         if _varlen is not None:
-            ends = [0, *(row.end - rows[0].begin for row in rows)]
-            # Pinned, so that the copy does not wait for the GPU.
-            there = torch.tensor(ends, dtype=torch.int32, device="cpu")
-            there = there.pin_memory() if device.type == "cuda" else there
-            self._ends = there.to(device, non_blocking=True)
+            self._ends = _on(device, [0, *(row.end - rows[0].begin for row in rows)])
 
     def attend(
         self,
@@ -165,11 +202,43 @@ class _Run:
         """Attends causally."""
         if _varlen is not None and self._ends is not None:
             whole = self._whole
-            _varlen(q[whole], k[whole], v[whole], self._ends, self._longest, scale, out[whole])
+            ends, longest = self._ends, self._longest
+            _varlen(q[whole], k[whole], v[whole], ends, ends, longest, longest, scale, out[whole])
             return
         for place in self._places:
             keys, values = k[place].transpose(0, 1), v[place].transpose(0, 1)
             out[place], _ = attention_with_lse(q[place], keys, values, causal=True, scale=scale)
+
+
+class _Continued:
+    """A chunk of a prompt whose K/V are all in GPU memory.
+
+    Args:
+        row: The chunk.
+        rows: K and V [2, layers, H_kv, tokens up to the chunk's end, d].
+        device: Device of the model's tensors.
+    """
+
+    def __init__(self, row: Row, rows: torch.Tensor, device: torch.device) -> None:
+        self._row = row
+        # [2, layers, tokens, H_kv, d]
+        self._rows = rows.transpose(2, 3)
+        self._ends = _on(device, [0, row.plan.token_count, 0, rows.shape[3]])
+
+    def attend(self, layer: int, q: torch.Tensor, out: torch.Tensor, scale: float) -> None:
+        """Attends causally. The chunk's own K/V of the layer must be there."""
+        assert _varlen is not None
+        count, length = self._row.plan.token_count, self._rows.shape[2]
+        new = slice(self._row.begin, self._row.end)
+        k, v = self._rows[0, layer], self._rows[1, layer]
+        _varlen(q[new], k, v, self._ends[:2], self._ends[2:], count, length, scale, out[new])
+
+
+def _on(device: torch.device, numbers: list[int]) -> torch.Tensor:
+    """Returns an int32 tensor on the device, without a wait for the GPU."""
+    there = torch.tensor(numbers, dtype=torch.int32, device="cpu")
+    there = there.pin_memory() if device.type == "cuda" else there
+    return there.to(device, non_blocking=True)
 
 
 def _runs_of(rows: Sequence[Row]) -> list[list[Row]]:

@@ -161,6 +161,7 @@ class Requests:
                     item.block,
                     source,
                     item.name,
+                    request.prompt_token_count,
                 )
             )
             self._prefixes.set_rows(request.key, item.start + item.token_count, running=True)

@@ -19,6 +19,7 @@ from spillway_kv.shared_model import shared_model
 from spillway_kv.step import HeadShapes
 from spillway_kv.tensors import DTypeName
 from spillway_kv.vllm.appends import Appends
+from spillway_kv.vllm.prompt_rows import PromptRows
 from spillway_kv.vllm.settings import PREFIX, Settings
 from spillway_kv.vllm.step_plan import LossKind, PlannedRequest, StepPlan
 
@@ -87,6 +88,15 @@ class Sequences:
             if device.type == "cuda"
             else None
         )
+        self._prompt_rows = PromptRows(
+            shapes.layer_count,
+            shapes.kv_head_count,
+            shapes.head_dim,
+            shapes.dtype,
+            device,
+            settings.prompt_bytes,
+            lambda key: self._appends is not None and self._appends.reads(key),
+        )
         self._model: spillway_kv.Model | None = None
         self._sequences: dict[int, Sequence] = {}
         # Kept sequences, the first to be dropped first.
@@ -142,6 +152,33 @@ class Sequences:
                     self.settle(request.source.key)
         return self.patiently(lambda: self._ready(request))
 
+    def hold(self, requests: list[PlannedRequest]) -> dict[int, torch.Tensor]:
+        """Returns where K/V of prompts stay in GPU memory, as far as there is memory for that.
+
+        Args:
+            requests: All prompts of the step.
+
+        Returns:
+            By key, K and V [2, layers, H_kv, tokens up to the end of the step, d]. Those of earlier
+            steps are there. Those of this step are to be appended `into` it.
+        """
+        if self._appends is None:
+            return {}
+        keys = {request.key for request in requests}
+        held = {}
+        for request in requests:
+            end = request.start + request.token_count
+            if request.start == 0 and end < request.prompt_token_count:
+                self._prompt_rows.open(request.key, request.prompt_token_count, keys)
+            rows = self._prompt_rows.extend(request.key, request.start, end)
+            if rows is not None:
+                held[request.key] = rows
+        return held
+
+    def release(self) -> None:
+        """Ends what `hold` has given to prompts that are complete."""
+        self._prompt_rows.close_complete()
+
     def append(
         self,
         request: PlannedRequest,
@@ -150,6 +187,7 @@ class Sequences:
         v: torch.Tensor,
         *,
         share: float = 1.0,
+        into: torch.Tensor | None = None,
     ) -> None:
         """Appends the request's new rows K and V [H_kv, T, d] to a layer.
 
@@ -161,6 +199,7 @@ class Sequences:
             k: Keys.
             v: Values.
             share: Part of the step's prompt tokens that are the request's.
+            into: Where they stay in GPU memory [2, layers, H_kv, T, d], from `hold`.
 
         Raises:
             Lost: They cannot be appended.
@@ -171,8 +210,11 @@ class Sequences:
             raise Lost("its sequence is gone")
         if self._appends is None:
             self.patiently(lambda: sequence.append(layer, start, k, v))
-        else:
-            self._appends.add(request.key, sequence, layer, start, k, v, share=share)
+            return
+        if into is None:
+            # Chunks come one after the other at each layer.
+            self.settle(request.key, layer)
+        self._appends.add(request.key, sequence, layer, start, k, v, share=share, into=into)
 
     def settle(self, key: int, layer: int | None = None) -> None:
         """Waits until what was appended to a layer, or to all layers, is there.
@@ -305,6 +347,7 @@ class Sequences:
         self._kept.pop(key, None)
         if self._appends is not None:
             self._appends.forget(key)
+        self._prompt_rows.close(key)
         sequence = self._sequences.pop(key, None)
         if sequence is not None:
             try:

@@ -37,6 +37,7 @@ class PlannedRequest:
         block: Block of its newest token in the pool. No other request of the step has this block.
         source: The sequence from which its first rows are taken. None: its own.
         name: vLLM's id of the request.
+        prompt_token_count: Number of tokens of its prompt. 0: not known.
     """
 
     key: int
@@ -47,6 +48,7 @@ class PlannedRequest:
     block: int
     source: Source | None = None
     name: str = ""
+    prompt_token_count: int = 0
 
 
 @dataclass
