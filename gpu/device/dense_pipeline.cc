@@ -16,8 +16,8 @@ constexpr int64_t kStagePages = 64;
 // many KV heads the model has here: it may be a part of a larger one.
 constexpr int64_t kSplitRowsLeast = 64;
 constexpr int64_t kHeadSplits = 128;
-// Blocks that read over the link. They keep enough bytes in flight.
-constexpr int kLinkBlocks = 64;
+// Blocks or warps that read over the link. They keep enough bytes in flight.
+constexpr int kLinkWorkers = 64;
 // Rows are read over the link if at least one of so many is in host memory.
 constexpr int64_t kLinkShare = 16;
 constexpr int64_t kPartialBytes = int64_t{256} << 20;
@@ -197,7 +197,7 @@ DenseWave DensePipeline::View(const Part& part) const {
   wave.cancel = context_->cancel();
   wave.running = part.errors + part.blocks.size();
   wave.limit = INT64_MAX;
-  wave.link_blocks = kLinkBlocks;
+  wave.link_workers = kLinkWorkers;
   wave.overlap = context_->gpu().hopper;
   wave.follows_append = follows_append_;
   for (const Block& block : part.blocks) {

@@ -414,7 +414,7 @@ struct DenseWave {
   int64_t first = 0;
   int64_t limit = 0;
   int64_t split_count_max = 0;  // of a unit in one launch
-  int link_blocks = 0;          // that run if rows come over the link
+  int link_workers = 0;         // blocks or warps that run if rows come over the link
   // Pinned; the work stops when it is not 0. Null: it never stops.
   const int32_t* cancel = nullptr;
   uint32_t* running = nullptr;  // device, not 0 at first; 0 once a block has seen that it stops

@@ -19,32 +19,35 @@ __device__ inline bool DenseStops(const DenseWave& wave) {
   return *running == 0;
 }
 
-// The splits of all units of a wave are one list, which the blocks share. Each has an equal part of
-// it; but if rows come over the link, few blocks take turns, and each split follows the one before.
+// The splits of all units of a wave are one list, which workers share: blocks or warps. Each has an
+// equal part of it; but if rows come over the link, few workers take turns, and each split follows
+// the one before.
 class DenseTurns {
  public:
-  __device__ explicit DenseTurns(const DenseWave& of) : wave_(of) {
+  __device__ DenseTurns(const DenseWave& of, int worker, int workers) : wave_(of) {
     const DenseUnit& last = wave_.units[wave_.unit_count - 1];
     const bool over_link = wave_.units[0].over_link;
     const int total = FirstOf(wave_.unit_count - 1) + CountOf(last);
-    const auto block = static_cast<int>(blockIdx.x);
-    const auto blocks = static_cast<int>(gridDim.x);
     if (over_link) {
-      step_ = min(blocks, wave_.link_blocks);
-      at_ = block < step_ ? block : total;
+      step_ = min(workers, wave_.link_workers);
+      at_ = worker < step_ ? worker : total;
       end_ = total;
+    } else if (total <= workers) {
+      at_ = worker;
+      end_ = min(worker + 1, total);
     } else {
-      at_ = static_cast<int>(int64_t{total} * block / blocks);
-      end_ = static_cast<int>(int64_t{total} * (block + 1) / blocks);
+      at_ = static_cast<int>(int64_t{total} * worker / workers);
+      end_ = static_cast<int>(int64_t{total} * (worker + 1) / workers);
     }
   }
-  // Loads the next unit of which the block has splits, and says which. All threads call it, and
+  // Loads the next unit of which the worker has splits, and says which. load(from, unit): copies a
+  // unit, when all threads of the worker are done with the one before. All of them call Next(), and
   // have the same answer.
-  __device__ bool Next(DenseUnit& unit, SplitRange& splits) {
+  template <typename Load>
+  __device__ bool Next(DenseUnit& unit, SplitRange& splits, Load load) {
     while (at_ < end_) {
       const int i = UnitOf(at_);
-      __syncthreads();  // all are done with the unit before
-      LoadRequest(wave_.units + i, unit);
+      load(wave_.units + i, unit);
       const int first = FirstOf(i);
       const int room = unit.staged ? static_cast<int>(wave_.split_count_max) : CountOf(unit);
       const int end = min(first + CountOf(unit), end_);
@@ -84,6 +87,12 @@ class DenseTurns {
   int step_ = 1;
 };
 
+// How blocks load units.
+__device__ inline void LoadUnit(const DenseUnit* from, DenseUnit& to) {
+  __syncthreads();
+  LoadRequest(from, to);
+}
+
 // The splits of a dense unit. Where rows are read in place, split s of S has tiles s, s + S, ... of
 // kTensorTileRows rows, so that blocks that run at once read from addresses near each other. Staged
 // rows are split into stretches.
@@ -92,21 +101,28 @@ struct DenseRows {
   const DenseWave& wave;
   const DenseUnit& u;
   int64_t limit;  // rows that this launch folds
+  // Of rows that are read in place: tiles that each split has, how many splits have one more, and
+  // which one has the last tile.
+  int tiles;
+  int longer;
+  int last;
 
   __device__ DenseRows(const DenseWave& of, const DenseUnit& unit)
-      : wave(of), u(unit), limit(min(unit.n, of.limit)) {}
+      : wave(of), u(unit), limit(min(unit.n, of.limit)) {
+    const auto all = static_cast<int>((limit + kTensorTileRows - 1) / kTensorTileRows);
+    const auto splits = static_cast<int>(unit.split_count);
+    tiles = all / splits;
+    longer = all - tiles * splits;
+    last = (longer == 0 ? splits : longer) - 1;
+  }
 
   __device__ KvSplit At(int split) const {
     if (u.staged) {
       const int64_t first = split * kStagedSplitRows;
       return {0, static_cast<int32_t>(min(kStagedSplitRows, limit - first)), first};
     }
-    const auto tiles = static_cast<int>((limit + kTensorTileRows - 1) / kTensorTileRows);
-    const auto splits = static_cast<int>(u.split_count);
-    auto count = static_cast<int32_t>((tiles - split + splits - 1) / splits * kTensorTileRows);
-    if ((tiles - 1) % splits == split) {
-      count -= static_cast<int32_t>(int64_t{tiles} * kTensorTileRows - limit);
-    }
+    auto count = static_cast<int32_t>((tiles + (split < longer ? 1 : 0)) * kTensorTileRows);
+    if (split == last) count -= static_cast<int32_t>(-limit & (kTensorTileRows - 1));
     return {0, count, int64_t{split} * kTensorTileRows};
   }
   __device__ bool HasMoments(const KvSplit&) const { return false; }
@@ -129,6 +145,13 @@ struct DenseRows {
     const int element = r * wave.head_dim + i;
     return u.q != nullptr ? u.q[element]
                           : TensorQuery(wave.step, u.place, wave.group, wave.head_dim, element);
+  }
+  // Where query row r is, and its elements' type.
+  __device__ const std::byte* Query(int r, DType& dtype) const {
+    dtype = u.q != nullptr ? DType::kF32 : wave.step.q_dtype;
+    if (u.q != nullptr) return reinterpret_cast<const std::byte*>(u.q + r * wave.head_dim);
+    return wave.step.q.At(u.place.item, u.place.query + r / wave.group,
+                          int64_t{u.place.kv_head} * wave.group + r % wave.group);
   }
   __device__ bool Stops() const { return DenseStops(wave); }
   __device__ float* Partial(int split) const {
@@ -153,10 +176,10 @@ __global__ void DenseFoldKernel(DenseWave wave) {
   const auto thread = static_cast<int>(threadIdx.x);
   float* queries = memory;
   float* rest = queries + kDenseQueryRows * d;
-  DenseTurns turns(wave);
+  DenseTurns turns(wave, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
   GridDependencyWait();
   TriggerDependents();
-  for (SplitRange splits; turns.Next(u, splits);) {
+  for (SplitRange splits; turns.Next(u, splits, LoadUnit);) {
     const DenseRows rows(wave, u);
     for (int i = thread; i < u.query_rows * d; i += static_cast<int>(blockDim.x)) {
       queries[i] = rows.Query(0, i) * wave.scale;
@@ -194,10 +217,10 @@ __global__ void __launch_bounds__(kTensorThreads) DenseTensorKernel(DenseWave wa
   extern __shared__ __align__(128) std::byte fold_memory[];
   __shared__ __align__(8) std::byte unit[sizeof(DenseUnit)];  // it has a constructor
   auto& u = *reinterpret_cast<DenseUnit*>(unit);
-  DenseTurns turns(wave);
+  DenseTurns turns(wave, static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x));
   GridDependencyWait();
   TriggerDependents();
-  for (SplitRange splits; turns.Next(u, splits);) {
+  for (SplitRange splits; turns.Next(u, splits, LoadUnit);) {
     const DenseRows rows(wave, u);
     FoldOnTensorCores<kDType, kHeads, kDimTiles>({wave.head_dim, u.query_rows, wave.scale}, rows,
                                                  splits, fold_memory);

@@ -87,6 +87,18 @@ __device__ inline float ValueUnit(const UnitRequest& u) {
   return u.statistics != nullptr ? u.statistics->value_unit : 1.0f;
 }
 
+// Copies a request to memory that a warp shares. All lanes, of which none reads `to` any more.
+template <typename Request>
+__device__ inline void LoadByWarp(const Request* from, Request& to) {
+  static_assert(sizeof(Request) % 8 == 0);
+  const auto* source = reinterpret_cast<const uint64_t*>(from);
+  auto* target = reinterpret_cast<uint64_t*>(&to);
+  for (int i = threadIdx.x % 32; i < static_cast<int>(sizeof(Request) / 8); i += 32) {
+    target[i] = source[i];
+  }
+  __syncwarp();
+}
+
 // Copies a unit's request to shared memory, by one read for all threads. Ends with a barrier.
 template <typename Request>
 __device__ inline void LoadRequest(const Request* from, Request& to) {

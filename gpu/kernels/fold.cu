@@ -1,4 +1,5 @@
 #include "gpu/kernels/dense.cuh"
+#include "gpu/kernels/dense_warp.cuh"
 #include "gpu/kernels/fold_launch.cuh"
 #include "gpu/kernels/fold_tensor.cuh"
 
@@ -36,6 +37,22 @@ cudaError_t ForTensors(DType dtype, int head_dim, int rows, F f) {
                                : of_type.template operator()<DType::kF16>();
 }
 
+// No more blocks than run at once: all warps have an equal part of the work.
+cudaError_t LaunchDenseWarps(const DenseWave& wave, int64_t splits, cudaStream_t stream) {
+  const int bytes = DenseWarpBytes(wave.head_dim);
+  const int per_sm =
+      std::clamp(wave.block_shared_bytes / (bytes + kStaticBytes), 1, kDenseWarpBlocksPerSm);
+  const LaunchShape shape = {
+      static_cast<unsigned>(std::min<int64_t>(splits, int64_t{per_sm} * wave.sm_count)),
+      32 * kDenseWarps, static_cast<size_t>(bytes), wave.overlap && wave.follows_append};
+  const auto of_type = [&]<DType kDType>() {
+    return wave.head_dim == 64 ? Launch<DenseWarpKernel<kDType, 64>>(shape, stream, wave)
+                               : Launch<DenseWarpKernel<kDType, 128>>(shape, stream, wave);
+  };
+  return wave.dtype == DType::kBF16 ? of_type.template operator()<DType::kBF16>()
+                                    : of_type.template operator()<DType::kF16>();
+}
+
 }  // namespace
 
 cudaError_t LaunchFold(const Wave& wave, int phase, cudaStream_t stream) {
@@ -68,6 +85,10 @@ cudaError_t LaunchDenseFold(const DenseWave& wave, cudaStream_t stream) {
         FoldLaunch(blocks, wave.head_dim, kDenseQueryRows, /*moments=*/false,
                    wave.overlap && wave.follows_append),
         stream, wave);
+  }
+  if (DenseByWarps(wave.dtype, wave.head_dim, wave.query_rows_max) &&
+      DenseWarpBytes(wave.head_dim) + kStaticBytes <= wave.block_shared_bytes) {
+    return LaunchDenseWarps(wave, splits, stream);
   }
   // No more than run at once: all have an equal part of the work.
   const int bytes = TensorBytes(wave.dtype, wave.head_dim, wave.query_rows_max, /*moments=*/false);

@@ -195,13 +195,7 @@ __device__ inline void FoldOnTensorCores(const TensorFoldShape& shape, const Sou
       float largest = 0;
 #pragma unroll
       for (int e = 0; e < kLaneElements; ++e) largest = fmaxf(largest, fabsf(query[j][e]));
-      largest = WarpMax(largest);
-      // The power of two below it becomes 2^14.
-      const uint32_t exponent = __float_as_uint(largest) & 0x7F800000u;
-      constexpr uint32_t kFourteen = 14u << 23;
-      if (exponent > kFourteen && exponent != 0x7F800000u) {
-        unit = __uint_as_float(exponent - kFourteen);
-      }
+      unit = F16Unit(WarpMax(largest));
     }
     if (lane == 0) query_unit[h] = unit;
 #pragma unroll

@@ -51,6 +51,13 @@ __device__ inline void LoadTransposed(uint32_t (&a)[4], const std::byte* element
                : "memory");
 }
 
+// Transposes a matrix [8][8] of which lane l holds row l / 4, columns c and c + 1. All lanes.
+__device__ inline uint32_t Transposed(uint32_t pair) {
+  uint32_t out;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(pair));
+  return out;
+}
+
 // Terms of 16 bits whose sum is a float, rounded to fewer bits if there are fewer terms: three of
 // bf16 hold all 24 bits, two 16; two of f16 hold 22, within f16's range.
 template <DType kDType>
@@ -68,6 +75,14 @@ requires SixteenBits<kDType> __device__ inline uint16_t TakeTerm(float& x) {
     x -= __half2float(term);
     return __half_as_ushort(term);
   }
+}
+// What floats of up to `largest` are divided by, so that their terms are in f16's range: the power
+// of two below it becomes 2^14.
+__device__ inline float F16Unit(float largest) {
+  const uint32_t exponent = __float_as_uint(largest) & 0x7F800000u;
+  constexpr uint32_t kFourteen = 14u << 23;
+  const bool divides = exponent > kFourteen && exponent != 0x7F800000u;
+  return divides ? __uint_as_float(exponent - kFourteen) : 1.0f;
 }
 // Of two floats, as a pair.
 template <DType kDType>
