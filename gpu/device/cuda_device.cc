@@ -47,7 +47,7 @@ int StreamSlotCount(int64_t memory_limit_bytes) {
 // it is for codes.
 int64_t WaveBytes(int64_t memory_limit_bytes) {
   if (memory_limit_bytes < kScarceBytes) return memory_limit_bytes / 64;
-  return std::min(memory_limit_bytes / 16, int64_t{1} << 30);
+  return std::min(memory_limit_bytes / 24, int64_t{1} << 30);
 }
 
 // The same for a step on a stream, which may run two waves at a time. Where memory is scarce, a

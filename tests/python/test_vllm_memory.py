@@ -112,11 +112,11 @@ def _limits(
 
 
 def test_the_engine_gets_what_vllm_found() -> None:
-    """Without the pool (1 MiB), appends (384 MiB), the buffers of chunks, and prompts (1/16)."""
+    """Without the pool (1 MiB), appends (128 MiB), the buffers of chunks, and prompts (1/16)."""
     buffers = 2 * 2 * 2 * (16384 + 8192) * 128 * 2
-    expected = (20 << 30) - (1 << 20) - (384 << 20) - buffers - (1280 << 20)
+    expected = (20 << 30) - (1 << 20) - (128 << 20) - buffers - (1280 << 20)
     limits = _limits(Settings(), 20 << 30)
-    assert (limits.gpu_memory, limits.append_bytes) == (str(expected), 384 << 20)
+    assert (limits.gpu_memory, limits.append_bytes) == (str(expected), 128 << 20)
     assert limits.prompt_bytes == 1280 << 20
 
 
@@ -133,6 +133,7 @@ def test_little_memory_is_for_codes() -> None:
     others = (1 << 20) + 2 * 2 * 2 * (16384 + 8192) * 128 * 2
     for available, appends in ((1024 << 20, 32 << 20), (320 << 20, 24 << 20)):
         limits = _limits(Settings(), available)
+        assert limits.prompt_bytes == 0
         assert limits.append_bytes == appends
         assert limits.gpu_memory == str(available - others - appends)
 
@@ -150,7 +151,7 @@ def test_copies_of_rows_get_what_codes_cannot_need(monkeypatch: pytest.MonkeyPat
     """
     _host(monkeypatch, 1024)
     limits = _limits(Settings(), 12 << 30)
-    rest = int(limits.gpu_memory) - int(limits.gpu_memory) // 4
+    rest = int(limits.gpu_memory) - int(limits.gpu_memory) // 6
     codes = 32 * 32768 * 62 * 56 + 32 * 56 * (152 << 10)
     assert limits.gpu_resident == str((rest - codes) >> 20 << 20)
     # At most three quarters.
@@ -166,7 +167,7 @@ def test_codes_need_no_more_than_for_the_rows_of_the_host(monkeypatch: pytest.Mo
     """A token has 28 KiB of rows, so 4 GiB have those of 149,796 tokens."""
     _host(monkeypatch, 4)
     limits = _limits(Settings(), 20 << 30)
-    rest = int(limits.gpu_memory) - (4 << 30)
+    rest = int(limits.gpu_memory) - int(limits.gpu_memory) // 6
     assert limits.gpu_resident == str(rest // 4 * 3 >> 20 << 20)
     limits = _limits(Settings(), 2 << 30)
     rest = int(limits.gpu_memory) - int(limits.gpu_memory) // 4

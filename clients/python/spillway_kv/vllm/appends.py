@@ -22,6 +22,10 @@ BYTES_MAX = 384 << 20
 _COLLECTED = 1 / 3
 
 
+# Appends of a chunk whose K/V need no memory here.
+_APPENDS = 4
+
+
 # Calls a function that may be called again after a failure, and may free memory before it does.
 Patiently = Callable[[Callable[[], None]], None]
 
@@ -191,14 +195,15 @@ class Appends:
         if appends and appends[-1].future is None and appends[-1].start != start:
             self._start(appends[-1])
         if not appends or appends[-1].future is not None:
-            of_layer = (k.nbytes + v.nbytes) / share
-            count = max(1, min(int(self._collected_bytes / of_layer), self._layer_count - layer))
             byte_count = 0
             if into is None:
+                of_layer = (k.nbytes + v.nbytes) / share
+                most = max(1, int(self._collected_bytes / of_layer))
+                count = min(most, self._layer_count - layer)
                 rows = torch.empty((2, count, *k.shape), dtype=k.dtype, device=k.device)
                 byte_count = rows.nbytes
             else:
-                rows = into[:, layer : layer + count]
+                rows = into[:, layer : layer + -(-self._layer_count // _APPENDS)]
             appends.append(_Append(sequence, layer, start, rows, byte_count, list(appends)))
         append = appends[-1]
         append.add(k, v)

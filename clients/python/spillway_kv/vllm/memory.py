@@ -155,8 +155,10 @@ def with_limits(
     layer = chunk * shapes.kv_head_count * _row_bytes(shapes)
     # Little memory is for codes. Appends are slow with less than a layer that is collected and two
     # that wait, and impossible with less than two layers.
-    appends = max(min(BYTES_MAX, max(_available // 32, 3 * layer)), 2 * layer)
     prompts = _prompt_bytes(_available, config, shapes)
+    # K/V of most prompts need not wait elsewhere if they stay in memory of their own.
+    most = BYTES_MAX // 3 if prompts > 0 else BYTES_MAX
+    appends = max(min(most, max(_available // 32, 3 * layer)), 2 * layer)
     limit = _available - pool_bytes - appends - buffers - prompts
     if limit <= 0:
         raise ValueError(
@@ -228,6 +230,7 @@ def _resident_bytes(limit: int, config: Any, shapes: Shapes) -> int:
     # And of each request: its first and newest rows, and tables.
     heads = shapes.layer_count * shapes.kv_head_count
     codes += config.scheduler_config.max_num_seqs * heads * (256 * row + (24 << 10))
-    # A quarter at most is for workspaces, and three quarters of the rest at most for copies.
-    rest = limit - min(limit // 4, 4 << 30)
+    # A sixth, or a little more of little memory, is for workspaces (docs/gpu.md), and three quarters
+    # of the rest at most for copies.
+    rest = limit - (min(limit // 6, 4 << 30) if limit >= 4 << 30 else limit // 4)
     return max(0, min(rest - codes, rest // 4 * 3)) >> 20 << 20
