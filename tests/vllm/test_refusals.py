@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from engines import running
-from hardware import ENGINE
+from hardware import ENGINE, ON_GPU
 from vllm import envs
 from vllm.engine.arg_utils import EngineArgs
 
@@ -38,7 +39,12 @@ def _config(folder: Path, **arguments: Any) -> Any:
             {"spec_method": "ngram", "spec_tokens": 2, "async_scheduling": True},
             "--async-scheduling with --speculative-config: .*leave the option out",
         ),
-        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size 2"),
+        pytest.param(
+            {"pipeline_parallel_size": 2},
+            "--pipeline-parallel-size 2",
+            # vLLM itself refuses it before.
+            marks=pytest.mark.skipif(ON_GPU and torch.cuda.device_count() < 2, reason="one GPU"),
+        ),
         ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8"),
         ({"enable_prefix_caching": True}, "--enable-prefix-caching: .*KEPT_SEQUENCES"),
         ({"kv_transfer_config": _OTHER_CONNECTOR}, "--kv-transfer-config: .*leave the option out"),

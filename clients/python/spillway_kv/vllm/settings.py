@@ -36,7 +36,7 @@ class Settings:
         ready_bytes: Host memory of an embedded engine that is pinned at the start, like
             `memory.ready`. No variable sets it.
         append_bytes: Most GPU memory of K/V that wait to be appended. No variable sets it.
-        prompt_bytes: GPU memory of K/V of prompts that have further chunks. No variable sets it.
+        prompt_bytes: GPU memory for K/V of prompts that have further chunks. No variable sets it.
     """
 
     target: str = "embedded:"
