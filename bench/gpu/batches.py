@@ -86,7 +86,6 @@ class Dense:
             held[0, :, request.start : length] = k[new].transpose(0, 1)
             held[1, :, request.start : length] = v[new].transpose(0, 1)
             one = request.token_count == 1
-            one = request.token_count == 1
             if not one and prompts._varlen is not None:
                 _flash(q[new], held[:, :, :length], self._shapes.scale, out[new])
                 continue

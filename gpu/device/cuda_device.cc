@@ -55,7 +55,7 @@ int64_t WaveBytes(int64_t memory_limit_bytes) {
 // run one after the other, and each takes nearly as long as all units together.
 int64_t StepBytes(int64_t memory_limit_bytes) {
   if (memory_limit_bytes < kScarceBytes) return memory_limit_bytes / 8;
-  return 2 * WaveBytes(memory_limit_bytes);
+  return std::max(2 * WaveBytes(memory_limit_bytes), kScarceBytes / 8);
 }
 
 // GPU memory that codes leave to attends, so that sequences that fill the rest can be attended to:

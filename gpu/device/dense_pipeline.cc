@@ -58,12 +58,23 @@ void DensePipeline::Add(size_t item, int64_t begin, int64_t end) {
     const int64_t n = *std::max_element(w.visible.begin() + t, w.visible.begin() + block_end);
     const int64_t bytes = RoomOf(n, staged) * kDenseQueryRows * (2 + spec().head_dim) * 4 *
                           int64_t{spec().kv_head_count};
-    // Runs that read their rows in place share parts. A run that stages them has parts of its own,
-    // each of which copies the rows again.
-    const bool fits = !parts_.empty() && parts_.back().staged == staged && (!staged || t > begin) &&
-                      parts_.back().partial_bytes + bytes <= PartialBytesMax();
-    if (!fits) parts_.emplace_back().staged = staged;
-    Part& part = parts_.back();
+    const bool by_warps = !staged && DenseByWarps(spec().dtype, spec().head_dim,
+                                                  static_cast<int>(block_end - t) * group);
+    // Runs that read their rows in place share parts with those of their kind. A run that stages
+    // them has parts of its own, each of which copies the rows again.
+    const auto takes = [&](const Part& part) {
+      return part.staged == staged && part.by_warps == by_warps &&
+             part.partial_bytes + bytes <= PartialBytesMax();
+    };
+    auto found = std::ranges::find_if(parts_, takes);
+    if (staged) found = t > begin && takes(parts_.back()) ? parts_.end() - 1 : parts_.end();
+    const bool fits = found != parts_.end();
+    if (!fits) {
+      found = parts_.emplace(parts_.end());
+      found->staged = staged;
+      found->by_warps = by_warps;
+    }
+    Part& part = *found;
     if (!fits || !staged) {
       const int64_t held = std::min(n, context_->index(item).whole().end());
       result.moved_row_count += (n - held) * spec().kv_head_count;
@@ -198,6 +209,7 @@ DenseWave DensePipeline::View(const Part& part) const {
   wave.running = part.errors + part.blocks.size();
   wave.limit = INT64_MAX;
   wave.link_workers = kLinkWorkers;
+  wave.by_warps = part.by_warps;
   wave.overlap = context_->gpu().hopper;
   wave.follows_append = follows_append_;
   for (const Block& block : part.blocks) {

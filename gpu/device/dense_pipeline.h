@@ -51,6 +51,7 @@ class DensePipeline {
     std::vector<Block> blocks;
     // Rows are copied to the GPU for all blocks together, one stage at a time.
     bool staged = false;
+    bool by_warps = false;       // DenseByWarps() of all blocks, if rows are read in place
     int64_t row_count = 0;       // of a KV head, over the blocks' sequences
     int64_t host_row_count = 0;  // those of them that are not in GPU memory
     int64_t split_count = 0;

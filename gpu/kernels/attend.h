@@ -398,6 +398,14 @@ struct DenseUnit {
   DenseResult* result = nullptr;  // pinned
 };
 
+// Whether units with so many query rows that read their rows in place are folded by warps
+// (dense_warp.cuh). Others have other bits, so a launch has units of one kind.
+inline constexpr int kDenseWarpHeads = 8;
+SPILLWAY_HOST_DEVICE inline bool DenseByWarps(DType dtype, int head_dim, int query_rows) {
+  return dtype != DType::kF32 && (head_dim == 64 || head_dim == 128) &&
+         query_rows <= kDenseWarpHeads;
+}
+
 struct DenseWave {
   DType dtype = DType::kBF16;
   int head_dim = 0;
@@ -407,6 +415,7 @@ struct DenseWave {
   const DenseUnit* units = nullptr;  // device
   int unit_count = 0;
   int query_rows_max = 0;  // of the units
+  bool by_warps = false;   // DenseByWarps() of all units
   int sm_count = 0;
   int block_shared_bytes = 0;  // as in Wave
   // The launch folds rows [first, limit); page 0 of the units' tables begins with row `first`. Both

@@ -7,9 +7,9 @@
 // Exact attention over all rows.
 namespace spillway::cuda {
 
-// Whether the work is to stop. Called by one thread of a block. One block of many reads the pinned
-// word, and tells the others: reads of one word of host memory follow each other, and each takes
-// 1 us. Readers are spread over the launch, because blocks run one after the other.
+// Whether the work is to stop. Called by one thread of a block or of each warp. One block of many
+// reads the pinned word, and tells the others: reads of one word of host memory follow each other,
+// and each takes 1 us. Readers are spread over the launch, because blocks run one after the other.
 __device__ inline bool DenseStops(const DenseWave& wave) {
   constexpr unsigned kBlocksPerReader = 64;
   if (wave.cancel == nullptr) return false;
@@ -147,7 +147,7 @@ struct DenseRows {
                           : TensorQuery(wave.step, u.place, wave.group, wave.head_dim, element);
   }
   // Where query row r is, and its elements' type.
-  __device__ const std::byte* Query(int r, DType& dtype) const {
+  __device__ const std::byte* QueryAddress(int r, DType& dtype) const {
     dtype = u.q != nullptr ? DType::kF32 : wave.step.q_dtype;
     if (u.q != nullptr) return reinterpret_cast<const std::byte*>(u.q + r * wave.head_dim);
     return wave.step.q.At(u.place.item, u.place.query + r / wave.group,

@@ -9,10 +9,9 @@ namespace spillway::cuda {
 
 inline constexpr int kDenseWarps = 4;  // of a block
 inline constexpr int kDenseWarpBlocksPerSm = 2;
-inline constexpr int kDenseWarpHeads = 8;
 // Rows that a warp folds at once, and brings at once.
 inline constexpr int kWarpRows = 16;
-static_assert(kTensorTileRows % kWarpRows == 0 && kStagedSplitRows % kWarpRows == 0);
+static_assert(kTensorTileRows % kWarpRows == 0);
 
 // Stages of a warp, each with kWarpRows rows: one is folded, the others are under way.
 __host__ __device__ constexpr int WarpStages(int head_dim) { return 384 / head_dim; }
@@ -20,12 +19,6 @@ __host__ __device__ constexpr int WarpStages(int head_dim) { return 384 / head_d
 __host__ __device__ constexpr int DenseWarpBytes(int head_dim) {
   return kDenseWarps * WarpStages(head_dim) * kWarpRows * 4 * head_dim;
 }
-// Whether the kernel serves such rows.
-__host__ __device__ inline bool DenseByWarps(DType dtype, int head_dim, int query_rows) {
-  return dtype != DType::kF32 && (head_dim == 64 || head_dim == 128) &&
-         query_rows <= kDenseWarpHeads;
-}
-
 // The queries of a unit as columns of B, in terms of 16 bits; see tensor_product.cuh. They are not
 // scaled, so that those of 16 bits are one term.
 template <DType kDType, int kDim>
@@ -56,7 +49,7 @@ struct WarpQueries {
     float largest = 0;
     if (in_use) {
       DType dtype;
-      const std::byte* const q = rows.Query(head, dtype);
+      const std::byte* const q = rows.QueryAddress(head, dtype);
       if (dtype == DType::kF32) {
         Read<DType::kF32>(q, x);
       } else if (dtype == DType::kF16) {

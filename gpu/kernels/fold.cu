@@ -86,8 +86,7 @@ cudaError_t LaunchDenseFold(const DenseWave& wave, cudaStream_t stream) {
                    wave.overlap && wave.follows_append),
         stream, wave);
   }
-  if (DenseByWarps(wave.dtype, wave.head_dim, wave.query_rows_max) &&
-      DenseWarpBytes(wave.head_dim) + kStaticBytes <= wave.block_shared_bytes) {
+  if (wave.by_warps && DenseWarpBytes(wave.head_dim) + kStaticBytes <= wave.block_shared_bytes) {
     return LaunchDenseWarps(wave, splits, stream);
   }
   // No more than run at once: all have an equal part of the work.

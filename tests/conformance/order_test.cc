@@ -142,6 +142,29 @@ TEST_P(Order, StepsOfManyAtOnceHaveTheBitsOfEachAlone) {
   }
 }
 
+TEST_P(Order, ExactAttendsBesideLargerOnesHaveTheBitsOfEachAlone) {
+  Policy policy = DefaultPolicy(spec_);
+  policy.selector = Selector::kAll;
+  const std::vector<float> several = reference::TraceQueries(context_, 8, 10, 1.5);
+  std::vector<BenchSequence> sequences;
+  for (int i = 0; i < 4; ++i) sequences.push_back(Filled());
+  // In turns, so that each kind has one of the other before and after it.
+  const auto item = [&](size_t i) {
+    return sequences[i].AttendItem(policy, i % 2 == 0 ? q_ : several, /*select_only=*/false);
+  };
+  auto job = std::make_unique<Job>();
+  job->model = &bench_.model();
+  for (size_t i = 0; i < sequences.size(); ++i) job->items.push_back(item(i));
+  const std::unique_ptr<Job> together = bench_.Run(std::move(job));
+  for (size_t i = 0; i < sequences.size(); ++i) {
+    const JobItem alone = sequences[i].RunOne(item(i));
+    ASSERT_TRUE(alone.status.ok()) << alone.status;
+    ASSERT_TRUE(together->items[i].status.ok()) << together->items[i].status;
+    EXPECT_EQ(alone.result.out, together->items[i].result.out) << "item " << i;
+    EXPECT_EQ(alone.result.lse, together->items[i].result.lse) << "item " << i;
+  }
+}
+
 TEST_P(Order, AnErrorOfOneLeavesTheOthersAlone) {
   constexpr int kRunners = 6;
   std::vector<std::thread> runners;

@@ -100,32 +100,40 @@ def _limits(
     available: int | None,
     device: torch.device = GPU,
     model: Model | None = None,
+    *,
+    prompts_stay: bool = True,
     **more: Any,
 ) -> Settings:
     config = _config(model, **more)
     memory.make_thin(config)
     before, memory._available = memory._available, available
     try:
-        return memory.with_limits(settings, config, SHAPES, device, pool_bytes=1 << 20)
+        return memory.with_limits(
+            settings, config, SHAPES, device, pool_bytes=1 << 20, prompts_stay=prompts_stay
+        )
     finally:
         memory._available = before
 
 
 def test_the_engine_gets_what_vllm_found() -> None:
-    """Without the pool (1 MiB), appends (128 MiB), the buffers of chunks, and prompts (1/16)."""
+    """Without the pool (1 MiB), appends (384 MiB), the buffers of chunks, and prompts (1/16)."""
     buffers = 2 * 2 * 2 * (16384 + 8192) * 128 * 2
-    expected = (20 << 30) - (1 << 20) - (128 << 20) - buffers - (1280 << 20)
+    expected = (20 << 30) - (1 << 20) - (384 << 20) - buffers - (1280 << 20)
     limits = _limits(Settings(), 20 << 30)
-    assert (limits.gpu_memory, limits.append_bytes) == (str(expected), 128 << 20)
+    assert (limits.gpu_memory, limits.append_bytes) == (str(expected), 384 << 20)
     assert limits.prompt_bytes == 1280 << 20
 
 
 def test_prompts_in_chunks_have_memory_for_two() -> None:
     """Prompts have at most 32,768 tokens of 28 KiB, and a step 8,192."""
     assert _limits(Settings(), 100 << 30).prompt_bytes == 2 * 32768 * (28 << 10)
-    step = 8192 * (28 << 10)
-    assert _limits(Settings(), 16 * step).prompt_bytes == step
-    assert _limits(Settings(), 16 * step - 16).prompt_bytes == 0
+    two = 2 * 8192 * (28 << 10)
+    assert _limits(Settings(), 16 * two).prompt_bytes == two
+    assert _limits(Settings(), 16 * two - 16).prompt_bytes == 0
+    # No prompt is longer than one that fits.
+    short = _limits(Settings(), 16 * two - 16, model=_model(max_model_len=10240))
+    assert short.prompt_bytes == two - 1
+    assert _limits(Settings(), 100 << 30, prompts_stay=False).prompt_bytes == 0
 
 
 def test_little_memory_is_for_codes() -> None:

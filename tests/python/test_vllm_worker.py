@@ -290,9 +290,53 @@ def test_chunks_are_appended_in_order(model: Model, monkeypatch: pytest.MonkeyPa
     report, outs = model.step(StepPlan([_request(1, 90, 1)]), {1: 1})
     _check(model, outs[1], 1, 90)
     assert not report.losses
-    # The first one was made again.
+    # One for each layer, of which the first was made again.
     assert calls[0] == 0
-    assert calls.count(0) == 2
+    assert calls.count(0) == LAYERS + 1
+
+
+def test_a_prompt_that_lacks_memory_is_lost_at_a_later_chunk(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not after all of it is computed. It begins again."""
+    monkeypatch.setattr("spillway_kv.vllm.prompts._varlen", Varlen())
+    model.append_later(True, 200)
+    append = spillway_kv.Sequence.append
+
+    def lacking(self: Any, layer: int, start: int, *rows: Any) -> Any:
+        raise spillway_kv.ResourceExhausted("the memory limit is reached")
+
+    monkeypatch.setattr(spillway_kv.Sequence, "append", lacking)
+    losses: dict[int, Loss] = {}
+    chunks = 0
+    while not losses and chunks < 5:
+        report, outs = model.step(StepPlan([_request(1, 30 * chunks, 30, prompt=180)]), {1: 1})
+        losses, chunks = report.losses, chunks + 1
+    assert losses[1].kind == "memory"
+    assert not outs[1].any()
+    monkeypatch.setattr(spillway_kv.Sequence, "append", append)
+    for start in (0, 90):
+        _, outs = model.step(
+            StepPlan([_request(1, start, 90, prompt=180, epoch=1)], dropped=[1] * (start == 0)),
+            {1: 1},
+        )
+        _check(model, outs[1], 1, start)
+    report, outs = model.step(StepPlan([_request(1, 180, 1, epoch=1)]), {1: 1})
+    _check(model, outs[1], 1, 180)
+    assert not report.losses
+
+
+def test_a_prompt_is_computed_again_with_what_was_made_after_it(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is longer then than its memory, and fetches."""
+    monkeypatch.setattr("spillway_kv.vllm.prompts._varlen", Varlen())
+    model.append_later(True, 200)
+    for start, count in ((0, 30), (30, 35)):
+        _, outs = model.step(StepPlan([_request(1, start, count, prompt=60)]), {1: 1})
+        _check(model, outs[1], 1, start)
+    _, outs = model.step(StepPlan([_request(1, 65, 20, prompt=60)]), {1: 1})
+    _check(model, outs[1], 1, 65)
 
 
 def by_decoder(model: Model) -> bool:

@@ -22,8 +22,8 @@ BYTES_MAX = 384 << 20
 _COLLECTED = 1 / 3
 
 
-# Appends of a chunk whose K/V need no memory here.
-_APPENDS = 4
+# Into how many appends a chunk is split whose K/V are in memory of the caller.
+_CALLERS_APPENDS = 4
 
 
 # Calls a function that may be called again after a failure, and may free memory before it does.
@@ -58,7 +58,7 @@ class _Append:
         self.device = rows.device
         self.future: Future[None] | None = None
         self.byte_count = byte_count
-        self._before = [each.future for each in before]
+        self._before = [each.future for each in before if each.future is not None]
         self._layer_count = rows.shape[1]
         self._rows: torch.Tensor | None = rows
         self._error: Exception | None = None
@@ -70,8 +70,8 @@ class _Append:
         return len(self.layers) == self._layer_count
 
     @property
-    def holds(self) -> bool:
-        """Whether its K/V are still needed."""
+    def needs_rows(self) -> bool:
+        """Whether its K/V are still needed where they are."""
         return self._rows is not None
 
     def add(self, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -89,8 +89,8 @@ class _Append:
 
     def run(self, stream: torch.cuda.Stream | None) -> None:
         """Appends on a stream, in a thread."""
-        # They began before this one, so they do not wait for its thread.
-        wait([future for future in self._before if future is not None])
+        # They were given to the threads before this one, so none of them waits for it.
+        wait(self._before)
         if stream is None or self._made is None:
             self._append()
             return
@@ -188,8 +188,8 @@ class Appends:
             k: Keys.
             v: Values, with the same shape.
             share: Part of the step's tokens that are these, in (0, 1].
-            into: Memory of the caller for K and V of all layers [2, layers, H_kv, T, d], which
-                `reads` until they are appended. None: it is allocated.
+            into: Memory of the caller for K and V of all layers [2, layers, H_kv, T, d]. It must
+                stay as it is until `reads` is False. None: memory is allocated.
         """
         appends = self._of.setdefault(key, deque())
         if appends and appends[-1].future is None and appends[-1].start != start:
@@ -203,8 +203,10 @@ class Appends:
                 rows = torch.empty((2, count, *k.shape), dtype=k.dtype, device=k.device)
                 byte_count = rows.nbytes
             else:
-                rows = into[:, layer : layer + -(-self._layer_count // _APPENDS)]
-            appends.append(_Append(sequence, layer, start, rows, byte_count, list(appends)))
+                rows = into[:, layer : layer + -(-self._layer_count // _CALLERS_APPENDS)]
+            # Those of the same chunk have other layers.
+            before = [each for each in appends if each.start != start]
+            appends.append(_Append(sequence, layer, start, rows, byte_count, before))
         append = appends[-1]
         append.add(k, v)
         if append.is_full:
@@ -237,7 +239,12 @@ class Appends:
 
     def reads(self, key: int) -> bool:
         """Whether K/V that were added to a sequence are still needed where they are."""
-        return any(append.holds for append in self._of.get(key, ()))
+        return any(append.needs_rows for append in self._of.get(key, ()))
+
+    def check(self, key: int) -> None:
+        """Raises the error of an append to a sequence that is known to have failed."""
+        for append in self._of.get(key, ()):
+            append.check()
 
     def end_of(self, key: int) -> int | None:
         """Returns the length that a sequence will have. None if nothing of it is to be appended."""

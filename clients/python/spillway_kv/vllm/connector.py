@@ -341,9 +341,10 @@ def _open_attending(
         device = torch.device("cuda", torch.cuda.current_device())
         if len(ours) < len(found):
             flash.note_full_attention()
-    settings = memory.with_limits(settings, vllm_config, shape, device, pool_bytes)
-    flash.use_for(
-        shape.dtype, shape.head_dim, shape.query_head_count // shape.kv_head_count, device
+    group = shape.query_head_count // shape.kv_head_count
+    serves = flash.use_for(shape.dtype, shape.head_dim, group, device)
+    settings = memory.with_limits(
+        settings, vllm_config, shape, device, pool_bytes, prompts_stay=serves
     )
     length_max = vllm_config.model_config.max_model_len
     worker = Worker(settings, shape, device, policy_of(settings.quality), length_max)

@@ -45,7 +45,7 @@ def note_full_attention() -> None:
     module._get_sliding_window_configs = with_full_attention  # type: ignore[attr-defined]  # noqa: SLF001
 
 
-def use_for(dtype: torch.dtype, head_dim: int, group: int, device: torch.device) -> None:
+def use_for(dtype: torch.dtype, head_dim: int, group: int, device: torch.device) -> bool:
     """Makes prompts use it, on a GPU of Nvidia, if a trial shows that it serves such tensors.
 
     Args:
@@ -53,12 +53,16 @@ def use_for(dtype: torch.dtype, head_dim: int, group: int, device: torch.device)
         head_dim: Elements of a key.
         group: Number of query heads per KV head.
         device: Device of the tensors.
+
+    Returns:
+        Whether it serves them.
     """
     if current_platform.is_cuda():
         prefill_kernels.add_kernel("cuda", NAME, _attend)
     tried = prefill_kernels.trials(device, dtype, head_dim, group)
     serves = any(trial.kernel == NAME and not trial.refusal for trial in tried)
     set_varlen(_attend_varlen if serves else None)
+    return serves
 
 
 @functools.cache

@@ -123,7 +123,13 @@ def take_for_attend(q: torch.Tensor) -> None:
 
 
 def with_limits(
-    settings: Settings, config: Any, shapes: Shapes, device: torch.device, pool_bytes: int
+    settings: Settings,
+    config: Any,
+    shapes: Shapes,
+    device: torch.device,
+    pool_bytes: int,
+    *,
+    prompts_stay: bool,
 ) -> Settings:
     """Gives an embedded engine the GPU memory that vLLM found for K/V, unless the user has set it.
 
@@ -137,6 +143,7 @@ def with_limits(
         shapes: Shapes of this rank's layers.
         device: Device of the model's tensors.
         pool_bytes: Bytes of vLLM's pool.
+        prompts_stay: Whether there is a kernel for prompts whose K/V stay in GPU memory.
 
     Raises:
         ValueError: No memory is left.
@@ -155,10 +162,8 @@ def with_limits(
     layer = chunk * shapes.kv_head_count * _row_bytes(shapes)
     # Little memory is for codes. Appends are slow with less than a layer that is collected and two
     # that wait, and impossible with less than two layers.
-    prompts = _prompt_bytes(_available, config, shapes)
-    # K/V of most prompts need not wait elsewhere if they stay in memory of their own.
-    most = BYTES_MAX // 3 if prompts > 0 else BYTES_MAX
-    appends = max(min(most, max(_available // 32, 3 * layer)), 2 * layer)
+    appends = max(min(BYTES_MAX, max(_available // 32, 3 * layer)), 2 * layer)
+    prompts = _prompt_bytes(_available, config, shapes) if prompts_stay else 0
     limit = _available - pool_bytes - appends - buffers - prompts
     if limit <= 0:
         raise ValueError(
@@ -183,11 +188,13 @@ def _prompt_bytes(available: int, config: Any, shapes: Shapes) -> int:
     """Returns the memory for K/V of prompts that have further chunks.
 
     A sixteenth, but no more than for the two longest prompts: a step may end one and begin another.
-    None if it has no room for what one step computes.
+    0 if it has no room for a prompt of two full steps, or for one of the greatest length.
     """
     token = shapes.layer_count * shapes.kv_head_count * _row_bytes(shapes)
-    most = min(available // 16, 2 * config.model_config.max_model_len * token)
-    return most if most >= config.scheduler_config.max_num_batched_tokens * token else 0
+    longest = config.model_config.max_model_len
+    most = min(available // 16, 2 * longest * token)
+    least = min(2 * config.scheduler_config.max_num_batched_tokens, longest) * token
+    return most if most >= least else 0
 
 
 def _host_bytes() -> int:
@@ -230,7 +237,7 @@ def _resident_bytes(limit: int, config: Any, shapes: Shapes) -> int:
     # And of each request: its first and newest rows, and tables.
     heads = shapes.layer_count * shapes.kv_head_count
     codes += config.scheduler_config.max_num_seqs * heads * (256 * row + (24 << 10))
-    # A sixth, or a little more of little memory, is for workspaces (docs/gpu.md), and three quarters
-    # of the rest at most for copies.
+    # A sixth is for workspaces, or up to a quarter of little memory (docs/gpu.md), and three
+    # quarters of the rest at most for copies.
     rest = limit - (min(limit // 6, 4 << 30) if limit >= 4 << 30 else limit // 4)
     return max(0, min(rest - codes, rest // 4 * 3)) >> 20 << 20

@@ -71,37 +71,32 @@ class PromptRows:
         # Those that may still be read: pairs of the key and what it had.
         self._closed: list[tuple[int, _Held]] = []
 
-    def open(self, key: int, token_count: int, others: Collection[int]) -> bool:
-        """Gives a prompt memory for its K/V.
+    def open(self, key: int, token_count: int, others: Collection[int]) -> None:
+        """Gives a prompt memory for its K/V, if there is room.
 
         Args:
             key: Key of the sequence. It has no memory yet, or none that it needs.
             token_count: Tokens of the prompt.
             others: Prompts that keep theirs. All others may lose it.
-
-        Returns:
-            Whether there is memory.
         """
         self.close(key)
         layers, heads, dim = self._shape
         shape = (2, layers, heads, token_count, dim)
         count = math.prod(shape)
         if not self._allocate(count):
-            return False
+            return
         first = self._free(count)
         for other in [each for each in self._held if each not in others]:
             if first is not None:
                 break
             self.close(other)
             first = self._free(count)
-        if first is None or self._memory is None:
-            return False
-        self._held[key] = _Held(first, self._memory[first : first + count].view(shape))
-        return True
+        if first is not None and self._memory is not None:
+            self._held[key] = _Held(first, self._memory[first : first + count].view(shape))
 
     def _allocate(self, count: int) -> bool:
         """Allocates all memory, if a prompt of so many elements fits and it is not there yet."""
-        if count > self._count or self._count == 0:
+        if count > self._count:
             return False
         if self._memory is None:
             try:

@@ -75,8 +75,8 @@ class Prompts:
         # Those that are not beginnings, and whose earlier K/V come from the engine.
         self._later: list[Row] = []
         self._runs: list[_Run] = []
-        # Those with K/V in GPU memory, by key, and those of them that are not beginnings.
-        self._held: dict[int, torch.Tensor] = {}
+        # Where K/V stay in GPU memory, by key, and those of these prompts that are not beginnings.
+        self._kept: dict[int, torch.Tensor] = {}
         self._continued: list[_Continued] = []
         self._token_count = 0
 
@@ -94,14 +94,14 @@ class Prompts:
         self._rows = rows
         self._token_count = sum(row.plan.token_count for row in rows)
         self._runs = [_Run(each, device) for each in _runs_of(rows)]
-        self._held = self._sequences.hold([row.plan for row in rows]) if _varlen else {}
+        self._kept = self._sequences.keep_prompts([row.plan for row in rows]) if _varlen else {}
         later = [row for row in rows if row.plan.start > 0]
         self._continued = [
-            _Continued(row, self._held[row.plan.key], device)
+            _Continued(row, self._kept[row.plan.key], device)
             for row in later
-            if row.plan.key in self._held
+            if row.plan.key in self._kept
         ]
-        self._later = [row for row in later if row.plan.key not in self._held]
+        self._later = [row for row in later if row.plan.key not in self._kept]
 
     def attend(
         self,
@@ -142,14 +142,14 @@ class Prompts:
             if not row.alive:
                 out[row.begin : row.end].zero_()
         if layer + 1 == self._layer_count:
-            self._sequences.release()
+            self._sequences.release_prompts()
 
     def _append(self, layer: int, row: Row, k: torch.Tensor, v: torch.Tensor) -> None:
         new = slice(row.begin, row.end)
         share = row.plan.token_count / self._token_count
         keys, values = k[new].transpose(0, 1), v[new].transpose(0, 1)
-        held = self._held.get(row.plan.key)
-        into = None if held is None else held[:, :, :, row.plan.start :]
+        kept = self._kept.get(row.plan.key)
+        into = None if kept is None else kept[:, :, :, row.plan.start :]
         self._sequences.append(row.plan, layer, keys, values, share=share, into=into)
 
     def _attend_later(

@@ -144,6 +144,7 @@ class Sequences:
         if self._appends is not None:
             goes_on = request.source is None and request.token_count > 1 and not request.decodes
             if goes_on and self._appends.end_of(request.key) == request.start:
+                self._appends.check(request.key)
                 return self._sequences[request.key]
             self.settle(request.key)
             if request.source is not None:
@@ -152,7 +153,7 @@ class Sequences:
                     self.settle(request.source.key)
         return self.patiently(lambda: self._ready(request))
 
-    def hold(self, requests: list[PlannedRequest]) -> dict[int, torch.Tensor]:
+    def keep_prompts(self, requests: list[PlannedRequest]) -> dict[int, torch.Tensor]:
         """Returns where K/V of prompts stay in GPU memory, as far as there is memory for that.
 
         Args:
@@ -165,18 +166,18 @@ class Sequences:
         if self._appends is None:
             return {}
         keys = {request.key for request in requests}
-        held = {}
+        kept = {}
         for request in requests:
             end = request.start + request.token_count
             if request.start == 0 and end < request.prompt_token_count:
                 self._prompt_rows.open(request.key, request.prompt_token_count, keys)
             rows = self._prompt_rows.extend(request.key, request.start, end)
             if rows is not None:
-                held[request.key] = rows
-        return held
+                kept[request.key] = rows
+        return kept
 
-    def release(self) -> None:
-        """Ends what `hold` has given to prompts that are complete."""
+    def release_prompts(self) -> None:
+        """Takes back the memory of prompts that are complete, see `keep_prompts`."""
         self._prompt_rows.close_complete()
 
     def append(
@@ -199,7 +200,7 @@ class Sequences:
             k: Keys.
             v: Values.
             share: Part of the step's prompt tokens that are the request's.
-            into: Where they stay in GPU memory [2, layers, H_kv, T, d], from `hold`.
+            into: Where they stay in GPU memory [2, layers, H_kv, T, d], from `keep_prompts`.
 
         Raises:
             Lost: They cannot be appended.
