@@ -305,6 +305,8 @@ def generate(
 ) -> None:
     """Writes k.bf16 and v.bf16 [8][total][128], queries.f32 [length][4][32][128], meta.json.
 
+    The queries are rounded to bf16, too.
+
     source: None means that the model is run. lengths: ascending, the last is at most total; empty
     means default_lengths.
     """
@@ -367,7 +369,8 @@ def generate(
             k.view(torch.int16).cpu().numpy().tofile(k_file)
             v.view(torch.int16).cpu().numpy().tofile(v_file)
     measured = [marks.index(n) for n in lengths]
-    q[measured].cpu().numpy().tofile(directory / "queries.f32")
+    # As those of a model in bf16 are.
+    q[measured].bfloat16().float().cpu().numpy().tofile(directory / "queries.f32")
     meta = {
         "query_head_count": KV_HEADS * GROUP,
         "kv_head_count": KV_HEADS,
