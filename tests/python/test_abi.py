@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from daemon_process import binary
-from spillway_kv import _native, _native_step
+from spillway_kv import _library, _native_step
 from spillway_kv.lab.serving import prefer_library
 
 HEADER = Path(__file__).resolve().parents[2] / "clients/c/spillway.h"
@@ -21,7 +21,7 @@ if not HEADER.exists():
 
 # Python's structs by the header's names.
 STRUCTS = {
-    "spillway_sums": _native.Sums,
+    "spillway_sums": _library.Sums,
     "spillway_tensor": _native_step._Tensor,
     "spillway_step_tensors": _native_step.Tensors,
     "spillway_step_share": _native_step.Share,
@@ -95,7 +95,7 @@ def differences(declared: dict[str, tuple[str, list[str]]], library: Any) -> lis
 @pytest.fixture(scope="module")
 def library() -> ctypes.CDLL:
     prefer_library(binary())
-    loaded = _native.library()
+    loaded = _library.library()
     assert loaded is not None
     return loaded
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from spillway_kv import Policy
-from spillway_kv._native import Sums
+from spillway_kv._library import Sums
 from spillway_kv.decoding import Decoding
 from spillway_kv.errors import Aborted, SpillwayError, Unavailable
 

@@ -12,7 +12,7 @@ import pytest
 import spillway_kv
 import torch
 from daemon_process import binary, device, on_gpu
-from spillway_kv._native import Sums
+from spillway_kv._library import Sums
 from spillway_kv.decoding import Decoding
 from spillway_kv.lab import serving
 from spillway_kv.policy import Policy

@@ -1,172 +1,26 @@
-"""libspillway: an embedded engine, and calls that skip grpcio's thread switches."""
+"""Channels of libspillway: an embedded engine, and calls that skip grpcio's thread switches."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import functools
-import os
-import warnings
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
-
-from google.rpc import status_pb2
 
 from spillway_kv import forks
 from spillway_kv._handle import Handle, Handles
+from spillway_kv._library import Sums, bytes_of, error_of, last_error
 from spillway_kv.access import Access
-from spillway_kv.errors import SpillwayError, error_from_status
+from spillway_kv.errors import SpillwayError
 from spillway_kv.tracing import trace_id
 
-_ENVIRONMENT = "SPILLWAY_LIBRARY"
-_INTERFACE = 1
-_INSTALLED = f"libspillway.so.{_INTERFACE}"
-# libspillway in a platform wheel.
-_OWN = Path(__file__).with_name("_lib") / _INSTALLED
 # The target for an engine in this process.
 EMBEDDED = "embedded:"
 _RECEIVED, _TIMED_OUT, _ENDED = range(3)
 _UNANSWERED = -1
 # Longest wait inside the library, seconds. Between waits Python handles signals such as Ctrl-C.
 _WAIT_SECONDS = 0.2
-
-
-class Sums(ctypes.Structure):
-    """Sums over attends: of a layer of a decoder, or over the sequences of a step's last attend.
-
-    Attributes:
-        attend_count: Queries, of all sequences.
-        touched_row_count: Rows read, over KV heads.
-        visible_row_count: Rows that could have been read, over KV heads.
-        exact_count: Certificates with the promise `exact`, one per query and query head.
-        statistical_count: The same for `statistical`.
-        none_count: The same for `none`.
-        certified_error_count: Number of finite certified errors.
-        certified_error_sum: Sum of the finite certified errors.
-        device_time_us: Device time, microseconds. 0 for a decoder, whose attends are not timed.
-    """
-
-    _fields_ = (
-        ("attend_count", ctypes.c_int64),
-        ("touched_row_count", ctypes.c_int64),
-        ("visible_row_count", ctypes.c_int64),
-        ("exact_count", ctypes.c_int64),
-        ("statistical_count", ctypes.c_int64),
-        ("none_count", ctypes.c_int64),
-        ("certified_error_count", ctypes.c_int64),
-        ("certified_error_sum", ctypes.c_double),
-        ("device_time_us", ctypes.c_double),
-    )
-    attend_count: int
-    touched_row_count: int
-    visible_row_count: int
-    exact_count: int
-    statistical_count: int
-    none_count: int
-    certified_error_count: int
-    certified_error_sum: float
-
-
-@functools.cache
-def library(required: bool = False) -> ctypes.CDLL | None:
-    """Returns libspillway, or None if there is none.
-
-    If `SPILLWAY_LIBRARY` is set, this is the file that it names, or None if it is empty. Otherwise
-    this is the package's own library, which a platform wheel has, or else libspillway.so as the
-    system's loader finds it.
-
-    Args:
-        required: Raise an error if the library is not found.
-
-    Raises:
-        OSError: The library cannot be loaded, and was named or is required.
-
-    Warns:
-        RuntimeWarning: The package's own library cannot be loaded. Another one, or None, is
-            returned.
-    """
-    named = os.environ.get(_ENVIRONMENT)
-    if named == "":
-        if required:
-            raise OSError(f"libspillway is not loaded because {_ENVIRONMENT} is empty")
-        return None
-    own = str(_OWN)
-    paths = [named] if named else [own, _INSTALLED] if _OWN.exists() else [_INSTALLED]
-    failures: dict[str, str] = {}
-    loaded = path = None
-    for path in paths:
-        try:
-            loaded = ctypes.CDLL(path)
-            break
-        except OSError as error:
-            failures[path] = f"{path}: {error}"
-    if loaded is None and (named or required):
-        told = "; ".join(failures.values())
-        raise OSError(f"libspillway cannot be loaded: {told}; {_ENVIRONMENT} can name another file")
-    if own in failures and not named:
-        instead = "grpcio" if loaded is None else f"the system's {_INSTALLED}"
-        warnings.warn(
-            f"the libspillway of this package cannot be loaded, decode streams go through "
-            f"{instead}: {failures[own]}",
-            RuntimeWarning,
-            stacklevel=4,
-        )
-    if loaded is None:
-        return None
-    interface = loaded.spillway_interface()
-    if interface != _INTERFACE:
-        raise OSError(f"{path} has interface version {interface}, not {_INTERFACE}")
-    pointer, size, text = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p
-    number, seconds = ctypes.c_int, ctypes.c_double
-    for name, result, arguments in (
-        ("error", number, (pointer, pointer, pointer)),
-        ("channel_open", pointer, (text, pointer, text)),
-        ("channel_embed", pointer, (pointer, size)),
-        ("channel_close", None, (pointer,)),
-        ("call_open", pointer, (pointer, text, seconds, text)),
-        ("call_send", number, (pointer, text, size)),
-        ("call_send_end", None, (pointer,)),
-        ("call_receive", number, (pointer, seconds, pointer, pointer)),
-        ("call_status", number, (pointer, pointer, pointer, pointer)),
-        ("call_cancel", None, (pointer,)),
-        ("call_close", None, (pointer,)),
-        ("step_begin", pointer, (pointer, text, size)),
-        ("step_begin_streamed", pointer, (pointer, text, size, pointer)),
-        ("step_attend", number, (pointer, number, pointer, seconds)),
-        ("step_await", number, (pointer, pointer, seconds)),
-        ("steps_attend", number, (pointer, size, number, pointer, seconds)),
-        ("steps_await", number, (pointer, size, pointer, seconds)),
-        ("step_results", number, (pointer, pointer, pointer)),
-        ("step_sums_of", number, (pointer, pointer)),
-        ("step_end", None, (pointer,)),
-        ("gpu_region_map", pointer, (text, text, size, pointer, pointer)),
-        ("gpu_region_unmap", None, (pointer,)),
-        ("decoder_open", pointer, (pointer, text, size, ctypes.c_int64)),
-        ("decoder_gpu", number, (pointer,)),
-        ("decoder_next", number, (pointer, pointer, pointer)),
-        ("decoder_attend", number, (pointer, number, pointer, pointer)),
-        ("decoder_run", number, (pointer, pointer, pointer)),
-        ("decoder_finish", number, (pointer, pointer)),
-        ("decoder_results", number, (pointer, number, pointer, pointer)),
-        ("decoder_sums_of", Sums, (pointer, number)),
-        ("decoder_close", None, (pointer,)),
-        ("step_graph_new", pointer, ()),
-        ("step_graph_attend", number, (pointer, number, pointer, pointer)),
-        ("step_graph_complete", number, (pointer, pointer)),
-        ("step_graph_run_piece", number, (pointer, number, pointer)),
-        ("step_graph_free", None, (pointer,)),
-    ):
-        function = getattr(loaded, f"spillway_{name}")
-        function.restype, function.argtypes = result, arguments
-    return loaded
-
-
-def last_error(loaded: ctypes.CDLL) -> SpillwayError:
-    """Returns the error of the library's last function that failed in this thread."""
-    message, data, size = ctypes.c_char_p(), ctypes.c_void_p(), ctypes.c_size_t()
-    code = loaded.spillway_error(*map(ctypes.byref, (message, data, size)))
-    return _error_of(code, message, data, size)
 
 
 class NativeChannel:
@@ -332,7 +186,7 @@ class NativeChannel:
         try:
             if function(pointer.value, *arguments, ctypes.byref(data), ctypes.byref(size)):
                 raise self._error()
-            return _bytes(data, size)
+            return bytes_of(data, size)
         finally:
             del pointer
 
@@ -544,22 +398,6 @@ class GpuMapping:
         unmapping.atexit = False
 
 
-def _bytes(data: ctypes.c_void_p, size: ctypes.c_size_t) -> bytes:
-    """Copies the bytes that a function of the library returned."""
-    return ctypes.string_at(data, size.value) if size.value else b""
-
-
-def _error_of(
-    code: int, message: ctypes.c_char_p, data: ctypes.c_void_p, size: ctypes.c_size_t
-) -> SpillwayError:
-    """Makes the exception for a status: code, text, and serialised details if there are any."""
-    status = status_pb2.Status.FromString(_bytes(data, size))
-    if not status.code:
-        status.code = code
-        status.message = (message.value or b"").decode(errors="replace")
-    return error_from_status(status)
-
-
 class _Responses:
     """The responses of a call, which can be cancelled."""
 
@@ -603,7 +441,7 @@ class NativeCall:
         while True:
             result = self._library.spillway_call_receive(self._handle, _WAIT_SECONDS, *self._out)
             if result == _RECEIVED:
-                return _bytes(self._data, self._size)
+                return bytes_of(self._data, self._size)
             if result == _ENDED:
                 self._check_end()
                 return None
@@ -613,7 +451,7 @@ class NativeCall:
         message = ctypes.c_char_p()
         code = self._library.spillway_call_status(self._handle, ctypes.byref(message), *self._out)
         if code != 0:
-            raise _error_of(code, message, self._data, self._size)
+            raise error_of(code, message, self._data, self._size)
 
     def cancel(self) -> None:
         """Cancels the call. A waiting `receive` returns."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from spillway_kv import _native
+from spillway_kv import _library
 from spillway_kv._handle import Handle, Handles
 
 
@@ -20,12 +20,12 @@ class NativeGraph:
     """
 
     def __init__(self) -> None:
-        library = _native.library(required=True)
+        library = _library.library(required=True)
         assert library is not None
         self._library = library
         made = library.spillway_step_graph_new()
         if not made:
-            raise _native.last_error(library)
+            raise _library.last_error(library)
         self.handle = Handle(made, library.spillway_step_graph_free, "graph", Handles())
 
     def leave_open(self, layer: int, tensors: Any, stream: int) -> None:
@@ -42,12 +42,12 @@ class NativeGraph:
 
     def _call(self, function: Any, *arguments: Any) -> None:
         if self.handle.call(function, *arguments):
-            raise _native.last_error(self._library)
+            raise _library.last_error(self._library)
 
 
 def available() -> bool:
     """Whether there is a libspillway with CUDA."""
-    library = _native.library()
+    library = _library.library()
     if library is None:
         return False
     graph = library.spillway_step_graph_new()

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from spillway_kv._native import Sums
+from spillway_kv._library import Sums
 from spillway_kv._proto import attention_service_pb2
 from spillway_kv.results import AttendResult
 

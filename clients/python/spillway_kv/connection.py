@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import grpc
 from grpc_health.v1 import health_pb2_grpc
 
-from spillway_kv import _native, _split, forks
+from spillway_kv import _library, _native, _split, forks
 from spillway_kv._native import NativeChannel
 from spillway_kv._proto import (
     admin_service_pb2,
@@ -89,7 +89,7 @@ class Connection:
         self.no_doorbell = ""
         self.no_decoder = ""
         embedded = target == _native.EMBEDDED
-        library = None if native is False else _native.library(required=embedded or native is True)
+        library = None if native is False else _library.library(required=embedded or native is True)
         self.native: NativeChannel | None = None
         self.presence: Presence | None = None
         if embedded:

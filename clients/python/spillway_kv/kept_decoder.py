@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from spillway_kv._native import Sums
+from spillway_kv._library import Sums
 from spillway_kv.policy import Policy
 from spillway_kv.sequence import Sequence
 

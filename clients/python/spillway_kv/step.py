@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 
-from spillway_kv._native import Sums
+from spillway_kv._library import Sums
 from spillway_kv._native_step import NativeStep
 from spillway_kv._proto import attention_service_pb2
 from spillway_kv.attend_sums import LayerStatistics

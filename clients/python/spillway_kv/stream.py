@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from spillway_kv._native import Sums
+from spillway_kv._library import Sums
 from spillway_kv._proto import attention_service_pb2
 from spillway_kv.connection import wire
 from spillway_kv.errors import SpillwayError
