@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from spillway_kv.vllm import prompts
+from spillway_kv.prefill_kernels import attention_with_lse, joins
 from spillway_kv.vllm.bench import medians
 from spillway_kv.vllm.sequences import Shapes
 from spillway_kv.vllm.settings import Settings
@@ -86,13 +86,16 @@ class Dense:
             held[0, :, request.start : length] = k[new].transpose(0, 1)
             held[1, :, request.start : length] = v[new].transpose(0, 1)
             one = request.token_count == 1
-            if not one and prompts._varlen is not None:
-                _flash(q[new], held[:, :, :length], self._shapes.scale, out[new])
+            keys, values = held[:, :, :length]
+            if not one and joins(q[new], keys):
+                out[new], _ = attention_with_lse(
+                    q[new], keys, values, causal=True, scale=self._shapes.scale
+                )
                 continue
             made = scaled_dot_product_attention(
                 q[new].transpose(0, 1)[None],
-                held[0, :, :length][None],
-                held[1, :, :length][None],
+                keys[None],
+                values[None],
                 attn_mask=None if one else causal_lower_right(request.token_count, length),
                 enable_gqa=True,
             )
@@ -100,16 +103,6 @@ class Dense:
 
     def end(self) -> None:
         pass
-
-
-def _flash(q: torch.Tensor, kv: torch.Tensor, scale: float, out: torch.Tensor) -> None:
-    """Causal attention of a chunk to K and V [2, H_kv, L, d] by vLLM's kernel."""
-    assert prompts._varlen is not None
-    count, length = q.shape[0], kv.shape[2]
-    ends = torch.arange(0, 2 * count, count, dtype=torch.int32, device=q.device)
-    key_ends = torch.arange(0, 2 * length, length, dtype=torch.int32, device=q.device)
-    k, v = kv.transpose(1, 2)
-    prompts._varlen(q, k, v, ends, key_ends, count, length, scale, out)
 
 
 class Model:

@@ -61,7 +61,7 @@ def use_for(dtype: torch.dtype, head_dim: int, group: int, device: torch.device)
         prefill_kernels.add_kernel("cuda", NAME, _attend)
     tried = prefill_kernels.trials(device, dtype, head_dim, group)
     serves = any(trial.kernel == NAME and not trial.refusal for trial in tried)
-    set_varlen(_attend_varlen if serves else None)
+    set_varlen(functools.partial(_flash, causal=True) if serves else None)
     return serves
 
 
@@ -70,21 +70,6 @@ def _version(head_dim: int) -> int | None:
     from vllm.v1.attention.backends.fa_utils import get_flash_attn_version  # noqa: PLC0415
 
     return get_flash_attn_version(head_size=head_dim)
-
-
-def _attend_varlen(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    ends: torch.Tensor,
-    key_ends: torch.Tensor,
-    longest: int,
-    longest_keys: int,
-    scale: float,
-    out: torch.Tensor,
-) -> None:
-    """Causal attention of several prompts, see `prompts.Varlen`."""
-    _flash(q, k, v, ends, key_ends, longest, longest_keys, True, scale, out)
 
 
 def _attend(
@@ -96,7 +81,7 @@ def _attend(
     ends = torch.arange(0, 2 * count, count, dtype=torch.int32, device=q.device)
     key_ends = torch.arange(0, 2 * length, length, dtype=torch.int32, device=q.device)
     keys, values = k.transpose(0, 1), v.transpose(0, 1)
-    return _flash(q, keys, values, ends, key_ends, count, length, causal, scale)
+    return _flash(q, keys, values, ends, key_ends, count, length, scale, causal=causal)
 
 
 def _flash(
@@ -107,10 +92,12 @@ def _flash(
     key_ends: torch.Tensor,
     longest: int,
     longest_keys: int,
-    causal: bool,
     scale: float,
     out: torch.Tensor | None = None,
+    *,
+    causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    # As `prompts.Varlen`, or without a causal mask.
     try:
         from vllm.v1.attention.backends.fa_utils import (  # noqa: PLC0415
             flash_attn_varlen_func,

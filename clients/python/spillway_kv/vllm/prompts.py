@@ -30,8 +30,8 @@ class Varlen(Protocol):
         longest_keys: int,
         scale: float,
         out: torch.Tensor,
-    ) -> None:
-        """Attends.
+    ) -> object:
+        """Attends. What it returns is not used.
 
         Args:
             q: Queries [N, H_q, d].
