@@ -47,6 +47,7 @@ ATTRIBUTES = {
     "vllm.v1.core.sched.scheduler:Scheduler": {
         "_preempt_request",
         "connector",
+        "current_step",
         "finish_requests",
         "requests",
         "running",
@@ -101,7 +102,14 @@ ATTRIBUTES = {
         "spec_tokens",
         "speculative_config",
     },
-    "vllm.v1.request:Request": {"drop_stale_output", "num_stale_output_tokens", "status"},
+    "vllm.v1.request:Request": {
+        "drop_stale_output",
+        "is_prefill_chunk",
+        "next_decode_eligible_step",
+        "num_output_tokens",
+        "num_stale_output_tokens",
+        "status",
+    },
 }
 
 

@@ -427,8 +427,8 @@ class StepDecoder:
         self.closed = True
 
 
-# The texts of requests 1 to 3, by key.
-TEXTS = {1: 0, 2: 2, 3: 3}
+# The texts of requests, by key.
+TEXTS = {1: 0, 2: 2, 3: 3, 4: 4, 5: 5, 6: 6, 7: 7}
 
 
 @pytest.fixture
@@ -559,6 +559,75 @@ def test_a_decoder_ends_where_its_requests_do_not_go_on(
     report, outs = model.step(StepPlan([_request(1, 103, 1)]), TEXTS)
     assert not report.losses
     _check(model, outs[1], 0, 103)
+    assert [(each.step_count, each.closed) for each in decoding] == [(3, True), (1, False)]
+
+
+def _decode(model: Model, starts: dict[int, int], prompt: int | None = None) -> None:
+    """A step of requests that decode, in this order, and of a prompt of 5 tokens before the last.
+
+    starts: tokens that each has. They become one more.
+    """
+    requests = [_request(key, at, 1) for key, at in starts.items()]
+    if prompt is not None:
+        requests.insert(len(requests) - 1, _request(prompt, 0, 5))
+    report, outs = model.step(StepPlan(requests), TEXTS)
+    assert not report.losses
+    for key in starts:
+        _check(model, outs[key], TEXTS[key], starts[key])
+        starts[key] += 1
+    if prompt is not None:
+        starts[prompt] = 5
+
+
+@pytest.mark.skipif(on_gpu(), reason="a GPU has decoders of its own")
+def test_requests_decode_beside_others_until_there_are_no_prompts(
+    model: Model, decoding: list[StepDecoder]
+) -> None:
+    """To end a decoder is to wait for the GPU, which prompts keep busy."""
+    starts = {1: 102, 2: 32}
+    _decode(model, starts, prompt=3)
+    _decode(model, starts, prompt=4)
+    _decode(model, starts, prompt=5)
+    assert [(each.step_count, each.closed) for each in decoding] == [
+        (5, False),  # of requests 1 and 2
+        (2, False),  # of request 3
+        (1, False),  # of request 4
+    ]
+    _decode(model, starts)
+    assert [(each.step_count, each.closed) for each in decoding] == [
+        (5, True),
+        (2, True),
+        (1, True),
+        (1, False),
+    ]
+
+
+@pytest.mark.skipif(on_gpu(), reason="a GPU has decoders of its own")
+def test_few_decoders_are_open_at_a_time(model: Model, decoding: list[StepDecoder]) -> None:
+    starts = {1: 102, 2: 32}
+    for prompt in (3, 4, 5, 6):
+        _decode(model, starts, prompt)
+    assert [each.closed for each in decoding] == [False] * 4
+    _decode(model, starts, prompt=7)
+    assert [each.closed for each in decoding] == [True] * 4 + [False]
+
+
+@pytest.mark.skipif(on_gpu(), reason="a GPU has decoders of its own")
+def test_a_decoder_ends_where_its_requests_change_places(
+    model: Model, decoding: list[StepDecoder]
+) -> None:
+    _decode(model, {2: 32, 1: 102}, prompt=3)
+    assert [(each.step_count, each.closed) for each in decoding] == [(2, True), (1, False)]
+
+
+@pytest.mark.skipif(on_gpu(), reason="a GPU has decoders of its own")
+def test_one_that_ends_ends_the_decoder_beside_prompts(
+    model: Model, decoding: list[StepDecoder]
+) -> None:
+    starts = {1: 102, 2: 32}
+    _decode(model, starts, prompt=3)
+    del starts[1]
+    _decode(model, starts, prompt=4)
     assert [(each.step_count, each.closed) for each in decoding] == [(3, True), (1, False)]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,9 @@ from spillway_kv.policy import Policy
 from spillway_kv.sequence import Sequence
 from spillway_kv.vllm.model_graph import ModelGraph
 from spillway_kv.vllm.step_plan import PlannedRequest
+
+# While prompts are computed, requests decode in at most this many groups.
+_PARTS_MAX = 4
 
 
 @dataclass
@@ -62,12 +65,8 @@ class Group:
         self._decoding = decoding
         self._decoder = decoder
         self._token_count = rows[0].plan.token_count
-        begin, end = rows[0].begin, rows[-1].end
-        # A slice makes no copy of the tensors.
-        self._index: slice | torch.Tensor = slice(begin, end)
-        if end - begin != len(rows) * self._token_count:
-            places = [torch.arange(row.begin, row.end, device="cpu") for row in rows]
-            self._index = torch.cat(places)
+        # The rows' tokens in the batch. A slice makes no copy of the tensors.
+        self._index: slice | torch.Tensor = slice(rows[0].begin, rows[-1].end)
         # Whether each row's outputs of the last layer are finite, on the way to host memory, and
         # when they have arrived.
         self._finite: torch.Tensor | None = None
@@ -87,6 +86,11 @@ class Group:
         Raises:
             SpillwayError: The step cannot be served, or an earlier one has failed on the GPU.
         """
+        begin, end = self.rows[0].begin, self.rows[-1].end
+        if end - begin != len(self.rows) * self._token_count:
+            tokens = [token for row in self.rows for token in range(row.begin, row.end)]
+            places = torch.tensor(tokens, device="cpu", pin_memory=device.type == "cuda")
+            self._index = places.to(device, non_blocking=True)
         self._decoding.begin(
             [row.sequence for row in self.rows],
             [row.plan.start for row in self.rows],
@@ -206,6 +210,28 @@ class Decodings:
     def any_kept(self) -> bool:
         """Whether any is kept from step to step."""
         return bool(self._kept)
+
+    def parts(
+        self, requests: list[PlannedRequest], *, prompts: bool
+    ) -> Iterator[list[PlannedRequest]]:
+        """Divides requests that decode into groups.
+
+        Decoders of fewer requests are slower. But while other requests join at each step, those
+        that decoded before go on in a decoder of their own: to end it, the host would have to wait
+        until the GPU has run the step before.
+
+        Args:
+            requests: Requests that could decode in one group, in the order of the batch.
+            prompts: Whether the step has prompts, too. Then the GPU is busy with them.
+        """
+        left = {request.key: request for request in requests}
+        if prompts and len(self._kept) < _PARTS_MAX:
+            for keys, (decoding, _) in self._kept.items():
+                going_on = [key for key in left if key in keys]
+                if decoding.has_decoder and going_on == list(keys):
+                    yield [left.pop(key) for key in keys]
+        if left:
+            yield list(left.values())
 
     def begin(self, groups: list[list[PlannedRequest]], others: set[int]) -> set[int]:
         """Ends the decodings that the step's groups do not continue.

@@ -57,4 +57,21 @@ class SpillwayScheduler(_Recovering, Scheduler):
 
 
 class SpillwayAsyncScheduler(_Recovering, AsyncScheduler):
-    """vLLM's scheduler that schedules one step ahead."""
+    """vLLM's scheduler that schedules one step ahead.
+
+    A request sits out the step after its prompt. Its first decode step begins only when the GPU has
+    run the prompt. If vLLM launched that step ahead, the host would wait in it, with the first
+    token in hand and the prompts of other requests not yet launched.
+    """
+
+    def _update_after_schedule(self: Any, scheduler_output: SchedulerOutput) -> None:
+        super()._update_after_schedule(scheduler_output)
+        for request_id, token_count in scheduler_output.num_scheduled_tokens.items():
+            request = self.requests[request_id]
+            drafts = len(scheduler_output.scheduled_spec_decode_tokens.get(request_id, ()))
+            decodes = token_count == 1 + drafts and request.num_output_tokens > 0
+            if not decodes and not request.is_prefill_chunk:
+                # vLLM counts a step before it compares, so this leaves out one step.
+                request.next_decode_eligible_step = max(
+                    request.next_decode_eligible_step, self.current_step + 2
+                )

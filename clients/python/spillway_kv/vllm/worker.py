@@ -129,13 +129,16 @@ class Worker:
     ) -> Iterator[tuple[list[PlannedRequest], bool]]:
         """Yields groups of requests whose steps are made together, and whether they are exact."""
         limit = self._sequences.client.server_info.limits.attend_item_count_max
+        prompts = any(not _is_step(request) for request in requests)
         kinds: dict[tuple[bool, int], list[PlannedRequest]] = {}
         for request in requests:
             if _is_step(request):
                 kinds.setdefault((not request.decodes, request.token_count), []).append(request)
         for (exact, _), alike in sorted(kinds.items(), key=lambda kind: kind[0]):
-            for first in range(0, len(alike), limit):
-                yield alike[first : first + limit], exact
+            parts = [alike] if exact else self._decodings.parts(alike, prompts=prompts)
+            for part in parts:
+                for first in range(0, len(part), limit):
+                    yield part[first : first + limit], exact
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor
