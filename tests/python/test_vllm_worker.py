@@ -428,7 +428,7 @@ class StepDecoder:
 
 
 # The texts of requests, by key.
-TEXTS = {1: 0, 2: 2, 3: 3, 4: 4, 5: 5, 6: 6, 7: 7}
+TEXTS = {1: 0, **{key: key for key in range(2, 10)}}
 
 
 @pytest.fixture
@@ -603,13 +603,31 @@ def test_requests_decode_beside_others_until_there_are_no_prompts(
 
 
 @pytest.mark.skipif(on_gpu(), reason="a GPU has decoders of its own")
-def test_few_decoders_are_open_at_a_time(model: Model, decoding: list[StepDecoder]) -> None:
+def test_requests_do_not_decode_apart_for_long(model: Model, decoding: list[StepDecoder]) -> None:
+    """Beside the first decoder 0, 1, 2, 3 and 4 others make a step, 10 in all. Then all join."""
     starts = {1: 102, 2: 32}
-    for prompt in (3, 4, 5, 6):
+    for prompt in (3, 4, 5, 6, 7):
         _decode(model, starts, prompt)
-    assert [each.closed for each in decoding] == [False] * 4
-    _decode(model, starts, prompt=7)
-    assert [each.closed for each in decoding] == [True] * 4 + [False]
+    assert [each.closed for each in decoding] == [False] * 5
+    _decode(model, starts, prompt=8)
+    assert [each.closed for each in decoding] == [True] * 5 + [False]
+    # From there, it begins again.
+    _decode(model, starts, prompt=9)
+    assert [each.closed for each in decoding] == [True] * 5 + [False] * 2
+
+
+@pytest.mark.skipif(on_gpu(), reason="a GPU has decoders of its own")
+def test_a_prompt_that_is_lost_joins_no_decoders(model: Model, decoding: list[StepDecoder]) -> None:
+    """What goes on is decided before it is known which requests are lost."""
+    _decode(model, starts := {1: 102, 2: 32}, prompt=3)
+    gone = Source(77, 16)
+    plan = StepPlan([_request(key, at, 1) for key, at in starts.items()])
+    plan.requests.append(_request(4, 16, 5, source=gone))
+    report, outs = model.step(plan, TEXTS)
+    assert set(report.losses) == {4}
+    for key in starts:
+        _check(model, outs[key], TEXTS[key], starts[key])
+    assert [(each.step_count, each.closed) for each in decoding] == [(4, False), (1, False)]
 
 
 @pytest.mark.skipif(on_gpu(), reason="a GPU has decoders of its own")

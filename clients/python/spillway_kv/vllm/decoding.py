@@ -15,8 +15,9 @@ from spillway_kv.sequence import Sequence
 from spillway_kv.vllm.model_graph import ModelGraph
 from spillway_kv.vllm.step_plan import PlannedRequest
 
-# While prompts are computed, requests decode in at most this many groups.
-_PARTS_MAX = 4
+# Steps of further groups, after which all requests are to decode in one: by then these groups have
+# cost as much time as the wait that joining them takes.
+_STEPS_APART = 8
 
 
 @dataclass
@@ -201,6 +202,8 @@ class Decodings:
         self._make_room = make_room
         # Keys: the keys of the requests. Values: the decoding, and the length of each sequence.
         self._kept: dict[tuple[int, ...], tuple[Decoding, dict[int, int]]] = {}
+        # Steps of groups beside another one, since all decoded in one.
+        self._steps_apart = 0
         # Those of the step that are not kept.
         self._others: list[Decoding] = []
         self._refused: list[Policy | None] = []
@@ -211,25 +214,27 @@ class Decodings:
         """Whether any is kept from step to step."""
         return bool(self._kept)
 
-    def parts(
-        self, requests: list[PlannedRequest], *, prompts: bool
-    ) -> Iterator[list[PlannedRequest]]:
-        """Divides requests that decode into groups.
+    @property
+    def stay_apart(self) -> bool:
+        """Whether groups go on as they are in a step that has prompts too.
 
-        Decoders of fewer requests are slower. But while other requests join at each step, those
-        that decoded before go on in a decoder of their own: to end it, the host would have to wait
-        until the GPU has run the step before.
+        Fewer requests decode less efficiently. But while others join, those that decoded before go
+        on in a decoder of their own: to end it, the host would have to wait until the GPU has run
+        the step before, and the GPU then waits for the host. In a step without prompts that costs
+        little.
+        """
+        return self._steps_apart < _STEPS_APART
+
+    def parts(self, requests: list[PlannedRequest]) -> Iterator[list[PlannedRequest]]:
+        """Divides requests that could decode together into those that did and the others.
 
         Args:
-            requests: Requests that could decode in one group, in the order of the batch.
-            prompts: Whether the step has prompts, too. Then the GPU is busy with them.
+            requests: The requests, in the order of the batch.
         """
         left = {request.key: request for request in requests}
-        if prompts and len(self._kept) < _PARTS_MAX:
-            for keys, (decoding, _) in self._kept.items():
-                going_on = [key for key in left if key in keys]
-                if decoding.has_decoder and going_on == list(keys):
-                    yield [left.pop(key) for key in keys]
+        for keys, (decoding, _) in self._kept.items():
+            if decoding.has_decoder and [key for key in left if key in keys] == list(keys):
+                yield [left.pop(key) for key in keys]
         if left:
             yield list(left.values())
 
@@ -243,6 +248,7 @@ class Decodings:
         Returns:
             Sequences that decoders still hold. Their lengths are those of the plan.
         """
+        self._steps_apart = self._steps_apart + len(groups) - 1 if len(groups) > 1 else 0
         going_on = {tuple(r.key for r in group): group for group in groups}
         held: set[int] = set()
         for keys in list(self._kept):

@@ -98,7 +98,8 @@ class Worker:
         self._counts = len(plan.requests), sum(r.token_count for r in plan.requests)
         requests = sorted(plan.requests, key=lambda request: begins[request.key])
         others = {r.source.key for r in requests if r.source is not None}
-        together = [group for group, exact in self._together(requests) if not exact]
+        apart = self._decodings.stay_apart and not all(_is_step(r) for r in requests)
+        together = [group for group, exact in self._together(requests, apart=apart) if not exact]
         held = self._decodings.begin(together, others | set(plan.dropped))
         self._sequences.begin(plan)
         rows = {}
@@ -115,7 +116,7 @@ class Worker:
                 continue
             rows[request.key] = Row(request, begins[request.key], sequence)
         there = [row.plan for row in rows.values()]
-        for group, exact in self._together(there):
+        for group, exact in self._together(there, apart=apart):
             policy = _EXACT if exact else self._policy
             members = [rows[r.key] for r in group]
             self._groups.append(self._decodings.group(members, policy, exact=exact))
@@ -125,17 +126,19 @@ class Worker:
         self._prompts.begin(prompts, self._device)
 
     def _together(
-        self, requests: list[PlannedRequest]
+        self, requests: list[PlannedRequest], *, apart: bool
     ) -> Iterator[tuple[list[PlannedRequest], bool]]:
-        """Yields groups of requests whose steps are made together, and whether they are exact."""
+        """Yields groups of requests whose steps are made together, and whether they are exact.
+
+        apart: whether requests that decoded together go on without the others.
+        """
         limit = self._sequences.client.server_info.limits.attend_item_count_max
-        prompts = any(not _is_step(request) for request in requests)
         kinds: dict[tuple[bool, int], list[PlannedRequest]] = {}
         for request in requests:
             if _is_step(request):
                 kinds.setdefault((not request.decodes, request.token_count), []).append(request)
         for (exact, _), alike in sorted(kinds.items(), key=lambda kind: kind[0]):
-            parts = [alike] if exact else self._decodings.parts(alike, prompts=prompts)
+            parts = self._decodings.parts(alike) if apart and not exact else [alike]
             for part in parts:
                 for first in range(0, len(part), limit):
                     yield part[first : first + limit], exact
