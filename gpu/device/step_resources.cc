@@ -2,8 +2,11 @@
 
 #include <algorithm>
 #include <bit>
+#include <cstddef>
+#include <optional>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 #include "gpu/cuda/current_device.h"
 #include "host/base/status_macros.h"
@@ -14,8 +17,9 @@ namespace {
 constexpr std::string_view kWhat = "a step on a stream";
 constexpr int64_t kGranuleMin = int64_t{1} << 20;
 constexpr int64_t kPinnedRoomMax = int64_t{64} << 20;
-// Kept memory is at most this part of the host memory's limit.
+// Kept memory is at most this part of the host memory's limit, and of so many steps.
 constexpr int64_t kHostShare = 64;
+constexpr size_t kKeptMax = 4;
 
 // Up to a quarter more, so that the next step may be a little larger.
 int64_t WithRoom(int64_t bytes) {
@@ -57,12 +61,17 @@ StepResourcePool::~StepResourcePool() {
 }
 
 absl::StatusOr<StepResources> StepResourcePool::Take(int64_t device_bytes, int64_t pinned_bytes) {
-  std::optional<StepResources> kept;
+  StepResources made;
   {
     const MutexLock lock(mutex_);
-    kept = std::exchange(kept_, std::nullopt);
+    std::vector<StepMemory> sizes;
+    for (const StepResources& kept : kept_) sizes.push_back(kept.memory());
+    const std::optional<size_t> found = FindStepMemory(sizes, {device_bytes, pinned_bytes});
+    if (found.has_value()) {
+      std::swap(made, kept_[*found]);
+      kept_.erase(kept_.begin() + static_cast<std::ptrdiff_t>(*found));
+    }
   }
-  StepResources made = kept.has_value() ? *std::move(kept) : StepResources();
   if (made.capture.get() == nullptr) {
     ASSIGN_OR_RETURN(made.capture, Stream::Create());
     ASSIGN_OR_RETURN(made.side, Stream::Create());
@@ -77,17 +86,27 @@ absl::StatusOr<StepResources> StepResourcePool::Take(int64_t device_bytes, int64
 }
 
 void StepResourcePool::Keep(StepResources resources) {
-  int64_t pinned_bytes = 0;
-  for (const PinnedBuffer& pinned : resources.pinned) pinned_bytes += pinned.bytes();
-  if (pinned_bytes > host_budget_->limit_bytes() / kHostShare) return;
-  std::optional<StepResources> other(std::move(resources));
+  const int64_t pinned_max = host_budget_->limit_bytes() / kHostShare;
+  const auto pinned_bytes = [](const StepResources& kept) {
+    return StepResources::kSlotCount * kept.memory().pinned;
+  };
+  std::vector<StepResources> dropped;  // freed after the lock
   const MutexLock lock(mutex_);
-  std::swap(kept_, other);
+  int64_t pinned = pinned_bytes(resources);
+  for (const StepResources& kept : kept_) pinned += pinned_bytes(kept);
+  kept_.push_back(std::move(resources));
+  while (kept_.size() > kKeptMax || pinned > pinned_max) {
+    const auto smallest = std::ranges::min_element(
+        kept_, {}, [](const StepResources& kept) { return kept.memory().total(); });
+    pinned -= pinned_bytes(*smallest);
+    dropped.push_back(std::move(*smallest));
+    kept_.erase(smallest);
+  }
 }
 
 void StepResourcePool::Drop() {
   const CurrentDevice current(ordinal_);
-  std::optional<StepResources> dropped;
+  std::vector<StepResources> dropped;
   const MutexLock lock(mutex_);
   std::swap(kept_, dropped);
 }

@@ -4,12 +4,13 @@
 #include <atomic>
 #include <cstdint>
 #include <list>
-#include <optional>
+#include <vector>
 
 #include "absl/status/statusor.h"
 #include "gpu/cuda/buffer.h"
 #include "gpu/cuda/stream.h"
 #include "host/base/mutex.h"
+#include "host/device/step_memory.h"
 
 namespace spillway::cuda {
 
@@ -19,17 +20,19 @@ struct StepResources {
   // Announcements in flight, each with pinned memory of its own.
   static constexpr int kSlotCount = 2;
 
+  StepMemory memory() const { return {device.bytes(), pinned.front().bytes()}; }
+
   DeviceBuffer device;
-  std::array<PinnedBuffer, kSlotCount> pinned;
+  std::array<PinnedBuffer, kSlotCount> pinned;  // of equal size
   Stream capture, side;
   Event fork, join;
 };
 
-// Keeps the resources of the step that ended last for the next one: to allocate and free them takes
-// several ms, in which the GPU idles, and in serving the sequences of a step change often. They
-// stay charged to the budgets until another step or job needs the memory. Pages cannot take it: on
-// the GPU they have a part of the memory of their own, and of host memory it is a small part.
-// Thread-safe.
+// Keeps the resources of steps that have ended for the next ones: to allocate and free them takes
+// several ms, in which the GPU idles, and in serving the sequences of a step change often. While
+// prompts come, several steps of different sizes are open at a time. Kept resources stay charged to
+// the budgets until another step or job needs the memory. Pages cannot take it: on the GPU they
+// have a part of the memory of their own, and of host memory it is a small part. Thread-safe.
 class StepResourcePool {
  public:
   // step_bytes: memory of up to this size may have room for a larger step. The budgets must outlive
@@ -44,8 +47,8 @@ class StepResourcePool {
   // memory. Contents are undefined. RESOURCE_EXHAUSTED. REQUIRES: this GPU is the current device.
   absl::StatusOr<StepResources> Take(int64_t device_bytes, int64_t pinned_bytes)
       ABSL_LOCKS_EXCLUDED(mutex_);
-  // Frees them instead if they take a large part of the host memory's limit. REQUIRES: nothing on
-  // the GPU uses them.
+  // Frees the smallest ones, if there are many or they take a large part of the host memory's
+  // limit. REQUIRES: nothing on the GPU uses them.
   void Keep(StepResources resources) ABSL_LOCKS_EXCLUDED(mutex_);
   // A number that no step of this GPU had, from 1 on. Steps that use the same memory one after the
   // other have different versions, so launches of the first do nothing in the second.
@@ -61,7 +64,7 @@ class StepResourcePool {
   std::atomic<uint64_t> last_version_ = 0;
   std::list<MemoryBudget::Reclaim>::iterator device_reclaim_, host_reclaim_;
   Mutex mutex_;
-  std::optional<StepResources> kept_ ABSL_GUARDED_BY(mutex_);
+  std::vector<StepResources> kept_ ABSL_GUARDED_BY(mutex_);
 };
 
 }  // namespace spillway::cuda

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "host/memory/memory_budget.h"
 
@@ -40,13 +41,31 @@ TEST_F(StepResourcePoolTest, TheNextStepGetsThoseOfTheLast) {
   EXPECT_NE(other.device.data(), data);
 }
 
-TEST_F(StepResourcePoolTest, LargerMemoryReplacesThem) {
-  pool_.Keep(*pool_.Take(4 * kMiB, kMiB));
-  EXPECT_EQ(device_budget_.used_bytes(), 4 * kMiB);
+TEST_F(StepResourcePoolTest, EachStepGetsTheSmallestThatIsLargeEnough) {
+  StepResources small = *pool_.Take(4 * kMiB, kMiB / 4);
   // Beyond the memory of a wave there is no room.
-  const StepResources larger = *pool_.Take(20 * kMiB + 256, kMiB);
+  StepResources large = *pool_.Take(20 * kMiB + 256, kMiB / 4);
+  std::byte* const of_small = small.device.data();
+  std::byte* const of_large = large.device.data();
+  pool_.Keep(std::move(large));
+  pool_.Keep(std::move(small));
+  EXPECT_EQ(device_budget_.used_bytes(), 24 * kMiB + 256);
+  EXPECT_EQ(pool_.Take(kMiB, kMiB / 4)->device.data(), of_small);
   EXPECT_EQ(device_budget_.used_bytes(), 20 * kMiB + 256);
-  EXPECT_EQ(host_budget_.used_bytes(), 2 * kMiB);
+  EXPECT_EQ(pool_.Take(5 * kMiB, kMiB / 4)->device.data(), of_large);
+  EXPECT_EQ(device_budget_.used_bytes(), 0);
+}
+
+TEST_F(StepResourcePoolTest, KeepsThoseOfFourSteps) {
+  MemoryBudget host_budget(1024 * kMiB);
+  StepResourcePool pool(/*ordinal=*/0, /*step_bytes=*/16 * kMiB, &device_budget_, &host_budget);
+  std::vector<StepResources> steps;
+  for (const int64_t bytes : {2, 1, 4, 3, 5}) {
+    steps.push_back(*pool.Take(bytes * kMiB, kMiB / 4));
+  }
+  for (StepResources& step : steps) pool.Keep(std::move(step));
+  // Without the smallest one.
+  EXPECT_EQ(device_budget_.used_bytes(), 14 * kMiB);
 }
 
 TEST_F(StepResourcePoolTest, RoomIsNoReasonToFail) {
@@ -58,11 +77,16 @@ TEST_F(StepResourcePoolTest, RoomIsNoReasonToFail) {
 }
 
 TEST_F(StepResourcePoolTest, KeepsNoLargePartOfTheHostMemory) {
-  pool_.Keep(*pool_.Take(kMiB, 2 * kMiB));
+  StepResources first = *pool_.Take(kMiB, kMiB);
+  StepResources second = *pool_.Take(2 * kMiB, 2 * kMiB);
+  pool_.Keep(std::move(first));
+  EXPECT_EQ(host_budget_.used_bytes(), 6 * kMiB);
+  // A 64th of the limit is 4 MiB.
+  pool_.Keep(std::move(second));
   EXPECT_EQ(host_budget_.used_bytes(), 4 * kMiB);
+  EXPECT_EQ(device_budget_.used_bytes(), 2 * kMiB);
   pool_.Keep(*pool_.Take(kMiB, 3 * kMiB));
   EXPECT_EQ(host_budget_.used_bytes(), 0);
-  EXPECT_EQ(device_budget_.used_bytes(), 0);
 }
 
 TEST_F(StepResourcePoolTest, NoTwoStepsHaveOneVersion) {

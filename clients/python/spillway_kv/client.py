@@ -299,7 +299,7 @@ class Client:
         message = _sequence_message(_name(model), policy, ttl)
         # boot_id is read first: if the daemon restarts in between, the model is gone, and the call
         # fails.
-        boot_id = self.get_server_info().boot_id
+        boot_id = self._wire.boot_id()
         response = self._wire.call(
             self._wire.stubs.sequences.CreateSequence,
             sequence_service_pb2.CreateSequenceRequest(sequence_id=sequence_id, sequence=message),
@@ -312,7 +312,7 @@ class Client:
         Raises:
             NotFound: No such sequence.
         """
-        boot_id = self.get_server_info().boot_id
+        boot_id = self._wire.boot_id()
         request = sequence_service_pb2.GetSequenceRequest(name=name)
         response = self._wire.read(self._wire.stubs.sequences.GetSequence, request)
         return Sequence(self, response.sequence, boot_id)
@@ -356,7 +356,7 @@ class Client:
             ResourceExhausted: The daemon's memory limit is reached.
         """
         message = _sequence_message(_name(model), policy, ttl)
-        boot_id = self.get_server_info().boot_id
+        boot_id = self._wire.boot_id()
         response = self._wire.call(
             self._wire.stubs.sequences.LoadSequence,
             sequence_service_pb2.LoadSequenceRequest(

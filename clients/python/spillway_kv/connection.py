@@ -264,6 +264,12 @@ class Connection:
             self.call(self.stubs.admin.GetServerInfo, request, timeout=timeout)
         )
 
+    def boot_id(self) -> str:
+        """Asks the daemon for its boot_id. An embedded engine is not asked: it does not restart."""
+        embedded = self.target == _native.EMBEDDED
+        info = self.server_info if embedded else self.get_server_info()
+        return info.boot_id
+
     def snapshot_folder(self, folder: str | Path) -> str:
         """Returns the folder as the engine sees it. An embedded engine accepts any path.
 
