@@ -6,7 +6,9 @@
 #include <iostream>
 
 #include "absl/synchronization/mutex.h"
+#include "daemon/config/command_line.h"
 #include "daemon/config/config.h"
+#include "daemon/config/config_file.h"
 #include "daemon/server/daemon.h"
 #include "daemon/server/library_messages.h"
 #include "daemon/server/logging.h"

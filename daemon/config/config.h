@@ -1,7 +1,6 @@
 #pragma once
 
 #include <cstdint>
-#include <filesystem>
 #include <string>
 #include <utility>
 #include <vector>
@@ -116,27 +115,6 @@ struct Config {
   LogFormat log_format = LogFormat::kText;
 };
 
-// The first of $STATE_DIRECTORY/snapshots (set by systemd), $XDG_STATE_HOME/spillway/snapshots and
-// $HOME/.local/state/spillway/snapshots whose variable is an absolute path; empty if there is none.
-std::string DefaultSnapshotFolder();
-
-struct CommandLine {
-  Config config;
-  std::string file;  // the file that --config names; empty: none
-  bool print_config = false;
-  // If not empty: print this and exit with exit_code instead of serving.
-  std::string message;
-  int exit_code = 0;
-};
-
-// Flags override the file that --config names, which overrides the defaults. INVALID_ARGUMENT names
-// an unknown key in the file, or a value that does not parse or is out of range, such as a memory
-// limit above the machine's memory. It also refuses settings that do not fit together, such as MPS
-// on the CPU, TLS for a unix socket, a certificate without its key, or tokens without TLS beyond
-// loopback unless allowed.
-absl::StatusOr<CommandLine> ParseCommandLine(int argc, const char* const* argv,
-                                             const Topology& topology, const std::string& version);
-
 // The config of an embedded engine. settings: names as in the file, such as "memory.limit", and
 // values as text; they override the defaults. `listen` is empty, only errors are logged by default,
 // and snapshots may be in any folder. INVALID_ARGUMENT names a setting that is wrong, unknown,
@@ -154,9 +132,6 @@ struct SettingChange {
 std::vector<SettingChange> ChangesBetween(const Config& before, const Config& after);
 // Copies the settings that may change while the daemon serves from `from` to `to`.
 void TakeLiveSettings(const Config& from, Config& to);
-
-// A TOML file that yields the same config.
-std::string ToToml(const Config& config);
 
 // Parses "512MiB", "64 GiB" or "1048576" to bytes, at least 1.
 absl::StatusOr<int64_t> ParseBytes(const std::string& text);

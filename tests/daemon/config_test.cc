@@ -9,6 +9,8 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "daemon/config/command_line.h"
+#include "daemon/config/config_file.h"
 
 namespace spillway {
 namespace {
