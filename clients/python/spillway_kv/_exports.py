@@ -22,7 +22,7 @@ from spillway_kv.errors import (
 )
 from spillway_kv.indices import KeyIndices, MlpHash, RotationHash
 from spillway_kv.policy import Adaptive, Candidates, Policy, TopK, TopP
-from spillway_kv.regions import GpuRegion, Region
+from spillway_kv.region import GpuRegion, Region
 from spillway_kv.results import (
     AppendResult,
     AttendResult,

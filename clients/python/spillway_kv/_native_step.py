@@ -13,7 +13,7 @@ import numpy as np
 from spillway_kv._library import Sums
 from spillway_kv._native import NativeChannel
 from spillway_kv._proto import attention_service_pb2
-from spillway_kv.regions import Place, place_of
+from spillway_kv.places import Place, place_of
 from spillway_kv.results import Model
 from spillway_kv.tensors import (
     Array,

@@ -10,7 +10,8 @@ from spillway_kv import _split
 from spillway_kv._proto import attention_service_pb2, tensor_pb2
 from spillway_kv.connection import Connection
 from spillway_kv.errors import OutOfRange, ResourceExhausted, SpillwayError
-from spillway_kv.regions import ANSWERED, copied_to
+from spillway_kv.region import copied_to
+from spillway_kv.regions import ANSWERED
 from spillway_kv.results import AppendResult
 from spillway_kv.tensors import (
     Array,

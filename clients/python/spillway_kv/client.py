@@ -32,7 +32,7 @@ from spillway_kv.errors import (
 )
 from spillway_kv.indices import HashWeights, KeyIndices, RotationHash, hash_to_proto
 from spillway_kv.policy import Policy
-from spillway_kv.regions import GpuRegion, Region
+from spillway_kv.region import GpuRegion, Region
 from spillway_kv.results import (
     AttendResult,
     Model,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from spillway_kv._native_step import F32, Tensors, set_place
-from spillway_kv.regions import GPU_ALIGNMENT, Place, byte_strides, has_gpu_rows, has_gpu_strides
+from spillway_kv.places import GPU_ALIGNMENT, Place, byte_strides, has_gpu_rows, has_gpu_strides
 from spillway_kv.tensors import OutDType, dtype_of, engine_array
 
 

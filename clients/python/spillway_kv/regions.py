@@ -1,4 +1,4 @@
-"""Memory that a client and its daemon share, so that K/V are not sent in messages."""
+"""The regions of a client, so that K/V are not sent in messages."""
 
 from __future__ import annotations
 
@@ -6,15 +6,12 @@ import math
 import os
 import socket
 import threading
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, cast
 
 from spillway_kv import forks
-from spillway_kv._native import EMBEDDED, GpuMapping
+from spillway_kv._native import EMBEDDED
 from spillway_kv._proto import memory_service_pb2, tensor_pb2
 from spillway_kv.errors import (
     Aborted,
@@ -27,11 +24,10 @@ from spillway_kv.errors import (
     Unavailable,
 )
 from spillway_kv.mapping import Mapping
+from spillway_kv.places import Place, has_gpu_rows, place_of, place_of_tensor
+from spillway_kv.region import GpuRegion, Region
 from spillway_kv.tensors import (
     Array,
-    BFloat16,
-    DTypeName,
-    dtype_name,
     dtype_of,
     gpu_uuid,
     is_torch,
@@ -47,9 +43,6 @@ if TYPE_CHECKING:
 # Key of the staging region in host memory. Other keys are numbers of GPUs.
 _HOST = -1
 _PROCESS, _GPU = "regions/process", "regions/gpu"
-# Alignment of rows in GPU memory, bytes.
-GPU_ALIGNMENT = 16
-_ALIGNMENT = 64
 _NAME_BYTES_MAX = 256
 # Size of a client's own region on a GPU. The daemon takes about 3 ms for an append of 128 MiB.
 _GPU_STAGING_BYTES = 128 << 20
@@ -60,234 +53,6 @@ _STAGED_BYTES_MIN = 1 << 20
 # Errors with which a daemon answers an append after it has stopped reading the rows.
 ANSWERED = (Aborted, AlreadyExists, InvalidArgument, OutOfRange, ResourceExhausted)
 _UNIX = "unix:"
-
-
-class Place(NamedTuple):
-    """The address of an array, and its strides in bytes."""
-
-    address: int
-    strides: tuple[int, ...]
-
-
-def place_of(array: Array) -> Place | None:
-    """Returns where an array is in this process.
-
-    None if its rows are not contiguous, or its memory does not hold its numbers (see
-    `engine_array`).
-    """
-    if isinstance(array, BFloat16):
-        array = array.bits
-    if is_torch(array):
-        tensor: torch.Tensor = array  # type: ignore[assignment]
-        if tensor.device.type != "cpu":
-            return None
-        if tensor.is_neg():
-            return None
-        size = tensor.itemsize
-        place = place_of_tensor(tensor)
-    elif isinstance(array, np.ndarray):
-        if not array.dtype.isnative:
-            return None
-        size = array.itemsize
-        place = Place(array.__array_interface__["data"][0], array.strides)
-    else:
-        return None
-    aligned = place.address % size == 0 and min(place.strides, default=0) >= 0
-    return place if aligned and place.strides[-1:] == (size,) else None
-
-
-def place_of_tensor(tensor: torch.Tensor) -> Place:
-    """Returns where a tensor's elements are, on any device."""
-    return Place(tensor.data_ptr(), byte_strides(tensor))
-
-
-def byte_strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Returns a tensor's strides in bytes."""
-    size = tensor.itemsize
-    return tuple([size * stride for stride in tensor.stride()])
-
-
-def has_gpu_strides(tensor: torch.Tensor) -> bool:
-    """Whether rows are contiguous, with strides that an engine on a GPU can read."""
-    strides = byte_strides(tensor)
-    return strides[-1:] == (tensor.itemsize,) and not any(x % GPU_ALIGNMENT for x in strides[:-1])
-
-
-def has_gpu_rows(tensor: torch.Tensor) -> bool:
-    """Whether rows are contiguous, and aligned so that an engine on a GPU can read them."""
-    return tensor.data_ptr() % GPU_ALIGNMENT == 0 and has_gpu_strides(tensor)
-
-
-class _Shared:
-    """The common part of regions in host and GPU memory: allocation of pieces."""
-
-    def __init__(self, regions: Regions, name: str, byte_count: int, address: int) -> None:
-        self._regions = regions
-        self._used = 0
-        self.name = name
-        self.byte_count = byte_count
-        self.address = address
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.name!r}, byte_count={self.byte_count})"
-
-    def _place(self, byte_count: int) -> int:
-        """Allocates a piece of the region. Returns its offset."""
-        start = -(-self._used // _ALIGNMENT) * _ALIGNMENT
-        if start + byte_count > self.byte_count:
-            raise ValueError(
-                f"{byte_count} bytes do not fit: {self.name} has {self.byte_count}, "
-                f"{self._used} of them in use"
-            )
-        self._used = start + byte_count
-        return start
-
-    def reset(self) -> None:
-        """Frees all pieces. Arrays that are allocated afterwards overlap the earlier ones."""
-        self._used = 0
-
-
-class Region(_Shared):
-    """Memory shared with a daemon. `Client.attach_region` creates it.
-
-    Appends from arrays in the region, and fetches into them, are not copied into messages.
-    `array` and `tensor` allocate its memory piece by piece. `reset` frees all pieces. Not
-    thread-safe.
-
-    Attributes:
-        name: `regions/{id}`.
-        byte_count: Size of the region.
-    """
-
-    def __init__(self, regions: Regions, name: str, mapping: Mapping) -> None:
-        super().__init__(regions, name, mapping.byte_count, mapping.address)
-        self._mapping: Mapping | None = mapping
-        self._used_max = 0
-
-    def _take(self, byte_count: int) -> Any:
-        if self._mapping is None:
-            raise ValueError(f"{self.name} is detached")
-        start = self._place(byte_count)
-        self._used_max = max(self._used_max, self._used)
-        return np.asarray(self._mapping)[start : start + byte_count]
-
-    def array(self, shape: tuple[int, ...], dtype: Any = np.float32) -> Any:
-        """Returns a numpy array in the region. Its content is undefined.
-
-        Raises:
-            ValueError: The region has not enough free memory, or is detached.
-        """
-        dtype = np.dtype(dtype)
-        return self._take(int(np.prod(shape)) * dtype.itemsize).view(dtype).reshape(shape)
-
-    def tensor(self, shape: tuple[int, ...], dtype: DTypeName = "bfloat16") -> torch.Tensor:
-        """Returns a torch tensor in the region. Its content is undefined.
-
-        Raises:
-            ValueError: The region has not enough free memory, or is detached.
-        """
-        import torch
-
-        kind: torch.dtype = getattr(torch, dtype)
-        taken = torch.from_numpy(self._take(int(np.prod(shape)) * kind.itemsize))
-        return taken.view(kind).view(shape)
-
-    def detach(self) -> None:
-        """Gives the region back. The daemon frees it when no call uses it.
-
-        Arrays in it stay readable, but are no longer shared with the daemon: their content is
-        copied to memory of this process.
-        """
-        self._regions.detach(self)
-        self._leave()
-
-    def _leave(self) -> None:
-        """Unmaps the region: the daemon counts it as long as it is mapped."""
-        if self._mapping is None:
-            return
-        mapping = weakref.ref(self._mapping)
-        self._mapping = None
-        if (left := mapping()) is not None:  # there are arrays in it
-            left.leave(self._used_max)
-
-
-class _GpuBytes:
-    """Bytes of a mapping. torch keeps this object, and so the mapping, as long as it uses them."""
-
-    def __init__(self, mapping: GpuMapping, start: int, byte_count: int) -> None:
-        self._mapping = mapping
-        self.__cuda_array_interface__ = {
-            "shape": (byte_count,),
-            "typestr": "|u1",
-            "data": (mapping.address + start, False),
-            "version": 3,
-            # torch does not wait for a stream: the caller must order the work that uses the memory.
-            "stream": None,
-        }
-
-
-class GpuRegion(_Shared):
-    """Memory of a daemon's GPU. `Client.attach_region` creates it if a device is named.
-
-    CUDA tensors in the region are appended in place, and rows are fetched into them in place.
-    The only link that they cross is the one between the GPU and the daemon's pages. `tensor`
-    allocates its memory piece by piece. `reset` frees all pieces. Not thread-safe.
-
-    Attributes:
-        name: `regions/{id}`.
-        byte_count: Size of the region, a multiple of 2 MiB.
-        device: torch's name of the GPU in this process, for example `cuda:0`.
-    """
-
-    def __init__(self, regions: Regions, name: str, byte_count: int, mapping: GpuMapping) -> None:
-        super().__init__(regions, name, byte_count, mapping.address)
-        self._mapping: GpuMapping | None = mapping
-        self.device = f"cuda:{mapping.ordinal}"
-
-    def tensor(self, shape: tuple[int, ...], dtype: DTypeName = "bfloat16") -> torch.Tensor:
-        """Returns a CUDA tensor in the region. Its content is undefined.
-
-        Raises:
-            ValueError: The region has not enough free memory, or is detached.
-        """
-        import torch
-
-        if self._mapping is None:
-            raise ValueError(f"{self.name} is detached")
-        kind: torch.dtype = getattr(torch, dtype)
-        count = math.prod(shape) * kind.itemsize
-        if count == 0:
-            return torch.empty(shape, dtype=kind, device=self.device)
-        taken = torch.as_tensor(
-            _GpuBytes(self._mapping, self._place(count), count), device=self.device
-        )
-        return taken.view(kind).view(shape)
-
-    def detach(self) -> None:
-        """Gives the region back. The daemon frees it when no call uses it.
-
-        Tensors in it stay usable, but are no longer shared with the daemon. The memory on the
-        GPU stays in use until the last tensor is deleted.
-        """
-        self._mapping = None
-        self._regions.detach(self)
-
-
-def copied_to(region: Region | GpuRegion, array: Array) -> Array:
-    """Returns a copy of an array in a region, of the same type."""
-    if is_torch(array):
-        source: torch.Tensor = array  # type: ignore[assignment]
-        tensor = region.tensor(tuple(source.shape), dtype_name(dtype_of(source, "k")))
-        return tensor.copy_(source)
-    assert isinstance(region, Region)
-    if isinstance(array, BFloat16):
-        bits = region.array(array.shape, np.uint16)
-        bits[:] = array.bits
-        return BFloat16(bits)
-    host: Any = array
-    made = region.array(host.shape, host.dtype)
-    made[:] = host
-    return made
 
 
 class _Staging:
@@ -562,7 +327,7 @@ class Regions:
             if self._attached.pop(region.name, None) is not None:
                 # Only now: what is still attached after a call has what the call wrote (`holds`).
                 if isinstance(region, Region):
-                    region._leave()
+                    region.unmap()
                 self._detach(region.name)
 
     def close(self) -> None:
@@ -581,7 +346,7 @@ class Regions:
         self._attached.clear()
         for region in left:
             if isinstance(region, Region):
-                region._leave()
+                region.unmap()
         for staging in self._staging.values():
             if staging is not None:
                 staging.region = None
