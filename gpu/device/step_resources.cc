@@ -17,8 +17,9 @@ namespace {
 constexpr std::string_view kWhat = "a step on a stream";
 constexpr int64_t kGranuleMin = int64_t{1} << 20;
 constexpr int64_t kPinnedRoomMax = int64_t{64} << 20;
-// Kept memory is at most this part of the host memory's limit, and of so many steps.
+// Kept memory is at most this part of the host memory's limit.
 constexpr int64_t kHostShare = 64;
+// Steps whose memory is kept.
 constexpr size_t kKeptMax = 4;
 
 // Up to a quarter more, so that the next step may be a little larger.
@@ -44,6 +45,18 @@ absl::Status Grow(Buffer& buffer, int64_t bytes, int64_t room_max, MemoryBudget*
 }
 
 }  // namespace
+
+StepMemory StepResources::memory() const {
+  int64_t least = pinned.front().bytes();
+  for (const PinnedBuffer& buffer : pinned) least = std::min(least, buffer.bytes());
+  return {device.bytes(), least};
+}
+
+int64_t StepResources::pinned_bytes() const {
+  int64_t bytes = 0;
+  for (const PinnedBuffer& buffer : pinned) bytes += buffer.bytes();
+  return bytes;
+}
 
 StepResourcePool::StepResourcePool(int ordinal, int64_t step_bytes, MemoryBudget* device_budget,
                                    MemoryBudget* host_budget)
@@ -87,18 +100,16 @@ absl::StatusOr<StepResources> StepResourcePool::Take(int64_t device_bytes, int64
 
 void StepResourcePool::Keep(StepResources resources) {
   const int64_t pinned_max = host_budget_->limit_bytes() / kHostShare;
-  const auto pinned_bytes = [](const StepResources& kept) {
-    return StepResources::kSlotCount * kept.memory().pinned;
-  };
+  int64_t pinned = resources.pinned_bytes();
+  if (pinned > pinned_max) return;
   std::vector<StepResources> dropped;  // freed after the lock
   const MutexLock lock(mutex_);
-  int64_t pinned = pinned_bytes(resources);
-  for (const StepResources& kept : kept_) pinned += pinned_bytes(kept);
+  for (const StepResources& kept : kept_) pinned += kept.pinned_bytes();
   kept_.push_back(std::move(resources));
   while (kept_.size() > kKeptMax || pinned > pinned_max) {
     const auto smallest = std::ranges::min_element(
         kept_, {}, [](const StepResources& kept) { return kept.memory().total(); });
-    pinned -= pinned_bytes(*smallest);
+    pinned -= smallest->pinned_bytes();
     dropped.push_back(std::move(*smallest));
     kept_.erase(smallest);
   }

@@ -20,10 +20,12 @@ struct StepResources {
   // Announcements in flight, each with pinned memory of its own.
   static constexpr int kSlotCount = 2;
 
-  StepMemory memory() const { return {device.bytes(), pinned.front().bytes()}; }
+  // What a step may use of it.
+  StepMemory memory() const;
+  int64_t pinned_bytes() const;  // of all announcements
 
   DeviceBuffer device;
-  std::array<PinnedBuffer, kSlotCount> pinned;  // of equal size
+  std::array<PinnedBuffer, kSlotCount> pinned;
   Stream capture, side;
   Event fork, join;
 };
@@ -47,8 +49,8 @@ class StepResourcePool {
   // memory. Contents are undefined. RESOURCE_EXHAUSTED. REQUIRES: this GPU is the current device.
   absl::StatusOr<StepResources> Take(int64_t device_bytes, int64_t pinned_bytes)
       ABSL_LOCKS_EXCLUDED(mutex_);
-  // Frees the smallest ones, if there are many or they take a large part of the host memory's
-  // limit. REQUIRES: nothing on the GPU uses them.
+  // Frees the smallest ones, if there are more than four or they take a large part of the host
+  // memory's limit. REQUIRES: nothing on the GPU uses them.
   void Keep(StepResources resources) ABSL_LOCKS_EXCLUDED(mutex_);
   // A number that no step of this GPU had, from 1 on. Steps that use the same memory one after the
   // other have different versions, so launches of the first do nothing in the second.

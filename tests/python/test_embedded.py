@@ -17,6 +17,7 @@ import pytest
 import spillway_kv
 from daemon_process import binary, device
 from spillway_kv import Client, Model, Sequence
+from spillway_kv.connection import wire
 from spillway_kv.lab.serving import prefer_library
 
 SETTINGS: dict[str, str | int] = {
@@ -47,6 +48,25 @@ def filled(client: Client, rng: np.random.Generator, tokens: int = 3000) -> tupl
     k, v = rng.standard_normal((2, 2, tokens, 64), np.float32)
     sequence.append(0, 0, k, v)
     return model, sequence
+
+
+@pytest.mark.parametrize("embedded", [True, False])
+def test_only_a_daemon_is_asked_whether_it_has_restarted(
+    engine: Client, client: Client, monkeypatch: pytest.MonkeyPatch, embedded: bool
+) -> None:
+    one = engine if embedded else client
+    asked = []
+
+    def ask() -> spillway_kv.ServerInfo:
+        asked.append(one.server_info)
+        return one.server_info
+
+    monkeypatch.setattr(wire(one), "get_server_info", ask)
+    model, sequence = filled(one, np.random.default_rng(5))
+    assert one.get_sequence(sequence.name).token_count == 3000
+    assert len(asked) == (0 if embedded else 2)
+    sequence.delete()
+    one.delete_model(model)
 
 
 def test_gives_a_daemon_bits(engine: Client, client: Client) -> None:

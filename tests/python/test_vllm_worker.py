@@ -428,7 +428,7 @@ class StepDecoder:
 
 
 # The texts of requests, by key.
-TEXTS = {1: 0, **{key: key for key in range(2, 10)}}
+TEXTS = {1: 0, **{key: key for key in range(2, 20)}}
 
 
 @pytest.fixture
@@ -575,51 +575,98 @@ def _decode(model: Model, starts: dict[int, int], prompt: int | None = None) -> 
     for key in starts:
         _check(model, outs[key], TEXTS[key], starts[key])
         starts[key] += 1
-    if prompt is not None:
-        starts[prompt] = 5
+
+
+def _counts(opened: list[StepDecoder]) -> list[tuple[int, int, bool]]:
+    """Sequences and steps of each decoder, and whether it is closed."""
+    return [(len(each._sequences), each.step_count, each.closed) for each in opened]
 
 
 @pytest.mark.skipif(on_gpu(), reason="a GPU has decoders of its own")
-def test_requests_decode_beside_others_until_there_are_no_prompts(
+def test_requests_decode_apart_while_there_are_prompts(
     model: Model, decoding: list[StepDecoder]
 ) -> None:
-    """To end a decoder is to wait for the GPU, which prompts keep busy."""
+    """To end a decoder is to wait for the GPU, which prompts keep busy.
+
+    A request sits out the step after its prompt. So that step has no prompt if it was the last one,
+    and the GPU is still busy with it.
+    """
     starts = {1: 102, 2: 32}
     _decode(model, starts, prompt=3)
     _decode(model, starts, prompt=4)
+    starts[3] = 5
     _decode(model, starts, prompt=5)
-    assert [(each.step_count, each.closed) for each in decoding] == [
-        (5, False),  # of requests 1 and 2
-        (2, False),  # of request 3
-        (1, False),  # of request 4
-    ]
+    starts[4] = 5
     _decode(model, starts)
-    assert [(each.step_count, each.closed) for each in decoding] == [
-        (5, True),
-        (2, True),
-        (1, True),
-        (1, False),
-    ]
+    assert _counts(decoding) == [(2, 6, False), (1, 2, False), (1, 1, False)]
+    starts[5] = 5
+    _decode(model, starts)
+    assert _counts(decoding) == [(2, 6, True), (1, 2, True), (1, 1, True), (5, 1, False)]
+    _decode(model, starts)
+    assert _counts(decoding)[3] == (5, 2, False)
 
 
 @pytest.mark.skipif(on_gpu(), reason="a GPU has decoders of its own")
-def test_requests_do_not_decode_apart_for_long(model: Model, decoding: list[StepDecoder]) -> None:
-    """Beside the first decoder 0, 1, 2, 3 and 4 others make a step, 10 in all. Then all join."""
+def test_requests_decode_apart_for_eight_steps(model: Model, decoding: list[StepDecoder]) -> None:
     starts = {1: 102, 2: 32}
-    for prompt in (3, 4, 5, 6, 7):
+    _decode(model, starts, prompt=3)
+    starts[3] = 5
+    for prompt in range(4, 12):
         _decode(model, starts, prompt)
-    assert [each.closed for each in decoding] == [False] * 5
-    _decode(model, starts, prompt=8)
-    assert [each.closed for each in decoding] == [True] * 5 + [False]
+    assert _counts(decoding) == [(2, 11, False), (1, 8, False)]
+    _decode(model, starts, prompt=12)
+    assert _counts(decoding) == [(2, 11, True), (1, 8, True), (3, 1, False)]
     # From there, it begins again.
-    _decode(model, starts, prompt=9)
-    assert [each.closed for each in decoding] == [True] * 5 + [False] * 2
+    starts[12] = 5
+    _decode(model, starts, prompt=13)
+    assert _counts(decoding)[2:] == [(3, 2, False), (1, 1, False)]
+
+
+@pytest.mark.skipif(on_gpu(), reason="a GPU has decoders of its own")
+def test_requests_join_where_decoders_have_no_memory_beside_each_other(
+    model: Model, decoding: list[StepDecoder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = model.worker._sequences.client
+    opened = client.open_decoder
+
+    def open_one(sequences: list[spillway_kv.Sequence], **more: Any) -> StepDecoder:
+        if not all(each.closed for each in decoding):
+            raise spillway_kv.ResourceExhausted("no memory beside the other decoder")
+        made: Any = opened(sequences, **more)
+        return made
+
+    monkeypatch.setattr(client, "open_decoder", open_one)
+    starts = {1: 102, 2: 32}
+    _decode(model, starts, prompt=3)
+    starts[3] = 5
+    _decode(model, starts, prompt=4)
+    assert _counts(decoding) == [(2, 4, False)]
+    _decode(model, starts, prompt=5)
+    starts[4] = 5
+    _decode(model, starts, prompt=6)
+    assert _counts(decoding) == [(2, 4, True), (3, 1, True), (4, 1, False)]
+
+
+@pytest.mark.skipif(on_gpu(), reason="a GPU has decoders of its own")
+def test_an_error_of_an_earlier_step_ends_one_decoder_beside_prompts(
+    model: Model, decoding: list[StepDecoder]
+) -> None:
+    """The requests of the other one and the prompt go on."""
+    starts = {1: 102, 2: 32}
+    _decode(model, starts, prompt=3)
+    starts[3] = 5
+    _decode(model, starts, prompt=4)
+    decoding[0].error = spillway_kv.OutOfRange("K/V that are not finite")
+    _decode(model, starts, prompt=5)
+    assert _counts(decoding) == [(2, 4, True), (1, 2, False)]
 
 
 @pytest.mark.skipif(on_gpu(), reason="a GPU has decoders of its own")
 def test_a_prompt_that_is_lost_joins_no_decoders(model: Model, decoding: list[StepDecoder]) -> None:
     """What goes on is decided before it is known which requests are lost."""
-    _decode(model, starts := {1: 102, 2: 32}, prompt=3)
+    starts = {1: 102, 2: 32}
+    _decode(model, starts, prompt=3)
+    starts[3] = 5
     gone = Source(77, 16)
     plan = StepPlan([_request(key, at, 1) for key, at in starts.items()])
     plan.requests.append(_request(4, 16, 5, source=gone))
@@ -645,8 +692,9 @@ def test_one_that_ends_ends_the_decoder_beside_prompts(
     starts = {1: 102, 2: 32}
     _decode(model, starts, prompt=3)
     del starts[1]
+    starts[3] = 5
     _decode(model, starts, prompt=4)
-    assert [(each.step_count, each.closed) for each in decoding] == [(3, True), (1, False)]
+    assert _counts(decoding) == [(2, 3, True), (2, 1, False)]
 
 
 @pytest.mark.skipif(on_gpu(), reason="a GPU has decoders of its own")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -31,6 +32,12 @@ class Steps:
         """A request with a prompt of so many tokens."""
         parameters = SamplingParams(max_tokens=8, ignore_eos=True)
         self._scheduler.add_request(Request(name, [1] * prompt, parameters, None))
+
+    def preempt(self, name: str) -> None:
+        """Takes a request's place. It begins again with all its tokens."""
+        request = self._scheduler.requests[name]
+        self._scheduler.running.remove(request)
+        self._scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
 
     def next(self) -> dict[str, int]:
         """Schedules a step, then takes the tokens of the one before. Returns tokens to compute."""
@@ -94,3 +101,11 @@ def test_others_go_on_meanwhile(steps: Steps) -> None:
 def test_a_prompt_of_one_token_is_a_prompt(steps: Steps) -> None:
     steps.add("a", 1)
     assert [steps.next() for _ in range(4)] == [{"a": 1}, {}, {"a": 1}, {"a": 1}]
+
+
+def test_a_preempted_request_sits_out_the_step_after_it_is_back(steps: Steps) -> None:
+    steps.add("a", 40)
+    assert [steps.next() for _ in range(4)] == [{"a": 40}, {}, {"a": 1}, {"a": 1}]
+    # The first two of its tokens are known. That of the last step is dropped.
+    steps.preempt("a")
+    assert [steps.next() for _ in range(4)] == [{"a": 42}, {}, {"a": 1}, {"a": 1}]

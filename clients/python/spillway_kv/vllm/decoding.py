@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,8 +15,8 @@ from spillway_kv.sequence import Sequence
 from spillway_kv.vllm.model_graph import ModelGraph
 from spillway_kv.vllm.step_plan import PlannedRequest
 
-# Steps of further groups, after which all requests are to decode in one: by then these groups have
-# cost as much time as the wait that joining them takes.
+# How many steps groups other than the first may make before all requests decode in one group. By
+# then they have cost about as much time as the wait that joining them takes.
 _STEPS_APART = 8
 
 
@@ -77,6 +77,11 @@ class Group:
     def on_stream(self) -> bool:
         """Whether a decoder serves the step, so that failures on the GPU are known later."""
         return self._decoding.has_decoder
+
+    @property
+    def lacks_decoder(self) -> bool:
+        """Whether the step has begun without a decoder, though one could serve it."""
+        return self._decoder and self.together and not self.on_stream
 
     def begin(self, device: torch.device) -> None:
         """Begins the step.
@@ -202,8 +207,9 @@ class Decodings:
         self._make_room = make_room
         # Keys: the keys of the requests. Values: the decoding, and the length of each sequence.
         self._kept: dict[tuple[int, ...], tuple[Decoding, dict[int, int]]] = {}
-        # Steps of groups beside another one, since all decoded in one.
+        # How many steps groups other than the first have made since all requests decoded in one.
         self._steps_apart = 0
+        self._fit_apart = True
         # Those of the step that are not kept.
         self._others: list[Decoding] = []
         self._refused: list[Policy | None] = []
@@ -216,39 +222,48 @@ class Decodings:
 
     @property
     def stay_apart(self) -> bool:
-        """Whether groups go on as they are in a step that has prompts too.
+        """Whether groups go on as they are while prompts are computed.
 
         Fewer requests decode less efficiently. But while others join, those that decoded before go
-        on in a decoder of their own: to end it, the host would have to wait until the GPU has run
-        the step before, and the GPU then waits for the host. In a step without prompts that costs
-        little.
+        on in a decoder of their own, for some steps: to end it, the host has to wait until the GPU
+        has run the step before, with its prompts, and the GPU then waits for the host.
         """
-        return self._steps_apart < _STEPS_APART
+        return self._fit_apart and self._steps_apart < _STEPS_APART
 
-    def parts(self, requests: list[PlannedRequest]) -> Iterator[list[PlannedRequest]]:
+    def join(self) -> None:
+        """Says that decoders have no memory beside each other. From now on groups always join."""
+        self._fit_apart = False
+
+    def parts(self, requests: list[PlannedRequest]) -> list[list[PlannedRequest]]:
         """Divides requests that could decode together into those that did and the others.
 
         Args:
             requests: The requests, in the order of the batch.
         """
         left = {request.key: request for request in requests}
+        made = []
         for keys, (decoding, _) in self._kept.items():
-            if decoding.has_decoder and [key for key in left if key in keys] == list(keys):
-                yield [left.pop(key) for key in keys]
+            of_group = set(keys)
+            if decoding.has_decoder and tuple(key for key in left if key in of_group) == keys:
+                made.append([left.pop(key) for key in keys])
         if left:
-            yield list(left.values())
+            made.append(list(left.values()))
+        return made
 
-    def begin(self, groups: list[list[PlannedRequest]], others: set[int]) -> set[int]:
+    def begin(
+        self, groups: list[list[PlannedRequest]], others: set[int], *, apart: bool
+    ) -> set[int]:
         """Ends the decodings that the step's groups do not continue.
 
         Args:
             groups: Groups of requests that decode together.
             others: Sequences that the step uses in another way, by drops or forks.
+            apart: Whether groups that could join go on as they are.
 
         Returns:
             Sequences that decoders still hold. Their lengths are those of the plan.
         """
-        self._steps_apart = self._steps_apart + len(groups) - 1 if len(groups) > 1 else 0
+        self._steps_apart = self._steps_apart + max(len(groups) - 1, 0) if apart else 0
         going_on = {tuple(r.key for r in group): group for group in groups}
         held: set[int] = set()
         for keys in list(self._kept):

@@ -68,10 +68,8 @@ class SpillwayAsyncScheduler(_Recovering, AsyncScheduler):
         super()._update_after_schedule(scheduler_output)
         for request_id, token_count in scheduler_output.num_scheduled_tokens.items():
             request = self.requests[request_id]
-            drafts = len(scheduler_output.scheduled_spec_decode_tokens.get(request_id, ()))
-            decodes = token_count == 1 + drafts and request.num_output_tokens > 0
+            # With drafts, vLLM has its other scheduler.
+            decodes = token_count == 1 and request.num_output_tokens > 0
             if not decodes and not request.is_prefill_chunk:
                 # vLLM counts a step before it compares, so this leaves out one step.
-                request.next_decode_eligible_step = max(
-                    request.next_decode_eligible_step, self.current_step + 2
-                )
+                request.next_decode_eligible_step = self.current_step + 2

@@ -74,6 +74,8 @@ class Worker:
         self._prompt_token_count = 0
         # Requests and tokens of the step.
         self._counts = 0, 0
+        # Whether it has requests that are not attended by a decode step.
+        self._had_prompts = False
 
     @property
     def sequence_count(self) -> int:
@@ -98,9 +100,9 @@ class Worker:
         self._counts = len(plan.requests), sum(r.token_count for r in plan.requests)
         requests = sorted(plan.requests, key=lambda request: begins[request.key])
         others = {r.source.key for r in requests if r.source is not None}
-        apart = self._decodings.stay_apart and not all(_is_step(r) for r in requests)
+        apart = self._apart(requests)
         together = [group for group, exact in self._together(requests, apart=apart) if not exact]
-        held = self._decodings.begin(together, others | set(plan.dropped))
+        held = self._decodings.begin(together, others | set(plan.dropped), apart=apart)
         self._sequences.begin(plan)
         rows = {}
         for request in requests:
@@ -121,9 +123,20 @@ class Worker:
             members = [rows[r.key] for r in group]
             self._groups.append(self._decodings.group(members, policy, exact=exact))
             self._begin_together(self._groups[-1])
+            if apart and not exact and self._groups[-1].lacks_decoder:
+                self._decodings.join()
         prompts = [row for row in rows.values() if not _is_step(row.plan)]
         self._prompt_token_count += sum(row.plan.token_count for row in prompts)
         self._prompts.begin(prompts, self._device)
+
+    def _apart(self, requests: list[PlannedRequest]) -> bool:
+        """Whether requests that decoded together go on without the others.
+
+        Also in the step after one with prompts: it does not have the requests whose prompts these
+        were, and while it begins, the GPU still computes them.
+        """
+        before, self._had_prompts = self._had_prompts, not all(_is_step(r) for r in requests)
+        return (before or self._had_prompts) and self._decodings.stay_apart
 
     def _together(
         self, requests: list[PlannedRequest], *, apart: bool
