@@ -1,6 +1,7 @@
 """What `import spillway_kv` offers. Loaded when one of the names is used."""
 
-from spillway_kv.client import Client, connect
+from spillway_kv.client import Client
+from spillway_kv.connecting import connect
 from spillway_kv.decode import DecodeStream
 from spillway_kv.errors import (
     Aborted,

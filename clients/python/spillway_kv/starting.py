@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from spillway_kv.client import connect
+from spillway_kv.connecting import connect
 from spillway_kv.errors import DeadlineExceeded, Unavailable
 
 # Number of last lines of the log that the error quotes.

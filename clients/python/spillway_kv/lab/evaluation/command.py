@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from spillway_kv.client import connect
+from spillway_kv.connecting import connect
 from spillway_kv.errors import SpillwayError
 from spillway_kv.lab._console import layer_ranges
 from spillway_kv.lab.evaluation import (

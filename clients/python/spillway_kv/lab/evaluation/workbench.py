@@ -14,7 +14,8 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from spillway_kv.client import Client, connect
+from spillway_kv.client import Client
+from spillway_kv.connecting import connect
 from spillway_kv.indices import MlpHash
 from spillway_kv.lab import _console
 from spillway_kv.lab.evaluation import calibration, language
