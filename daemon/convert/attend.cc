@@ -19,7 +19,7 @@ constexpr int64_t kCertificateBytes = 3 * 10 + 2 * 4 + 1;
 constexpr int64_t kFrameBytes = 1024;
 constexpr int64_t kSelectedRowBytes = 4 + 4 + 1;
 
-v1::Promise ToProto(Promise promise) {
+v1::Promise PromiseToProto(Promise promise) {
   switch (promise) {
     case Promise::kExact:
       return v1::PROMISE_EXACT;
@@ -272,7 +272,7 @@ void FillCertificate(const JobItem& item, v1::Certificate& certificate) {
     sampled[i] = head.sampled_token_count;
     errors[i] = head.relative_error;
     masses[i] = head.tail_mass;
-    promises[i] = ToProto(head.promise);
+    promises[i] = PromiseToProto(head.promise);
   }
   const Policy& policy = item.attend->policy;
   certificate.set_epsilon(policy.epsilon);

@@ -3,7 +3,7 @@
 namespace spillway {
 namespace {
 
-v1::MetricType ToProto(prometheus::MetricType type) {
+v1::MetricType TypeToProto(prometheus::MetricType type) {
   switch (type) {
     case prometheus::MetricType::Counter:
       return v1::METRIC_TYPE_COUNTER;
@@ -21,7 +21,7 @@ v1::MetricType ToProto(prometheus::MetricType type) {
 void ToProto(const prometheus::MetricFamily& family, v1::MetricFamily& out) {
   out.set_name(family.name);
   out.set_help(family.help);
-  out.set_type(ToProto(family.type));
+  out.set_type(TypeToProto(family.type));
   for (const prometheus::ClientMetric& metric : family.metric) {
     v1::Metric& added = *out.add_metrics();
     for (const auto& label : metric.label) (*added.mutable_labels())[label.name] = label.value;

@@ -63,7 +63,7 @@ v1::HashWeights HashToProto(const HashSpec& hash) {
   return weights;
 }
 
-KeyIndexSpec FromProto(const v1::KeyIndices& indices) {
+KeyIndexSpec IndicesFromProto(const v1::KeyIndices& indices) {
   return {indices.int4_keys(),
           indices.quest_page_token_count(),
           indices.label_channel_count(),
@@ -72,7 +72,7 @@ KeyIndexSpec FromProto(const v1::KeyIndices& indices) {
           indices.lsh_seed()};
 }
 
-v1::KeyIndices ToProto(const KeyIndexSpec& spec) {
+v1::KeyIndices IndicesToProto(const KeyIndexSpec& spec) {
   v1::KeyIndices indices;
   indices.set_int4_keys(spec.int4_keys);
   indices.set_quest_page_token_count(spec.quest_page_token_count);
@@ -122,7 +122,7 @@ absl::StatusOr<ModelDescription> FromProto(const v1::Model& model) {
     spec.resident_sample_fraction = model.resident_sample_fraction();
   }
   spec.hash = HashFromProto(model.hash_weights());
-  spec.indices = FromProto(model.key_indices());
+  spec.indices = IndicesFromProto(model.key_indices());
   const v1::MlpHash& mlp = model.hash_weights().mlp();
   if (mlp.has_hidden_dim() && mlp.hidden_dim() == 0) {
     errors.push_back({"model.hash_weights.mlp.hidden_dim", "value 0 is not in [1, 4096]"});
@@ -152,7 +152,7 @@ v1::Model ToProto(const Model& model, const Engine& engine) {
   out.set_resident_sample_fraction(spec.resident_sample_fraction);
   *out.mutable_default_policy() = ToProto(model.policy);
   if (spec.hash.kind != HashKind::kNone) *out.mutable_hash_weights() = HashToProto(spec.hash);
-  if (spec.indices.any()) *out.mutable_key_indices() = ToProto(spec.indices);
+  if (spec.indices.any()) *out.mutable_key_indices() = IndicesToProto(spec.indices);
   out.set_ready(model.ready());
   out.set_row_bytes_per_token(spec.row_bytes() * spec.kv_head_count * spec.layer_count);
   out.set_index_bytes_per_token(engine.IndexBytesPerToken(spec));
