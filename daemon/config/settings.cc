@@ -100,17 +100,28 @@ Setting Flag(const char* key, const char* flag, const char* help, bool Config::*
           /*is_flag=*/true};
 }
 
-Setting Path(const char* key, const char* flag, const char* help, std::string Config::*field) {
+// wanted: the description of what fits, for the error.
+Setting Text(const char* key, const char* flag, const char* help, std::string Config::*field,
+             std::function<bool(const std::string&)> fits, std::string wanted) {
   return {key,
           flag,
           help,
           true,
-          [field](Config& config, const std::string& text) {
+          [field, fits = std::move(fits), wanted = std::move(wanted)](Config& config,
+                                                                      const std::string& text) {
+            if (!fits(text)) return Refuse(text, wanted);
             config.*field = text;
             return absl::OkStatus();
           },
           [field](const Config& config) { return config.*field; }};
 }
+
+Setting AnyText(const char* key, const char* flag, const char* help, std::string Config::*field) {
+  return Text(
+      key, flag, help, field, [](const std::string&) { return true; }, "a text");
+}
+
+bool IsAbsoluteOrEmpty(const std::string& path) { return path.empty() || path.starts_with('/'); }
 
 Setting Choice(const char* key, const char* flag, const char* help, std::vector<std::string> names,
                std::function<void(Config&, size_t)> set,
@@ -195,34 +206,22 @@ absl::Status CheckFits(int64_t bytes, const std::string& text, const Topology& t
 
 const std::vector<Setting>& Settings() {
   static const auto* const settings = new std::vector<Setting>{
-      {"server.listen", "--listen", "unix:/path or tcp:host:port", true,
-       [](Config& config, const std::string& text) {
-         if (!text.starts_with("unix:/") && !text.starts_with("tcp:")) {
-           return Refuse(text, "unix:/path or tcp:host:port");
-         }
-         config.listen = text;
-         return absl::OkStatus();
-       },
-       [](const Config& config) { return config.listen; }},
-      {"server.local_socket", "--local-socket",
-       "unix:/path of a second socket, if --listen is a TCP address; clients on this machine use "
-       "it to share memory with the daemon; empty: none",
-       true,
-       [](Config& config, const std::string& text) {
-         if (!text.empty() && !text.starts_with("unix:/")) {
-           return Refuse(text, "unix:/path or empty");
-         }
-         config.local_socket = text;
-         return absl::OkStatus();
-       },
-       [](const Config& config) { return config.local_socket; }},
-      {"server.socket_group", "--socket-group",
-       "group that may connect to the unix socket; empty: only the daemon's user may", true,
-       [](Config& config, const std::string& text) {
-         config.socket_group = text;
-         return absl::OkStatus();
-       },
-       [](const Config& config) { return config.socket_group; }},
+      Text(
+          "server.listen", "--listen", "unix:/path or tcp:host:port", &Config::listen,
+          [](const std::string& text) {
+            return text.starts_with("unix:/") || text.starts_with("tcp:");
+          },
+          "unix:/path or tcp:host:port"),
+      Text(
+          "server.local_socket", "--local-socket",
+          "unix:/path of a second socket, if --listen is a TCP address; clients on this machine "
+          "use it to share memory with the daemon; empty: none",
+          &Config::local_socket,
+          [](const std::string& text) { return text.empty() || text.starts_with("unix:/"); },
+          "unix:/path or empty"),
+      AnyText("server.socket_group", "--socket-group",
+              "group that may connect to the unix socket; empty: only the daemon's user may",
+              &Config::socket_group),
       Flag("server.allow_remote", "--allow-remote", "allow TCP addresses other than loopback",
            &Config::allow_remote),
       Live(Seconds("server.grace_seconds", "--grace",
@@ -244,34 +243,30 @@ const std::vector<Setting>& Settings() {
       Live(Integer("server.decode_in_flight_max", "--decode-in-flight-max",
                    "most messages of one Decode stream in flight", &Config::decode_in_flight_max, 1,
                    1024)),
-      Path("tls.certificate", "--tls-certificate",
-           "PEM file with the certificate for a TCP address and its intermediate certificates; "
-           "empty: no TLS",
-           &Config::tls_certificate),
-      Path("tls.key", "--tls-key", "PEM file with the certificate's key", &Config::tls_key),
-      Path("tls.client_ca", "--tls-client-ca",
-           "PEM file with the authorities that sign clients' certificates, which clients then "
-           "need; empty: clients need no certificate",
-           &Config::tls_client_ca),
-      Path("auth.tokens_file", "--tokens-file",
-           "TOML file with tokens, each with its namespace and quotas (spillway tokens new); every "
-           "call then needs one of them; empty: calls need no token",
-           &Config::tokens_file),
+      AnyText("tls.certificate", "--tls-certificate",
+              "PEM file with the certificate for a TCP address and its intermediate certificates; "
+              "empty: no TLS",
+              &Config::tls_certificate),
+      AnyText("tls.key", "--tls-key", "PEM file with the certificate's key", &Config::tls_key),
+      AnyText("tls.client_ca", "--tls-client-ca",
+              "PEM file with the authorities that sign clients' certificates, which clients then "
+              "need; empty: clients need no certificate",
+              &Config::tls_client_ca),
+      AnyText(
+          "auth.tokens_file", "--tokens-file",
+          "TOML file with tokens, each with its namespace and quotas (spillway tokens new); every "
+          "call then needs one of them; empty: calls need no token",
+          &Config::tokens_file),
       Flag("auth.allow_plaintext", "--allow-plaintext-tokens",
            "allow tokens without TLS on TCP addresses other than loopback",
            &Config::allow_plaintext_tokens),
-      {"http.listen", "--http-listen",
-       "tcp:host:port of the status page, /metrics and /readyz, such as tcp:127.0.0.1:9464; empty: "
-       "none",
-       true,
-       [](Config& config, const std::string& text) {
-         if (!text.empty() && !text.starts_with("tcp:")) {
-           return Refuse(text, "tcp:host:port or empty");
-         }
-         config.http_listen = text;
-         return absl::OkStatus();
-       },
-       [](const Config& config) { return config.http_listen; }},
+      Text(
+          "http.listen", "--http-listen",
+          "tcp:host:port of the status page, /metrics and /readyz, such as tcp:127.0.0.1:9464; "
+          "empty: none",
+          &Config::http_listen,
+          [](const std::string& text) { return text.empty() || text.starts_with("tcp:"); },
+          "tcp:host:port or empty"),
       {kMemoryLimitKey, "--memory-limit",
        "most host memory that the daemon may use, such as 64GiB; by default three quarters of the "
        "machine's, or of a lower limit of the control group or the process (ulimit -v)",
@@ -288,19 +283,11 @@ const std::vector<Setting>& Settings() {
                   "it; no more than --memory-limit leaves for rows; 0: memory is committed when it "
                   "is needed",
                   &Config::memory_ready_bytes),
-      {"memory.arena_directory", "--arena-directory",
-       "absolute path of a folder on tmpfs or hugetlbfs, such as /dev/shm/spillway, in which K/V "
-       "rows outlive the process; the next process continues with them; empty: rows end with the "
-       "process",
-       true,
-       [](Config& config, const std::string& text) {
-         if (!text.empty() && !text.starts_with('/')) {
-           return Refuse(text, "an absolute path or empty");
-         }
-         config.arena_directory = text;
-         return absl::OkStatus();
-       },
-       [](const Config& config) { return config.arena_directory; }},
+      Text("memory.arena_directory", "--arena-directory",
+           "absolute path of a folder on tmpfs or hugetlbfs, such as /dev/shm/spillway, in which "
+           "K/V rows outlive the process; the next process continues with them; empty: rows end "
+           "with the process",
+           &Config::arena_directory, IsAbsoluteOrEmpty, "an absolute path or empty"),
       {"device.name", "--device",
        "auto (all GPUs, or the CPU if there are none), cpu, or a comma-separated list of GPUs, "
        "each cuda:N or a UUID",
@@ -354,18 +341,10 @@ const std::vector<Setting>& Settings() {
                    &Config::unnamed_grace_seconds, 365.0 * 86400)),
       Live(Integer("sequences.count_max", "--sequence-count-max", "most sequences at the same time",
                    &Config::sequence_count_max, 1, std::numeric_limits<int32_t>::max())),
-      {"snapshots.folder", "--snapshot-folder",
-       "absolute path of the folder in which clients may save sequences; /: in any folder; empty: "
-       "nowhere",
-       true,
-       [](Config& config, const std::string& text) {
-         if (!text.empty() && !text.starts_with('/')) {
-           return Refuse(text, "an absolute path or empty");
-         }
-         config.snapshot_folder = text;
-         return absl::OkStatus();
-       },
-       [](const Config& config) { return config.snapshot_folder; }},
+      Text("snapshots.folder", "--snapshot-folder",
+           "absolute path of the folder in which clients may save sequences; /: in any folder; "
+           "empty: nowhere",
+           &Config::snapshot_folder, IsAbsoluteOrEmpty, "an absolute path or empty"),
       Number(
           "audit.share", "--audit-share",
           "share of the attends that the online audit checks against exact attention; heads that "

@@ -84,18 +84,19 @@ def check_sequence(
                 f"{sequence.name}, layer {layer}: {bad.sum()} tokens are not the writer's, the "
                 f"first at {int(bad.argmax())} of {length}"
             )
-        error = _attend_error(sequence, tag, layer, q)
+        error = _attend_error(sequence, tag, layer, length, q)
         if error > 1e-4:
             tally.wrong(f"{sequence.name}, layer {layer}: an attend is off by {error:.2g}")
 
 
-def _attend_error(sequence: spillway_kv.Sequence, tag: int, layer: int, q: np.ndarray) -> float:
+def _attend_error(
+    sequence: spillway_kv.Sequence, tag: int, layer: int, length: int, q: np.ndarray
+) -> float:
     """Returns the largest error of an attend to all rows.
 
     A killed writer's last appends may still arrive. An attend during which the layer grew says
-    nothing, and is repeated.
+    nothing, and is repeated. length: tokens that the layer had before.
     """
-    length = sequence.refresh().layer_token_counts[layer]
     for _ in range(_GROWTHS_MAX):
         out = np.asarray(sequence.attend(layer, q, spillway_kv.Policy(selector="all")).out)
         before, length = length, sequence.refresh().layer_token_counts[layer]

@@ -20,6 +20,12 @@ from spillway_kv.vllm.step_plan import PlannedRequest
 _STEPS_APART = 8
 
 
+def on_device(numbers: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Returns a tensor on the device, without a wait for the GPU."""
+    there = torch.tensor(numbers, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
+    return there.to(device, non_blocking=True)
+
+
 @dataclass
 class Row:
     """A request of the step, and the position of its tokens in the batch.
@@ -95,8 +101,7 @@ class Group:
         begin, end = self.rows[0].begin, self.rows[-1].end
         if end - begin != len(self.rows) * self._token_count:
             tokens = [token for row in self.rows for token in range(row.begin, row.end)]
-            places = torch.tensor(tokens, device="cpu", pin_memory=device.type == "cuda")
-            self._index = places.to(device, non_blocking=True)
+            self._index = on_device(tokens, torch.int64, device)
         self._decoding.begin(
             [row.sequence for row in self.rows],
             [row.plan.start for row in self.rows],

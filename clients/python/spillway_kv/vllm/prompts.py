@@ -9,7 +9,7 @@ import torch
 
 from spillway_kv.prefill import Prefill
 from spillway_kv.prefill_kernels import attention_with_lse
-from spillway_kv.vllm.decoding import Row
+from spillway_kv.vllm.decoding import Row, on_device
 from spillway_kv.vllm.sequences import Lost, Sequences
 
 # Chunks of prompts up to this length are attended in one call with earlier tokens.
@@ -189,7 +189,9 @@ class _Run:
         self._longest = max(row.plan.token_count for row in rows)
         self._ends: torch.Tensor | None = None
         if _varlen is not None:
-            self._ends = _on(device, [0, *(row.end - rows[0].begin for row in rows)])
+            self._ends = on_device(
+                [0, *(row.end - rows[0].begin for row in rows)], torch.int32, device
+            )
 
     def attend(
         self,
@@ -223,7 +225,7 @@ class _Continued:
         self._row = row
         # [2, layers, tokens, H_kv, d]
         self._rows = rows.transpose(2, 3)
-        self._ends = _on(device, [0, row.plan.token_count, 0, rows.shape[3]])
+        self._ends = on_device([0, row.plan.token_count, 0, rows.shape[3]], torch.int32, device)
 
     def attend(self, layer: int, q: torch.Tensor, out: torch.Tensor, scale: float) -> None:
         """Attends causally. The chunk's own K/V of the layer must be there."""
@@ -232,13 +234,6 @@ class _Continued:
         new = slice(self._row.begin, self._row.end)
         k, v = self._rows[0, layer], self._rows[1, layer]
         _varlen(q[new], k, v, self._ends[:2], self._ends[2:], count, length, scale, out[new])
-
-
-def _on(device: torch.device, numbers: list[int]) -> torch.Tensor:
-    """Returns an int32 tensor on the device, without a wait for the GPU."""
-    there = torch.tensor(numbers, dtype=torch.int32, device="cpu")
-    there = there.pin_memory() if device.type == "cuda" else there
-    return there.to(device, non_blocking=True)
 
 
 def _runs_of(rows: Sequence[Row]) -> list[list[Row]]:
