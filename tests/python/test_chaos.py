@@ -15,6 +15,9 @@ sys.path.insert(0, str(TESTS))
 
 from chaos.contents import LAYERS, SHAPES, Tally, check_sequence, rows  # noqa: E402
 
+# The folder tests/vllm must not stand for the package in other tests.
+sys.path.remove(str(TESTS))
+
 
 def run(module: str, flags: list[str]) -> str:
     """Runs a program of tests/chaos, which must find nothing wrong; returns its output."""

@@ -171,6 +171,13 @@ def test_wrong_arguments(arguments: list[str], message: str) -> None:
         bench.main(["--model", "m", *arguments])
 
 
+def test_folder_named_vllm_is_not_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "vllm").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SystemExit, match="vLLM is not installed in this environment"):
+        bench.main(["--model", "m", "--output", str(tmp_path / "made.json")])
+
+
 class FakeProcess:
     """An engine that answers at once."""
 
@@ -195,7 +202,8 @@ def test_engines_get_the_same_cases(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """The first run is not counted. The rates of arrivals follow from the first engine."""
     FakeProcess.served = []
     monkeypatch.setattr(bench, "Process", FakeProcess)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    installed = SimpleNamespace(origin="vllm/__init__.py")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: installed)
     output = tmp_path / "made.json"
     arguments = ["--model", "m", "--cases", "100x1,200x4", "--arrivals", "0.5", "--repeats", "3"]
     bench.main([*arguments, "--output", str(output)])

@@ -457,7 +457,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if value < 1:
             raise SystemExit(f"{option} is {value}, at least 1 is needed")
     cases = _cases(parsed.cases, parsed.new_tokens)
-    if importlib.util.find_spec("vllm") is None:
+    found = importlib.util.find_spec("vllm")
+    # A folder of that name beside the program, such as a clone, has no origin.
+    if found is None or found.origin is None:
         raise SystemExit("vLLM is not installed in this environment: pip install 'vllm>=0.32'")
     longest = max(case["tokens"] for case in cases) + parsed.new_tokens
     if "max_model_len" not in options:
