@@ -69,6 +69,7 @@ MAY_INCLUDE: dict[str, tuple[str, ...]] = {
         "host/ipc",
         "host/device/client_gpu.h",
         "host/device/step_graph.h",
+        "host/device/step_layout.h",
         "host/device/step_tensors.h",
         "gpu/client/client_gpu.h",
         "gpu/device/step_graph.h",

@@ -1,7 +1,6 @@
 #include "clients/c/message_step.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cstring>
 #include <utility>
 
@@ -14,29 +13,31 @@
 namespace spillway {
 namespace {
 
-constexpr char kMethod[] = "/spillway.v1.AttentionService/Decode";
+constexpr char kStepMethod[] = "/spillway.v1.AttentionService/Step";
+// The daemon's limit, and what a message has beside its tensors and the step's description.
+constexpr int64_t kStepMessageBytesMax = int64_t{4} << 20;
+constexpr int64_t kStepMessageRest = 512;
 
-// Layouts of one sequence's elements in a message: [T, H, d] for queries and outputs, [H, T, d] for
-// keys and values.
-template <typename Byte>
-StepPlace<Byte> TokensOfHeads(Byte* data, const StepRows& rows) {
-  return {data, 0, rows.head_count * rows.bytes, rows.bytes};
-}
-template <typename Byte>
-StepPlace<Byte> HeadsOfTokens(Byte* data, const StepRows& rows) {
-  return {data, 0, rows.bytes, rows.token_count * rows.bytes};
-}
-
-std::byte* Room(v1::Tensor& tensor, const StepRows& rows) {
+// Copies the elements of some of a step's sequences to a tensor of a message.
+void FillRows(const StepPlace<const std::byte>& from, const StepShape& shape, int64_t head_count,
+              DType dtype, v1::Tensor& tensor) {
+  tensor.set_dtype(ToProto(dtype));
+  for (const int64_t each : {int64_t{shape.sequence_count}, int64_t{shape.token_count}, head_count,
+                             int64_t{shape.head_dim}}) {
+    tensor.add_shape(each);
+  }
+  const StepRows rows = RowsOf(shape, head_count, dtype);
   std::string& data = *tensor.mutable_data();
-  data.resize(static_cast<size_t>(rows.token_count * rows.head_count * rows.bytes));
-  return reinterpret_cast<std::byte*>(data.data());
+  data.resize(
+      static_cast<size_t>(rows.sequence_count * rows.token_count * head_count * rows.bytes));
+  CopyStepRows(rows, from,
+               InCOrder(reinterpret_cast<std::byte*>(data.data()), shape, head_count, rows.bytes));
 }
 
-// One sequence's part of a tensor.
+// The same tensor from a later sequence on.
 template <typename Byte>
-StepPlace<Byte> Part(const StepPlace<Byte>& whole, int64_t sequence) {
-  return {whole.At(sequence), 0, whole.token_stride, whole.head_stride};
+StepPlace<Byte> From(const StepPlace<Byte>& whole, int64_t sequence) {
+  return {whole.At(sequence), whole.sequence_stride, whole.token_stride, whole.head_stride};
 }
 
 }  // namespace
@@ -58,151 +59,133 @@ absl::StatusOr<std::unique_ptr<MessageStep>> MessageStep::Begin(
         shape.query_head_count, " query heads, ", shape.kv_head_count, " KV heads of ",
         shape.head_dim, " and row_dtype ", shape.row_dtype, ": none may be below 1"));
   }
-  std::vector<v1::DecodeRequest> requests;
-  for (const v1::DecodeStep::Part& part : step.parts()) {
-    v1::DecodeRequest& request = requests.emplace_back();
-    request.set_sequence(part.sequence());
-    request.mutable_append()->set_token_start(part.token_start());
-    request.mutable_append()->set_generation(part.generation());
-    for (v1::Tensor* rows :
-         {request.mutable_append()->mutable_k(), request.mutable_append()->mutable_v()}) {
-      rows->set_dtype(ToProto(*row_dtype));
-      for (const int64_t each : {shape.kv_head_count, shape.token_count, shape.head_dim}) {
-        rows->add_shape(each);
-      }
-    }
-    for (const int64_t each : {shape.token_count, shape.query_head_count, shape.head_dim}) {
-      request.mutable_q()->add_shape(each);
-    }
-    if (step.has_policy()) *request.mutable_policy() = step.policy();
-    request.set_trace_id(step.trace_id());
-  }
   return std::unique_ptr<MessageStep>(new MessageStep(std::move(channel), std::move(client_id),
-                                                      step.trace_id(), shape, *row_dtype,
-                                                      std::move(requests)));
+                                                      std::move(step), shape, *row_dtype));
 }
 
 MessageStep::MessageStep(std::shared_ptr<grpc::Channel> channel, std::string client_id,
-                         std::string trace, const StepShape& shape, DType row_dtype,
-                         std::vector<v1::DecodeRequest> requests)
+                         v1::DecodeStep step, const StepShape& shape, DType row_dtype)
     : channel_(std::move(channel)),
       client_id_(std::move(client_id)),
-      trace_(std::move(trace)),
+      step_(std::move(step)),
       shape_(shape),
-      row_dtype_(row_dtype),
-      requests_(std::move(requests)),
-      results_(requests_.size()) {
-  Open();
-}
-
-void MessageStep::Open() {
-  call_ =
-      std::make_unique<spillway_call>(channel_, kMethod, /*timeout_seconds=*/0, client_id_, trace_);
-}
+      row_dtype_(row_dtype) {}
 
 std::string MessageStep::DetailsOf(const absl::Status& status) const {
   return DaemonDetails(status);
 }
 
-std::vector<grpc::Slice> MessageStep::Messages(int layer, const StepTensors& tensors) {
-  StepRows queries = RowsOf(shape_, shape_.query_head_count, tensors.q_dtype);
-  StepRows rows = RowsOf(shape_, shape_.kv_head_count, row_dtype_);
-  queries.sequence_count = rows.sequence_count = 1;
+absl::StatusOr<std::vector<grpc::Slice>> MessageStep::Messages(int layer,
+                                                               const StepTensors& tensors) {
+  const int64_t part_bytes = int64_t{shape_.token_count} * shape_.head_dim *
+                             (int64_t{shape_.query_head_count} * DTypeBytes(tensors.q_dtype) +
+                              2 * int64_t{shape_.kv_head_count} * DTypeBytes(row_dtype_));
   std::vector<grpc::Slice> messages;
-  messages.reserve(requests_.size());
-  for (size_t i = 0; i < requests_.size(); ++i) {
-    v1::DecodeRequest& request = requests_[i];
-    const auto sequence = static_cast<int64_t>(i);
-    request.set_correlation_id(first_id_ + i);
-    request.set_layer(layer);
-    request.mutable_q()->set_dtype(ToProto(tensors.q_dtype));
-    request.set_out_dtype(tensors.out_dtype == tensors.q_dtype ? v1::DTYPE_UNSPECIFIED
-                                                               : ToProto(tensors.out_dtype));
-    CopyStepRows(queries, Part(tensors.q, sequence),
-                 TokensOfHeads(Room(*request.mutable_q(), queries), queries));
-    v1::NewRows& append = *request.mutable_append();
-    CopyStepRows(rows, Part(tensors.k, sequence),
-                 HeadsOfTokens(Room(*append.mutable_k(), rows), rows));
-    CopyStepRows(rows, Part(tensors.v, sequence),
-                 HeadsOfTokens(Room(*append.mutable_v(), rows), rows));
+  for (int start = 0; start < shape_.sequence_count;) {
+    v1::StepRequest request;
+    if (start == 0 && call_ == nullptr) *request.mutable_begin() = step_;
+    const int64_t room = kStepMessageBytesMax - kStepMessageRest -
+                         static_cast<int64_t>(request.begin().ByteSizeLong());
+    if (part_bytes > room) {
+      return absl::InvalidArgumentError(absl::StrCat("q, k and v of one sequence take ", part_bytes,
+                                                     " bytes; a message has room ", "for ", room));
+    }
+    StepShape shape = shape_;
+    shape.sequence_count =
+        static_cast<int32_t>(std::min<int64_t>(shape_.sequence_count - start, room / part_bytes));
+    v1::StepAttend& attend = *request.mutable_attend();
+    attend.set_layer(layer);
+    attend.set_part_start(start);
+    FillRows(From(tensors.q, start), shape, shape.query_head_count, tensors.q_dtype,
+             *attend.mutable_q());
+    FillRows(From(tensors.k, start), shape, shape.kv_head_count, row_dtype_, *attend.mutable_k());
+    FillRows(From(tensors.v, start), shape, shape.kv_head_count, row_dtype_, *attend.mutable_v());
+    attend.set_out_dtype(tensors.out_dtype == tensors.q_dtype ? v1::DTYPE_UNSPECIFIED
+                                                              : ToProto(tensors.out_dtype));
     grpc_slice message = grpc_slice_malloc(request.ByteSizeLong());
     request.SerializeWithCachedSizesToArray(GRPC_SLICE_START_PTR(message));
     messages.emplace_back(message, grpc::Slice::STEAL_REF);
+    start += shape.sequence_count;
   }
   return messages;
 }
 
 absl::Status MessageStep::Ask(int layer, const StepTensors& tensors) {
-  if (unanswered_ > 0) return StillUnanswered();
-  if (call_ == nullptr) Open();
-  first_id_ += requests_.size();
-  std::vector<grpc::Slice> messages = Messages(layer, tensors);
+  if (unanswered_) return StillUnanswered();
+  results_.Clear();
+  ASSIGN_OR_RETURN(std::vector<grpc::Slice> messages, Messages(layer, tensors));
+  if (call_ == nullptr) {
+    call_ = std::make_unique<spillway_call>(channel_, kStepMethod, /*timeout_seconds=*/0,
+                                            client_id_, step_.trace_id());
+  }
   call_->Ask(messages);
-  for (v1::AttendResult& result : results_) result.mutable_status()->set_code(0);
-  unanswered_ = static_cast<int>(requests_.size());
+  unanswered_ = true;
   return absl::OkStatus();
 }
 
 std::optional<absl::Status> MessageStep::Await(const StepTensors& tensors,
                                                BellWaiter::Clock::time_point deadline) {
-  if (unanswered_ == 0) return NothingAsked();
-  absl::Status broken;
-  while (unanswered_ > 0 && broken.ok()) {
+  if (!unanswered_) return NothingAsked();
+  absl::Status status;
+  for (bool complete = false; !complete;) {
     const void* message = nullptr;
     size_t size = 0;
     const int received = call_->Receive(deadline, &message, &size);
     if (received == SPILLWAY_TIMED_OUT) return std::nullopt;
     if (received == SPILLWAY_RECEIVED) {
-      broken = Take(message, size, tensors);
-      --unanswered_;
+      status = Take(message, size, tensors, complete);
     } else {
-      broken = call_->status().ok()
-                   ? absl::UnavailableError("the daemon ended the stream with steps in flight")
+      complete = true;
+      status = call_->status().ok()
+                   ? absl::UnavailableError("the daemon ended the stream with a step in flight")
                    : FromDaemon(call_->status());
     }
   }
-  unanswered_ = 0;
-  for (const v1::AttendResult& result : results_) {
-    if (broken.ok() && result.status().code() != 0) broken = FromDaemon(result.status());
-  }
-  // After a failure, the daemon refuses later messages for this sequence and layer on the same
-  // stream until one starts at the layer's length. A new stream has no such memory.
-  if (!broken.ok()) call_.reset();
-  return broken;
+  unanswered_ = false;
+  // The daemon may have ended the stream, or have tensors of some sequences only.
+  if (!status.ok()) call_.reset();
+  return status;
 }
 
-absl::Status MessageStep::Take(const void* message, size_t size, const StepTensors& tensors) {
-  if (!response_.ParseFromArray(message, static_cast<int>(size))) return NoSense();
-  const uint64_t index = response_.correlation_id() - first_id_;
-  if (index >= results_.size()) return NoSense();
-  v1::AttendResult& result = results_[index];
-  result.Swap(response_.mutable_result());
-  if (result.status().code() != 0) return absl::OkStatus();
-  StepRows rows = RowsOf(shape_, shape_.query_head_count, tensors.out_dtype);
-  rows.sequence_count = 1;
-  const auto head_count = static_cast<size_t>(rows.token_count * rows.head_count);
-  if (result.out().data().size() != head_count * static_cast<size_t>(rows.bytes) ||
-      result.lse().data().size() != head_count * sizeof(float)) {
+absl::Status MessageStep::Take(const void* message, size_t size, const StepTensors& tensors,
+                               bool& complete) {
+  const auto invalid = [&] {
+    complete = true;
     return NoSense();
+  };
+  if (!response_.ParseFromArray(message, static_cast<int>(size))) return invalid();
+  const int start = response_.part_start(), count = response_.results_size();
+  const absl::Status status =
+      response_.status().code() == 0 ? absl::OkStatus() : FromDaemon(response_.status());
+  complete = (count == 0 && !status.ok()) || start + count == shape_.sequence_count;
+  if (count == 0) return status.ok() ? invalid() : status;
+  StepShape shape = shape_;
+  shape.sequence_count = count;
+  const StepRows rows = RowsOf(shape, shape_.query_head_count, tensors.out_dtype);
+  const auto head_count = static_cast<size_t>(rows.token_count * rows.head_count);
+  const std::string& out = response_.out().data();
+  const std::string& lse = response_.lse().data();
+  if (start != results_.results_size() || count > shape_.sequence_count - start ||
+      out.size() != static_cast<size_t>(count) * head_count * static_cast<size_t>(rows.bytes) ||
+      lse.size() != static_cast<size_t>(count) * head_count * sizeof(float)) {
+    return invalid();
   }
-  const auto* const out = reinterpret_cast<const std::byte*>(result.out().data().data());
-  CopyStepRows(rows, TokensOfHeads(out, rows), Part(tensors.out, static_cast<int64_t>(index)));
+  for (v1::AttendResult& result : *response_.mutable_results()) {
+    results_.add_results()->Swap(&result);
+  }
+  CopyStepRows(
+      rows,
+      InCOrder(reinterpret_cast<const std::byte*>(out.data()), shape, rows.head_count, rows.bytes),
+      From(tensors.out, start));
   if (tensors.lse != nullptr) {
-    std::memcpy(tensors.lse + index * head_count, result.lse().data().data(),
-                result.lse().data().size());
+    std::memcpy(tensors.lse + static_cast<size_t>(start) * head_count, lse.data(), lse.size());
   }
-  return absl::OkStatus();
+  return status;
 }
 
 absl::StatusOr<v1::AttendResponse> MessageStep::Results() {
-  if (unanswered_ > 0) return StillUnanswered();
-  v1::AttendResponse all;
-  for (v1::AttendResult& result : results_) {
-    result.clear_out();
-    result.clear_lse();
-    *all.add_results() = result;
-  }
-  return all;
+  if (unanswered_) return StillUnanswered();
+  return results_;
 }
 
 }  // namespace spillway

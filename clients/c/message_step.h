@@ -11,15 +11,14 @@
 #include "absl/status/statusor.h"
 #include "clients/c/call.h"
 #include "clients/c/step.h"
-#include "daemon/doorbell/doorbell_memory.h"
 #include "grpcpp/channel.h"
 #include "host/base/dtype.h"
+#include "host/device/step_layout.h"
 #include "spillway/v1/attention_service.pb.h"
 
 namespace spillway {
 
-// A decode step of a daemon on any host. It sends messages on its own Decode stream, one for each
-// sequence and layer.
+// A decode step of a daemon on any host, by messages on its own Step stream.
 class MessageStep final : public ClientStep {
  public:
   // description: a serialised v1::DecodeStep; INVALID_ARGUMENT if it does not parse. If the daemon
@@ -38,28 +37,24 @@ class MessageStep final : public ClientStep {
   std::string DetailsOf(const absl::Status& status) const override;
 
  private:
-  MessageStep(std::shared_ptr<grpc::Channel> channel, std::string client_id, std::string trace,
-              const StepShape& shape, DType row_dtype, std::vector<v1::DecodeRequest> requests);
+  MessageStep(std::shared_ptr<grpc::Channel> channel, std::string client_id, v1::DecodeStep step,
+              const StepShape& shape, DType row_dtype);
 
-  // Opens the Decode stream.
-  void Open();
-  // Fills in the requests of a layer, and returns them serialised.
-  std::vector<grpc::Slice> Messages(int layer, const StepTensors& tensors);
-  // Handles the answer to one request: writes its outputs, or stores its failure in results_.
-  absl::Status Take(const void* message, size_t size, const StepTensors& tensors);
+  // The messages of a layer, serialised: as few as the limit of a message allows.
+  absl::StatusOr<std::vector<grpc::Slice>> Messages(int layer, const StepTensors& tensors);
+  // Stores the results of a message, and writes its outputs. complete: whether it is the last one
+  // of its layer. Returns the status of the layer.
+  absl::Status Take(const void* message, size_t size, const StepTensors& tensors, bool& complete);
 
   const std::shared_ptr<grpc::Channel> channel_;
   const std::string client_id_;
-  const std::string trace_;
+  const v1::DecodeStep step_;
   const StepShape shape_;
   const DType row_dtype_;
-  // One for each sequence; results_ holds the results of the last attend.
-  std::vector<v1::DecodeRequest> requests_;
-  std::vector<v1::AttendResult> results_;
-  v1::DecodeResponse response_;          // the message that is being read
-  std::unique_ptr<spillway_call> call_;  // null: the next attend opens one
-  uint64_t first_id_ = 0;                // correlation id of the first sequence's message
-  int unanswered_ = 0;                   // messages
+  v1::AttendResponse results_;           // of the last attend
+  v1::StepResponse response_;            // the message that is being read
+  std::unique_ptr<spillway_call> call_;  // null: the next attend opens one, and begins the step
+  bool unanswered_ = false;
 };
 
 }  // namespace spillway

@@ -6,9 +6,11 @@
 
 #include "absl/status/statusor.h"
 #include "daemon/convert/status.h"
+#include "daemon/convert/tensor.h"
 #include "daemon/engine/caller.h"
 #include "daemon/engine/step.h"
 #include "daemon/engine/stream_decoder.h"
+#include "host/device/step_layout.h"
 #include "spillway/v1/attention_service.pb.h"
 
 namespace spillway {
@@ -30,6 +32,15 @@ absl::StatusOr<std::unique_ptr<StreamDecoder>> DecoderFromProto(Engine& engine,
                                                                 const Caller& caller,
                                                                 const v1::DecodeStep& step,
                                                                 int64_t token_count_max);
+
+// Shape of the tensors of a step or a decoder.
+template <typename T>
+StepShape ShapeOf(const T& of) {
+  const ModelSpec& spec = of.model().spec;
+  return {of.part_count(),       static_cast<int32_t>(of.token_count()),
+          spec.query_head_count, spec.kv_head_count,
+          spec.head_dim,         static_cast<uint32_t>(ToProto(spec.dtype))};
+}
 
 // The results of a step's attend without its outputs: status, certificate and statistics of each
 // part. Empty if job is null.

@@ -6,7 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "host/device/step_tensors.h"
+#include "host/device/step_layout.h"
 #include "host/ipc/bell.h"
 
 namespace spillway {
@@ -40,16 +40,6 @@ struct DoorbellCall {
   int64_t byte_count;  // of the data
 };
 
-// Shape of a step's tensors, in the answer to kBegin or kOpenDecoder.
-struct StepShape {
-  int32_t sequence_count;
-  int32_t token_count;
-  int32_t query_head_count;
-  int32_t kv_head_count;
-  int32_t head_dim;
-  uint32_t row_dtype;
-};
-
 struct DoorbellAnswer {
   int32_t code;         // 0: OK; else the text is a serialised google.rpc.Status, or empty
   uint32_t text_bytes;  // of the text
@@ -81,30 +71,5 @@ struct DoorbellMemory {
   static constexpr int64_t kDataBytesMin = 128 << 10;
 };
 static_assert(sizeof(DoorbellMemory) <= DoorbellMemory::kDataOffset);
-
-// Layout of a layer's tensors in the data or in a decoder's memory: q, k, v, out and lse one after
-// the other, each in C order and aligned to 64 bytes.
-struct StepLayout {
-  StepLayout(const StepShape& shape, DType q_dtype, DType row_dtype, DType out_dtype);
-
-  // The tensors in memory that begins at `data`. Strides are those of C order.
-  StepTensors At(std::byte* data, bool with_lse) const;
-
-  const StepShape shape;
-  const DType q_dtype, row_dtype, out_dtype;
-  int64_t k_offset, v_offset, out_offset, lse_offset;
-  int64_t byte_count;
-};
-
-// The layout for which memory is allocated: queries and outputs in float32 take the most.
-inline StepLayout LargestLayout(const StepShape& shape, DType row_dtype) {
-  return StepLayout(shape, DType::kF32, row_dtype, DType::kF32);
-}
-
-// Shape of a step's tensor with head_count heads.
-inline StepRows RowsOf(const StepShape& shape, int64_t head_count, DType dtype) {
-  return {shape.sequence_count, shape.token_count, head_count,
-          int64_t{shape.head_dim} * DTypeBytes(dtype)};
-}
 
 }  // namespace spillway

@@ -184,15 +184,6 @@ class DoorbellServer::Line {
     return step;
   }
 
-  // Shape of a step's or decoder's tensors.
-  template <typename T>
-  static StepShape ShapeOf(const T& of) {
-    const ModelSpec& spec = of.model().spec;
-    return {of.part_count(),       static_cast<int32_t>(of.token_count()),
-            spec.query_head_count, spec.kv_head_count,
-            spec.head_dim,         static_cast<uint32_t>(ToProto(spec.dtype))};
-  }
-
   absl::Status Begin(const DoorbellCall& call, StepShape& shape) {
     step_.reset();
     CloseDecoder();

@@ -71,7 +71,6 @@ absl::StatusOr<AttendRequest> Step::RequestOf(int layer, const StepTensors& tens
   }
   AttendRequest request;
   request.layer = layer;
-  request.waited_for = true;
   request.trace = trace_;
   request.items.reserve(parts_.size());
   for (size_t i = 0; i < parts_.size(); ++i) {
@@ -103,12 +102,31 @@ absl::Status Step::AtPart(size_t index, const absl::Status& status) const {
 }
 
 absl::Status Step::Attend(int layer, const StepTensors& tensors) {
+  outcome_ = {};
   ASSIGN_OR_RETURN(AttendRequest request, RequestOf(layer, tensors));
+  request.waited_for = true;
   Waiter waiter;
   engine_->Attend(std::move(request), [&waiter](absl::StatusOr<AttendOutcome> outcome) {
     waiter.Set(std::move(outcome));
   });
-  ASSIGN_OR_RETURN(outcome_, waiter.Wait());
+  return Take(tensors, waiter.Wait());
+}
+
+void Step::Start(int layer, const StepTensors& tensors, std::shared_ptr<CancelToken> cancel,
+                 std::function<void(absl::Status)> done) {
+  outcome_ = {};
+  absl::StatusOr<AttendRequest> request = RequestOf(layer, tensors);
+  if (!request.ok()) return done(request.status());
+  request->cancel = std::move(cancel);
+  engine_->Attend(*std::move(request),
+                  [this, tensors, done = std::move(done)](absl::StatusOr<AttendOutcome> outcome) {
+                    done(Take(tensors, std::move(outcome)));
+                  });
+}
+
+absl::Status Step::Take(const StepTensors& tensors, absl::StatusOr<AttendOutcome> outcome) {
+  if (!outcome.ok()) return outcome.status();
+  outcome_ = *std::move(outcome);
   const ModelSpec& spec = model().spec;
   absl::Status first;
   for (size_t i = 0; i < parts_.size(); ++i) {

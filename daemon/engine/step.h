@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -9,6 +10,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "daemon/engine/engine.h"
+#include "host/device/cancel.h"
 #include "host/device/step_tensors.h"
 
 namespace spillway {
@@ -41,8 +43,13 @@ class Step {
   // with several parts, it names the sequence. The outputs of the other parts are written all the
   // same. tensors: in host memory; they must not change until this returns.
   absl::Status Attend(int layer, const StepTensors& tensors);
+  // The same without waiting. `done` gets the result, in this thread or another one; neither the
+  // tensors nor the step may change or end before. cancel: may be null.
+  void Start(int layer, const StepTensors& tensors, std::shared_ptr<CancelToken> cancel,
+             std::function<void(absl::Status)> done);
 
-  // The job of the last attend, with certificates and counts; null before the first attend.
+  // The job of the last attend, with certificates and counts. Null before the first attend, and
+  // after one that was refused as a whole.
   const Job* last() const { return outcome_.job.get(); }
 
  private:
@@ -53,6 +60,8 @@ class Step {
         trace_(std::move(trace)) {}
 
   absl::StatusOr<AttendRequest> RequestOf(int layer, const StepTensors& tensors);
+  // Keeps the outcome of an attend, and writes its outputs.
+  absl::Status Take(const StepTensors& tensors, absl::StatusOr<AttendOutcome> outcome);
   // The same error; if the step has several parts, it names the sequence.
   absl::Status AtPart(size_t index, const absl::Status& status) const;
 

@@ -4,6 +4,7 @@
 #include "daemon/services/attend_call.h"
 #include "daemon/services/decode_call.h"
 #include "daemon/services/fetch_stream.h"
+#include "daemon/services/step_call.h"
 
 namespace spillway {
 
@@ -20,6 +21,10 @@ AttentionService::AttentionService(const ServiceContext& services) : Service(ser
       [this](grpc::CallbackServerContext* context, const Caller& caller) {
         return new DecodeCall(services_, *context, caller);
       });
+  BidiStream<v1::StepResponse>("/spillway.v1.AttentionService/Step",
+                               [this](grpc::CallbackServerContext* context, const Caller& caller) {
+                                 return new StepCall(services_, *context, caller);
+                               });
   ServerStream<v1::FetchPagesRequest, v1::FetchPagesResponse>(
       "/spillway.v1.AttentionService/FetchPages",
       [this](grpc::CallbackServerContext* context, const Caller& caller,
