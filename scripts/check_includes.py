@@ -73,6 +73,7 @@ MAY_INCLUDE: dict[str, tuple[str, ...]] = {
         "host/device/step_tensors.h",
         "gpu/client/client_gpu.h",
         "gpu/device/step_graph.h",
+        "daemon/convert/decode_step.h",
         "daemon/convert/tensor.h",
         "daemon/convert/trace.h",
         "daemon/doorbell/doorbell_memory.h",

@@ -264,8 +264,11 @@ class DaemonCalls {
     part.set_token_start(token_count_);
     part.set_generation(generation_);
     const std::string text = description.SerializeAsString();
+    const spillway_step_shape shape = {case_.query_head_count, case_.kv_head_count, case_.head_dim,
+                                       case_.dtype};
     const std::unique_ptr<spillway_step, decltype(&spillway_step_end)> step(
-        spillway_step_begin(channel_.get(), text.data(), text.size()), &spillway_step_end);
+        spillway_step_begin(channel_.get(), text.data(), text.size(), &shape, SPILLWAY_DOORBELL),
+        &spillway_step_end);
     if (step == nullptr) return LastError();
     const absl::Time start = absl::Now();
     const int code = spillway_step_attend(step.get(), 0, &tensors_, -1);

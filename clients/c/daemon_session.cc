@@ -261,7 +261,7 @@ absl::StatusOr<std::shared_ptr<SessionSocket>> DaemonSession::Connected() {
   socket_.reset();
   idle_.clear();
   if (!target_.starts_with(kUnix)) {
-    return NoDoorbell("that takes a unix socket of the daemon");
+    return NoDoorbell("it needs a unix socket of the daemon");
   }
   const bool known = !path_.empty();
   if (!known) {

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <optional>
 #include <utility>
 
 #include "daemon/convert/tensor.h"
@@ -19,41 +18,48 @@ absl::StatusOr<DoorbellAnswer> BegunAt(Doorbell& doorbell, std::string_view desc
   return doorbell.Call(call);
 }
 
+void End(Doorbell& doorbell) {
+  DoorbellCall call = {};
+  call.kind = DoorbellCallKind::kEnd;
+  doorbell.Post(call);
+}
+
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<DoorbellStep>> DoorbellStep::Begin(
-    std::shared_ptr<DaemonSession> session, std::string_view description) {
-  const auto description_bytes = static_cast<int64_t>(description.size());
+    std::shared_ptr<DaemonSession> session, const StepDescription& description) {
+  const auto description_bytes = static_cast<int64_t>(description.text.size());
   ASSIGN_OR_RETURN(std::unique_ptr<Doorbell> doorbell, session->Take(description_bytes));
-  absl::StatusOr<DoorbellAnswer> answer = BegunAt(*doorbell, description);
+  absl::StatusOr<DoorbellAnswer> answer = BegunAt(*doorbell, description.text);
   if (!answer.ok()) {
     session->Give(std::move(doorbell));
     return answer.status();
   }
-  const std::optional<DType> row_dtype = FromProto(static_cast<v1::DType>(answer->shape.row_dtype));
-  if (!row_dtype) return NoSense();
+  if (absl::Status same = CheckShape(description.shape, answer->shape); !same.ok()) {
+    End(*doorbell);
+    session->Give(std::move(doorbell));
+    return same;
+  }
   const int64_t data_bytes =
-      std::max(description_bytes, LargestLayout(answer->shape, *row_dtype).byte_count);
+      std::max(description_bytes, LargestLayout(answer->shape, description.row_dtype).byte_count);
   if (data_bytes > static_cast<int64_t>(doorbell->data().size())) {
     session->Give(std::move(doorbell));
     ASSIGN_OR_RETURN(doorbell, session->Take(data_bytes));
-    answer = BegunAt(*doorbell, description);
+    answer = BegunAt(*doorbell, description.text);
     if (!answer.ok()) {
       session->Give(std::move(doorbell));
       return answer.status();
     }
   }
-  return std::unique_ptr<DoorbellStep>(
-      new DoorbellStep(std::move(session), std::move(doorbell), answer->shape, *row_dtype));
+  return std::unique_ptr<DoorbellStep>(new DoorbellStep(std::move(session), std::move(doorbell),
+                                                        answer->shape, description.row_dtype));
 }
 
 DoorbellStep::~DoorbellStep() {
   if (unanswered_ && !doorbell_->answered()) {
     doorbell_->Abandon();
   } else {
-    DoorbellCall call = {};
-    call.kind = DoorbellCallKind::kEnd;
-    doorbell_->Post(call);
+    End(*doorbell_);
   }
   session_->Give(std::move(doorbell_));
 }

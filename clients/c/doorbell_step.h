@@ -15,10 +15,10 @@ namespace spillway {
 // A decode step of a daemon on this host, through a doorbell.
 class DoorbellStep final : public ClientStep {
  public:
-  // description: a serialised v1::DecodeStep. Errors: those of DaemonSession::Take, and those that
-  // the daemon returns.
+  // Errors: those of DaemonSession::Take, those that the daemon returns, and INVALID_ARGUMENT if
+  // the shape is not that of the model.
   static absl::StatusOr<std::unique_ptr<DoorbellStep>> Begin(std::shared_ptr<DaemonSession> session,
-                                                             std::string_view description);
+                                                             const StepDescription& description);
   ~DoorbellStep() override;
 
   absl::Status Ask(int layer, const StepTensors& tensors) override;

@@ -43,33 +43,25 @@ StepPlace<Byte> From(const StepPlace<Byte>& whole, int64_t sequence) {
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<MessageStep>> MessageStep::Begin(
-    std::shared_ptr<grpc::Channel> channel, std::string client_id, std::string_view description,
-    StepShape shape) {
-  v1::DecodeStep step;
-  if (!step.ParseFromArray(description.data(), static_cast<int>(description.size()))) {
-    return absl::InvalidArgumentError("the description is not a serialised spillway.v1.DecodeStep");
+    std::shared_ptr<grpc::Channel> channel, std::string client_id,
+    const StepDescription& description) {
+  const StepShape& shape = description.shape;
+  if (std::min(shape.sequence_count, shape.token_count) < 1) {
+    return absl::InvalidArgumentError(absl::StrCat("a step of ", shape.sequence_count,
+                                                   " sequences and ", shape.token_count,
+                                                   " tokens: neither may be below 1"));
   }
-  shape.sequence_count = step.parts_size();
-  shape.token_count = step.token_count();
-  const std::optional<DType> row_dtype = FromProto(static_cast<v1::DType>(shape.row_dtype));
-  if (!row_dtype || std::min({shape.sequence_count, shape.token_count, shape.query_head_count,
-                              shape.kv_head_count, shape.head_dim}) < 1) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "a step of ", shape.sequence_count, " sequences, ", shape.token_count, " tokens, ",
-        shape.query_head_count, " query heads, ", shape.kv_head_count, " KV heads of ",
-        shape.head_dim, " and row_dtype ", shape.row_dtype, ": none may be below 1"));
-  }
-  return std::unique_ptr<MessageStep>(new MessageStep(std::move(channel), std::move(client_id),
-                                                      std::move(step), shape, *row_dtype));
+  return std::unique_ptr<MessageStep>(
+      new MessageStep(std::move(channel), std::move(client_id), description));
 }
 
 MessageStep::MessageStep(std::shared_ptr<grpc::Channel> channel, std::string client_id,
-                         v1::DecodeStep step, const StepShape& shape, DType row_dtype)
+                         const StepDescription& description)
     : channel_(std::move(channel)),
       client_id_(std::move(client_id)),
-      step_(std::move(step)),
-      shape_(shape),
-      row_dtype_(row_dtype) {}
+      step_(description.message),
+      shape_(description.shape),
+      row_dtype_(description.row_dtype) {}
 
 std::string MessageStep::DetailsOf(const absl::Status& status) const {
   return DaemonDetails(status);

@@ -21,14 +21,11 @@ namespace spillway {
 // A decode step of a daemon on any host, by messages on its own Step stream.
 class MessageStep final : public ClientStep {
  public:
-  // description: a serialised v1::DecodeStep; INVALID_ARGUMENT if it does not parse. If the daemon
-  // refuses it, the first attend returns the error. shape: heads, head_dim and row_dtype of the
-  // model; its counts of sequences and tokens are taken from the description. client_id: id of the
-  // client that makes the step.
+  // client_id: id of the client that makes the step. INVALID_ARGUMENT without sequences or tokens.
+  // If the daemon refuses the step, the first attend returns the error.
   static absl::StatusOr<std::unique_ptr<MessageStep>> Begin(std::shared_ptr<grpc::Channel> channel,
                                                             std::string client_id,
-                                                            std::string_view description,
-                                                            StepShape shape);
+                                                            const StepDescription& description);
 
   absl::Status Ask(int layer, const StepTensors& tensors) override;
   std::optional<absl::Status> Await(const StepTensors& tensors,
@@ -37,8 +34,8 @@ class MessageStep final : public ClientStep {
   std::string DetailsOf(const absl::Status& status) const override;
 
  private:
-  MessageStep(std::shared_ptr<grpc::Channel> channel, std::string client_id, v1::DecodeStep step,
-              const StepShape& shape, DType row_dtype);
+  MessageStep(std::shared_ptr<grpc::Channel> channel, std::string client_id,
+              const StepDescription& description);
 
   // The messages of a layer, serialised: as few as the limit of a message allows.
   absl::StatusOr<std::vector<grpc::Slice>> Messages(int layer, const StepTensors& tensors);

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
@@ -24,11 +25,13 @@
 #include "clients/c/message_step.h"
 #include "clients/c/step.h"
 #include "clients/c/step_sums.h"
+#include "daemon/convert/decode_step.h"
 #include "daemon/convert/trace.h"
 #include "daemon/engine/step.h"
 #include "daemon/engine/stream_decoder.h"
 #include "daemon/server/embedded.h"
 #include "grpcpp/channel.h"
+#include "host/base/mutex.h"
 #include "host/base/status_macros.h"
 #include "spillway/access.h"
 #include "spillway/presence.h"
@@ -132,12 +135,17 @@ struct spillway_channel {
   std::shared_ptr<spillway::DaemonSession> session;  // null: embedded
   // Null: embedded, or the caller keeps the Connect stream open.
   std::unique_ptr<spillway::PresenceKeeper> presence;
+  spillway::Mutex mutex = {};
+  // Why steps have no doorbell; empty as long as that is not known.
+  std::string no_doorbell ABSL_GUARDED_BY(mutex) = {};
 };
 
 struct spillway_step {
   std::unique_ptr<spillway::ClientStep> step;
   int64_t token_count;  // new tokens of each sequence
-  std::string results;
+  int carrier;
+  std::string reason;  // why no better carrier is used
+  std::string results = {};
 
   // Returns the code for the status that f returns: SPILLWAY_UNANSWERED for nullopt, 0, or the
   // error's code. Stores an error as the last one of this thread.
@@ -188,11 +196,47 @@ struct spillway_decoder {
 
 namespace {
 
-// description: a serialised DecodeStep that the engine has accepted.
-spillway_step* NewStep(std::unique_ptr<spillway::ClientStep> step, std::string_view description) {
-  spillway::v1::DecodeStep message;
-  message.ParseFromArray(description.data(), static_cast<int>(description.size()));
-  return new spillway_step{std::move(step), message.token_count(), ""};
+// Begins a step by one of the carriers.
+absl::StatusOr<std::unique_ptr<spillway_step>> BeginBy(int carrier, spillway_channel& channel,
+                                                       const spillway::StepDescription& description,
+                                                       std::string& trace) {
+  std::unique_ptr<spillway::ClientStep> step;
+  std::string reason;
+  if (carrier == SPILLWAY_IN_PLACE) {
+    ASSIGN_OR_RETURN(std::unique_ptr<spillway::Step> begun,
+                     channel.embedded->BeginStep(description.text, trace));
+    RETURN_IF_ERROR(spillway::CheckShape(description.shape, spillway::ShapeOf(*begun)));
+    step = std::make_unique<spillway::EmbeddedStep>(channel.embedded, std::move(begun), trace);
+  } else if (carrier == SPILLWAY_DOORBELL) {
+    ASSIGN_OR_RETURN(step, spillway::DoorbellStep::Begin(channel.session, description));
+    reason = "the engine is in a daemon, and not in this process";
+  } else {
+    ASSIGN_OR_RETURN(step,
+                     spillway::MessageStep::Begin(channel.channel, channel.client_id, description));
+    const spillway::MutexLock lock(channel.mutex);
+    reason = channel.no_doorbell;
+  }
+  return std::unique_ptr<spillway_step>(new spillway_step{
+      std::move(step), description.shape.token_count, carrier, std::move(reason)});
+}
+
+// The same by the best carrier that is possible.
+absl::StatusOr<std::unique_ptr<spillway_step>> BeginByBest(
+    spillway_channel& channel, const spillway::StepDescription& description, std::string& trace) {
+  if (channel.embedded != nullptr) {
+    return BeginBy(SPILLWAY_IN_PLACE, channel, description, trace);
+  }
+  const auto possible = [&channel] {
+    const spillway::MutexLock lock(channel.mutex);
+    return channel.no_doorbell.empty();
+  };
+  if (possible()) {
+    auto begun = BeginBy(SPILLWAY_DOORBELL, channel, description, trace);
+    if (!absl::IsUnimplemented(begun.status())) return begun;
+    const spillway::MutexLock lock(channel.mutex);
+    channel.no_doorbell = std::string(begun.status().message());
+  }
+  return BeginBy(SPILLWAY_MESSAGES, channel, description, trace);
 }
 
 // The part of the tensors `all` that belongs to a share.
@@ -304,45 +348,40 @@ void spillway_call_cancel(spillway_call* call) { call->Cancel(); }
 
 void spillway_call_close(spillway_call* call) { delete call; }
 
-spillway_step* spillway_step_begin(spillway_channel* channel, const void* description,
-                                   size_t size) {
+spillway_step* spillway_step_begin(spillway_channel* channel, const void* description, size_t size,
+                                   const spillway_step_shape* shape, int carrier) {
   spillway::Embedded* const engine = channel->embedded.get();
   std::string trace;
   return OrNull<spillway_step>(
       [&]() -> absl::StatusOr<spillway_step*> {
         const std::string_view text(static_cast<const char*>(description), size);
-        std::unique_ptr<spillway::ClientStep> step;
-        if (engine != nullptr) {
-          ASSIGN_OR_RETURN(std::unique_ptr<spillway::Step> begun, engine->BeginStep(text, trace));
-          step =
-              std::make_unique<spillway::EmbeddedStep>(channel->embedded, std::move(begun), trace);
-        } else {
-          ASSIGN_OR_RETURN(step, spillway::DoorbellStep::Begin(channel->session, text));
+        if (carrier < SPILLWAY_BEST || carrier > SPILLWAY_MESSAGES) {
+          return absl::InvalidArgumentError(
+              absl::StrCat("carrier ", carrier,
+                           " is not one of SPILLWAY_BEST, SPILLWAY_IN_PLACE, "
+                           "SPILLWAY_DOORBELL and SPILLWAY_MESSAGES"));
         }
-        return NewStep(std::move(step), text);
+        if (carrier != SPILLWAY_BEST && (carrier == SPILLWAY_IN_PLACE) != (engine != nullptr)) {
+          return absl::UnimplementedError(
+              engine != nullptr
+                  ? "the engine is in this process: only SPILLWAY_IN_PLACE is possible"
+                  : "the engine is in a daemon: SPILLWAY_IN_PLACE is not possible");
+        }
+        ASSIGN_OR_RETURN(
+            const spillway::StepDescription described,
+            spillway::DescriptionOf(text, shape->query_head_count, shape->kv_head_count,
+                                    shape->head_dim, shape->row_dtype));
+        ASSIGN_OR_RETURN(std::unique_ptr<spillway_step> step,
+                         carrier == SPILLWAY_BEST ? BeginByBest(*channel, described, trace)
+                                                  : BeginBy(carrier, *channel, described, trace));
+        return step.release();
       },
       engine, trace);
 }
 
-spillway_step* spillway_step_begin_streamed(spillway_channel* channel, const void* description,
-                                            size_t size, const spillway_step_shape* shape) {
-  return OrNull<spillway_step>([&]() -> absl::StatusOr<spillway_step*> {
-    if (channel->embedded != nullptr) {
-      return absl::UnimplementedError(
-          "spillway_step_begin_streamed is for a daemon, and the engine is in this process: use "
-          "spillway_step_begin");
-    }
-    spillway::StepShape whole = {};
-    whole.query_head_count = shape->query_head_count;
-    whole.kv_head_count = shape->kv_head_count;
-    whole.head_dim = shape->head_dim;
-    whole.row_dtype = static_cast<uint32_t>(shape->row_dtype);
-    ASSIGN_OR_RETURN(std::unique_ptr<spillway::ClientStep> step,
-                     spillway::MessageStep::Begin(
-                         channel->channel, channel->client_id,
-                         std::string_view(static_cast<const char*>(description), size), whole));
-    return NewStep(std::move(step), {static_cast<const char*>(description), size});
-  });
+int spillway_step_carrier(const spillway_step* step, const char** reason) {
+  if (reason != nullptr) *reason = step->reason.c_str();
+  return step->carrier;
 }
 
 int spillway_step_attend(spillway_step* step, int layer, const spillway_step_tensors* tensors,

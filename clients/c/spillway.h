@@ -89,7 +89,7 @@ typedef struct spillway_call spillway_call;
 
 /* Starts a call of any method, with or without streams.
  *
- * method: for example "/spillway.v1.AttentionService/Decode".
+ * method: for example "/spillway.v1.AttentionService/Attend".
  * timeout_seconds: limit for the whole call; 0 or less: no limit.
  * trace_id: an id that the daemon's log shows for the call: a W3C trace id or a request id,
  * 1 to 128 characters of [A-Za-z0-9._:=+/-]. NULL or empty: no id.
@@ -130,20 +130,9 @@ SPILLWAY_EXPORT void spillway_call_cancel(spillway_call* call);
 /* Cancels and frees the call. No other thread may use it. */
 SPILLWAY_EXPORT void spillway_call_close(spillway_call* call);
 
-/* --- Decode steps without messages: with an embedded engine, or through a doorbell in
- * memory that this process shares with a daemon on its host. */
+/* --- Decode steps: the new tokens of some sequences, layer by layer. */
 
 typedef struct spillway_step spillway_step;
-
-/* Announces a step. description: a serialised spillway.v1.DecodeStep. Only one
- * thread at a time may use a step. If the channel of an embedded engine is closed,
- * the engine ends with its last step.
- *
- * NULL if the description is refused. NULL with UNIMPLEMENTED if the daemon shares no
- * memory with this process, because it is connected over TCP, or has no socket for
- * regions (GetServerInfoResponse.region_socket). */
-SPILLWAY_EXPORT spillway_step* spillway_step_begin(spillway_channel* channel,
-                                                   const void* description, size_t size);
 
 /* Element types, numbered as spillway.v1.DType. */
 enum { SPILLWAY_F32 = 1, SPILLWAY_F16 = 2, SPILLWAY_BF16 = 3 };
@@ -156,16 +145,34 @@ typedef struct {
   int32_t row_dtype; /* element type of K and V */
 } spillway_step_shape;
 
-/* The same as spillway_step_begin, for a daemon on any host. The step sends messages on its
- * own Decode stream, and uses no shared memory. The daemon gets the description with the
- * first attend, which returns the error if it is refused. If the daemon was gone, or an
- * attend has failed, the next attend opens a new stream.
+/* What carries a step's tensors to the engine. */
+enum {
+  SPILLWAY_BEST = 0,     /* the first of the following that is possible */
+  SPILLWAY_IN_PLACE = 1, /* nothing: the engine is in this process */
+  SPILLWAY_DOORBELL = 2, /* memory that this process shares with a daemon on its host */
+  SPILLWAY_MESSAGES = 3  /* messages of AttentionService.Step, to a daemon on any host */
+};
+
+/* Announces a step.
  *
- * NULL if the description does not parse or a number of the shape is below 1
- * (INVALID_ARGUMENT), or if the engine is in this process (UNIMPLEMENTED). */
-SPILLWAY_EXPORT spillway_step* spillway_step_begin_streamed(spillway_channel* channel,
-                                                            const void* description, size_t size,
-                                                            const spillway_step_shape* shape);
+ * description: a serialised spillway.v1.DecodeStep. shape: of the sequences' model.
+ * carrier: SPILLWAY_BEST, or the only one that may be used.
+ *
+ * Only one thread at a time may use a step. If the channel of an embedded engine is closed,
+ * the engine ends with its last step. By messages, the daemon gets the description with the
+ * first attend, which returns the error if it is refused. If the daemon was gone, or an attend
+ * has failed, the next attend then opens a new stream.
+ *
+ * NULL if the description is refused, or the shape is not that of the model (INVALID_ARGUMENT).
+ * NULL with UNIMPLEMENTED if the carrier is not possible. */
+SPILLWAY_EXPORT spillway_step* spillway_step_begin(spillway_channel* channel,
+                                                   const void* description, size_t size,
+                                                   const spillway_step_shape* shape, int carrier);
+
+/* Returns what carries the step: SPILLWAY_IN_PLACE, SPILLWAY_DOORBELL or SPILLWAY_MESSAGES.
+ * reason: written, why no better one is used; NUL-terminated, empty if there is no better one,
+ * and valid until spillway_step_end. May be NULL. */
+SPILLWAY_EXPORT int spillway_step_carrier(const spillway_step* step, const char** reason);
 
 /* A tensor of sequences, tokens and heads. Strides are in bytes. The elements of a
  * head are contiguous. */

@@ -1,11 +1,13 @@
 #pragma once
 
+#include <cstdint>
 #include <optional>
 #include <string>
+#include <string_view>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "host/device/step_tensors.h"
+#include "host/device/step_layout.h"
 #include "host/ipc/bell.h"
 #include "spillway/v1/attention_service.pb.h"
 
@@ -18,6 +20,22 @@ inline absl::Status StillUnanswered() {
 inline absl::Status NothingAsked() {
   return absl::FailedPreconditionError("the step has no attend to wait for");
 }
+
+// A step as a client describes it.
+struct StepDescription {
+  std::string_view text;  // a serialised v1::DecodeStep
+  v1::DecodeStep message;
+  StepShape shape;
+  DType row_dtype;
+};
+// The shape is that of the model. INVALID_ARGUMENT if the text does not parse, or a number of the
+// shape is below 1.
+absl::StatusOr<StepDescription> DescriptionOf(std::string_view text, int32_t query_head_count,
+                                              int32_t kv_head_count, int32_t head_dim,
+                                              int32_t row_dtype);
+
+// INVALID_ARGUMENT unless the caller's shape is that of the engine's step.
+absl::Status CheckShape(const StepShape& given, const StepShape& actual);
 
 // A decode step of an embedded engine or a daemon. Only one thread at a time may use it.
 class ClientStep {

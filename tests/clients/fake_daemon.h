@@ -101,13 +101,15 @@ class FakeDaemon final : public v1::AdminService::Service,
   std::atomic<bool> was_cancelled = false;
   // FetchPages sends this many messages, or stops when its call is cancelled.
   int fetch_messages = 3;
-  // Sizes of the output and of the log-sum-exp in each answer of Decode.
+  // Sizes of the output and of the log-sum-exp in each answer of Step.
   size_t answer_bytes = 0;
   size_t lse_bytes = 0;
-  // Decode answers nothing while this is true, unless its call is cancelled.
+  // Step and Decode answer nothing while this is true, unless their call is cancelled.
   std::atomic<bool> silent = false;
-  // Streams of Decode that were opened.
-  std::atomic<int> decode_count = 0;
+  // Streams of Step that were opened, steps that were begun on them, and their attends.
+  std::atomic<int> stream_count = 0;
+  std::atomic<int> begin_count = 0;
+  std::atomic<int> attend_count = 0;
   std::atomic<int> fetch_messages_sent = 0;
   // The requests of the last SaveSequence and LoadSequence.
   v1::SaveSequenceRequest saved;
@@ -242,7 +244,6 @@ class FakeDaemon final : public v1::AdminService::Service,
   grpc::Status Decode(
       grpc::ServerContext* context,
       grpc::ServerReaderWriter<v1::DecodeResponse, v1::DecodeRequest>* stream) override {
-    ++decode_count;
     v1::DecodeRequest request;
     while (stream->Read(&request)) {
       while (silent && !context->IsCancelled()) {
@@ -256,6 +257,29 @@ class FakeDaemon final : public v1::AdminService::Service,
       response.mutable_result()->mutable_lse()->set_data(std::string(lse_bytes, 'l'));
       if (request.correlation_id() % 2 == 1) {
         *response.mutable_result()->mutable_status() = RefusalDetails();
+      }
+      stream->Write(response);
+    }
+    return grpc::Status::OK;
+  }
+
+  // Answers attends for one sequence; every other one, from the first on, with an error.
+  grpc::Status Step(grpc::ServerContext* context,
+                    grpc::ServerReaderWriter<v1::StepResponse, v1::StepRequest>* stream) override {
+    ++stream_count;
+    v1::StepRequest request;
+    while (stream->Read(&request)) {
+      begin_count += request.has_begin() ? 1 : 0;
+      while (silent && !context->IsCancelled()) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      }
+      v1::StepResponse response;
+      if (++attend_count % 2 == 1) {
+        *response.mutable_status() = RefusalDetails();
+      } else {
+        response.add_results();
+        response.mutable_out()->set_data(std::string(answer_bytes, 'o'));
+        response.mutable_lse()->set_data(std::string(lse_bytes, 'l'));
       }
       stream->Write(response);
     }

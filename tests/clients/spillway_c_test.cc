@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "gmock/gmock.h"
 #include "google/rpc/status.pb.h"
 #include "gtest/gtest.h"
@@ -280,9 +281,9 @@ std::pair<int, std::string> Failure() {
   return {code, message};
 }
 
-class StreamedStepInCTest : public ::testing::Test {
+class StepInCTest : public ::testing::Test {
  protected:
-  StreamedStepInCTest() {
+  StepInCTest() {
     v1::DecodeStep step;
     step.set_token_count(1);
     step.add_parts()->set_sequence("sequences/s");
@@ -293,36 +294,85 @@ class StreamedStepInCTest : public ::testing::Test {
   }
 
   spillway_step* Begin(spillway_channel* channel) {
-    return spillway_step_begin_streamed(channel, description_.data(), description_.size(), &shape_);
+    return spillway_step_begin(channel, description_.data(), description_.size(), &shape_,
+                               carrier_);
   }
 
   std::string description_;
+  std::string other_ = "\xff";
   spillway_step_shape shape_ = {2, 1, 1, SPILLWAY_F32};
+  int carrier_ = SPILLWAY_MESSAGES;
   std::vector<float> elements_ = std::vector<float>(2);
   spillway_step_tensors tensors_ = {SPILLWAY_F32, SPILLWAY_F32, {}, {}, {}, {}, nullptr};
 };
 
-TEST_F(StreamedStepInCTest, RefusesWhatIsNoStepOfADaemon) {
+TEST_F(StepInCTest, RefusesWhatIsNoStepOfADaemon) {
   spillway_channel* channel = spillway_channel_open("unix:/none", nullptr, nullptr);
   shape_.head_dim = 0;
   EXPECT_EQ(Begin(channel), nullptr);
   EXPECT_EQ(Failure().first, grpc::StatusCode::INVALID_ARGUMENT);
   EXPECT_THAT(Failure().second, HasSubstr("2 query heads, 1 KV heads of 0 and row_dtype 1"));
   shape_.head_dim = 1;
-  description_ = "\xff";
+  for (const int carrier : {-1, 4}) {
+    carrier_ = carrier;
+    EXPECT_EQ(Begin(channel), nullptr);
+    EXPECT_EQ(Failure().first, grpc::StatusCode::INVALID_ARGUMENT);
+    EXPECT_THAT(Failure().second, HasSubstr(absl::StrCat("carrier ", carrier, " is not one of")));
+  }
+  carrier_ = SPILLWAY_IN_PLACE;
+  EXPECT_EQ(Begin(channel), nullptr);
+  EXPECT_EQ(Failure().first, grpc::StatusCode::UNIMPLEMENTED);
+  EXPECT_THAT(Failure().second, HasSubstr("the engine is in a daemon"));
+  carrier_ = SPILLWAY_MESSAGES;
+  std::swap(description_, other_);
   EXPECT_EQ(Begin(channel), nullptr);
   EXPECT_EQ(Failure(),
             std::pair(static_cast<int>(grpc::StatusCode::INVALID_ARGUMENT),
                       std::string("the description is not a serialised spillway.v1.DecodeStep")));
+  description_ = "";
+  EXPECT_EQ(Begin(channel), nullptr);
+  EXPECT_THAT(Failure().second, HasSubstr("a step of 0 sequences and 0 tokens"));
+  description_ = other_;
   spillway_channel_close(channel);
   const char* const settings[] = {"memory.limit=64MiB", "device.name=cpu", "device.thread_count=1"};
   channel = spillway_channel_embed(settings, 3);
-  EXPECT_EQ(Begin(channel), nullptr);
-  EXPECT_EQ(Failure().first, grpc::StatusCode::UNIMPLEMENTED);
+  for (const int carrier : {SPILLWAY_DOORBELL, SPILLWAY_MESSAGES}) {
+    carrier_ = carrier;
+    EXPECT_EQ(Begin(channel), nullptr);
+    EXPECT_EQ(Failure().first, grpc::StatusCode::UNIMPLEMENTED);
+    EXPECT_THAT(Failure().second, HasSubstr("only SPILLWAY_IN_PLACE is possible"));
+  }
   spillway_channel_close(channel);
 }
 
-TEST_F(StreamedStepInCTest, OneThatFailsLeavesTheOthersAlone) {
+TEST_F(StepInCTest, GoesByMessagesWhereNoMemoryIsShared) {
+  FakeDaemon daemon;
+  daemon.answer_bytes = daemon.lse_bytes = 2 * sizeof(float);
+  daemon.Start();
+  carrier_ = SPILLWAY_BEST;
+  for (const auto& [target, reason] :
+       {std::pair(daemon.tcp_target(), "no doorbell: it needs a unix socket of the daemon"),
+        std::pair(daemon.target(), "no doorbell: the daemon shares no memory")}) {
+    spillway_channel* const channel = spillway_channel_open(target.c_str(), nullptr, nullptr);
+    for (int i = 0; i < 2; ++i) {
+      spillway_step* const step = Begin(channel);
+      ASSERT_NE(step, nullptr);
+      const char* told = nullptr;
+      EXPECT_EQ(spillway_step_carrier(step, &told), SPILLWAY_MESSAGES);
+      EXPECT_STREQ(told, reason);
+      EXPECT_EQ(spillway_step_carrier(step, nullptr), SPILLWAY_MESSAGES);
+      spillway_step_end(step);
+    }
+    carrier_ = SPILLWAY_DOORBELL;
+    EXPECT_EQ(Begin(channel), nullptr);
+    EXPECT_EQ(Failure(),
+              std::pair(static_cast<int>(grpc::StatusCode::UNIMPLEMENTED), std::string(reason)));
+    carrier_ = SPILLWAY_BEST;
+    spillway_channel_close(channel);
+  }
+}
+
+TEST_F(StepInCTest, OneThatFailsLeavesTheOthersAlone) {
   FakeDaemon daemon;
   // Its answers are not valid for a step: the output has 4 bytes, and there is no log-sum-exp.
   daemon.answer_bytes = 4;
@@ -336,7 +386,7 @@ TEST_F(StreamedStepInCTest, OneThatFailsLeavesTheOthersAlone) {
   EXPECT_EQ(spillway_steps_attend(shares, 2, 0, &tensors_, kForEver),
             grpc::StatusCode::UNAVAILABLE);
   EXPECT_EQ(shares[0].code, grpc::StatusCode::UNAVAILABLE);
-  // The first id of a step is its number of sequences, here 1, and the daemon refuses odd ids.
+  // The daemon refuses every other attend, from the first on.
   EXPECT_EQ(shares[1].code, grpc::StatusCode::INVALID_ARGUMENT);
   EXPECT_EQ(spillway_steps_attend(shares + 1, 1, 0, &tensors_, kForEver),
             grpc::StatusCode::INTERNAL);
@@ -347,8 +397,8 @@ TEST_F(StreamedStepInCTest, OneThatFailsLeavesTheOthersAlone) {
   spillway_channel_close(gone);
 }
 
-// The daemon refuses what follows a failure on the same stream.
-TEST_F(StreamedStepInCTest, AfterAFailureTheNextAttendHasANewStream) {
+// The daemon may have the tensors of some sequences only.
+TEST_F(StepInCTest, AfterAFailureTheNextAttendBeginsTheStepOnANewStream) {
   FakeDaemon daemon;
   // Valid answers: two query heads of one float.
   daemon.answer_bytes = daemon.lse_bytes = 2 * sizeof(float);
@@ -357,18 +407,19 @@ TEST_F(StreamedStepInCTest, AfterAFailureTheNextAttendHasANewStream) {
       spillway_channel_open(daemon.target().c_str(), nullptr, nullptr);
   spillway_step* const step = Begin(channel);
   ASSERT_NE(step, nullptr);
-  // The ids of a step's attends are 1, 2, ..., and the daemon refuses odd ones.
   for (const int streams : {1, 2}) {
     EXPECT_EQ(spillway_step_attend(step, 0, &tensors_, -1), grpc::StatusCode::INVALID_ARGUMENT);
-    EXPECT_EQ(daemon.decode_count, streams);
+    EXPECT_EQ(daemon.stream_count, streams);
+    EXPECT_EQ(daemon.begin_count, streams);
     EXPECT_EQ(spillway_step_attend(step, 0, &tensors_, -1), 0);
-    EXPECT_EQ(daemon.decode_count, streams + 1);
+    EXPECT_EQ(daemon.stream_count, streams + 1);
+    EXPECT_EQ(daemon.begin_count, streams + 1);
   }
   spillway_step_end(step);
   spillway_channel_close(channel);
 }
 
-TEST_F(StreamedStepInCTest, AsLongAsOneIsUnansweredSoAreAll) {
+TEST_F(StepInCTest, AsLongAsOneIsUnansweredSoAreAll) {
   FakeDaemon daemon;
   daemon.silent = true;
   daemon.Start();
@@ -424,7 +475,7 @@ TEST(EmbedInCTest, DecodersAreOfAnEngineOnAGpu) {
             grpc::StatusCode::UNAVAILABLE);
   const auto over_tcp = refused(spillway_channel_open("localhost:1", nullptr, nullptr), "");
   EXPECT_EQ(over_tcp.first, grpc::StatusCode::UNIMPLEMENTED);
-  EXPECT_EQ(over_tcp.second, "no doorbell: that takes a unix socket of the daemon");
+  EXPECT_EQ(over_tcp.second, "no doorbell: it needs a unix socket of the daemon");
 
   const char* const settings[] = {"memory.limit=64MiB", "device.name=cpu", "device.thread_count=1"};
   EXPECT_EQ(refused(spillway_channel_embed(settings, 3), "\xff").first,

@@ -13,6 +13,7 @@ from local_cluster import LocalCluster, local_cluster
 from random_llama import generate, llama, prompt
 from spillway_kv import torch as spillway_torch
 from spillway_kv.cluster import ClusterClient
+from spillway_kv._native import Carrier
 from spillway_kv.connection import wire
 from spillway_kv.transformers import SpillwayCache
 
@@ -303,7 +304,7 @@ def test_a_step_by_whatever_leads_to_the_daemons(
     def connect(to: str) -> spillway_kv.Client:
         client = spillway_kv.connect(to, native=by != "grpcio")
         if by == "messages":
-            wire(client).no_doorbell = "not asked for"
+            wire(client).carrier = Carrier.MESSAGES
         return client
 
     q = rows(5, count, tokens, KV_HEADS * GROUP, DIM)

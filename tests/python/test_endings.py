@@ -17,6 +17,7 @@ import collections, json, sys, threading, time
 
 import numpy as np
 import spillway_kv
+from spillway_kv._native import Carrier
 from spillway_kv.connection import wire
 
 target, transport = sys.argv[1:]
@@ -24,7 +25,7 @@ embedded = target == "embedded:"
 settings = {"device.name": "cpu", "memory.limit": "512MiB"} if embedded else None
 client = spillway_kv.connect(target, native=transport != "grpcio", settings=settings)
 if transport == "libspillway":
-    wire(client).no_doorbell = "messages are tested"
+    wire(client).carrier = Carrier.MESSAGES
 shape = dict(layer_count=1, query_head_count=16, kv_head_count=4, head_dim=64, dtype="float32")
 model = client.create_model(**shape)
 TOKENS = 6000

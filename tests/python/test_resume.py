@@ -16,6 +16,7 @@ import torch
 from arena_folder import DIM, SHAPES, Daemon, Writer, daemon, rows
 from daemon_process import running_daemon
 from random_llama import generate, llama, prompt
+from spillway_kv._native import Carrier
 from spillway_kv.connection import wire
 from spillway_kv.transformers import SpillwayCache
 
@@ -75,7 +76,7 @@ def test_generation_is_as_an_undisturbed_one(tmp_path: Path, how: str) -> None:
     with daemon(tmp_path) as each, killer(each) as kill:
         with spillway_kv.connect(each.target, native=how != "grpcio") as client:
             if how == "libspillway":
-                wire(client).no_doorbell = "not in this test"
+                wire(client).carrier = Carrier.MESSAGES
             assert client.step_transport == how
             with SpillwayCache(spilled.config, client) as cache:
                 # In the middle of a step, and between two steps. The first call is the prompt.

@@ -11,6 +11,7 @@ import spillway_kv
 import torch
 from daemon_process import running_daemon
 from spillway_kv import Client
+from spillway_kv._native import Carrier
 from spillway_kv.connection import wire
 
 LAYERS, HEADS, KV_HEADS, DIM = 2, 4, 2, 32
@@ -25,7 +26,7 @@ def clients(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Client, 
             spillway_kv.connect(target, native=False) as grpcio,
             spillway_kv.connect(target, native=True) as native,
         ):
-            wire(native).no_doorbell = "not asked for"
+            wire(native).carrier = Carrier.MESSAGES
             assert (grpcio.step_transport, native.step_transport) == ("grpcio", "libspillway")
             yield grpcio, native
 

@@ -1,7 +1,7 @@
 // A runner in C++: decodes greedily with a small Llama from a Hugging Face folder. The model in
 // llama.h computes queries, keys and values; Spillway computes attention. Spillway keeps K and V in
 // this process or in a daemon, and is called through libspillway: messages of spillway.v1 create
-// the model and the sequence. Decode steps in this process need no messages.
+// the model and the sequence, and steps append and attend, layer by layer.
 //
 //   decode_example FOLDER ID... [--tokens 40] [--target unix:/run/spillway.sock]
 //
@@ -22,8 +22,6 @@
 #include "host/base/status_macros.h"
 #include "llama.h"
 #include "spillway.h"
-#include "spillway/error.h"
-#include "spillway/tensor.h"
 #include "spillway/v1/attention_service.pb.h"
 #include "spillway/v1/model_service.pb.h"
 #include "spillway/v1/sequence_service.pb.h"
@@ -52,12 +50,12 @@ absl::Status LastError() {
   return absl::Status(static_cast<absl::StatusCode>(code), message);
 }
 
-// Sends a message of a call and waits for the answer. last: no more messages follow.
+// Sends the message of a call, and waits for the answer.
 template <typename Response, typename Request>
-absl::StatusOr<Response> Ask(spillway_call* call, const Request& request, bool last) {
+absl::StatusOr<Response> Ask(spillway_call* call, const Request& request) {
   const std::string sent = request.SerializeAsString();
   spillway_call_send(call, sent.data(), sent.size());  // if this fails, receive tells why
-  if (last) spillway_call_send_end(call);
+  spillway_call_send_end(call);
   const void* data = nullptr;
   size_t size = 0;
   if (spillway_call_receive(call, /*timeout_seconds=*/-1, &data, &size) == SPILLWAY_RECEIVED) {
@@ -81,7 +79,6 @@ class Sequence {
   // Deletes the sequence and the model, because a daemon would keep them.
   ~Sequence() {
     step_.reset();
-    decode_.reset();
     v1::DeleteSequenceRequest sequence;
     sequence.set_name(name_);
     v1::DeleteModelRequest model;
@@ -123,11 +120,9 @@ class Sequence {
     ASSIGN_OR_RETURN(const auto made_sequence,
                      Tell<v1::CreateSequenceResponse>("SequenceService/CreateSequence", sequence));
     name_ = made_sequence.sequence().name();
-    head_dim_ = config.head_dim;
-    if (embedded) return absl::OkStatus();
-    decode_.reset(
-        spillway_call_open(channel_.get(), "/spillway.v1.AttentionService/Decode", 0, nullptr));
-    return decode_ != nullptr ? absl::OkStatus() : LastError();
+    shape_ = {static_cast<int32_t>(config.head_count), static_cast<int32_t>(config.kv_head_count),
+              static_cast<int32_t>(config.head_dim), SPILLWAY_F32};
+    return absl::OkStatus();
   }
 
   int64_t token_count() const { return token_count_; }
@@ -135,26 +130,23 @@ class Sequence {
   // Begins a step of new_token_count tokens. Attend() must then be called once for each layer.
   // exact: the tokens attend to all earlier tokens; otherwise as the default policy says.
   absl::Status Begin(int64_t new_token_count, bool exact) {
-    start_ = token_count_;
-    token_count_ += new_token_count;
-    policy_.set_selector(exact ? v1::SELECTOR_ALL : v1::SELECTOR_UNSPECIFIED);
-    if (decode_ != nullptr) return absl::OkStatus();  // each Decode message has these fields
     v1::DecodeStep description;
     description.add_parts()->set_sequence(name_);
-    description.mutable_parts(0)->set_token_start(start_);
+    description.mutable_parts(0)->set_token_start(token_count_);
     description.set_token_count(static_cast<int32_t>(new_token_count));
-    *description.mutable_policy() = policy_;
+    if (exact) description.mutable_policy()->set_selector(v1::SELECTOR_ALL);
+    token_count_ += new_token_count;
     const std::string bytes = description.SerializeAsString();
-    step_.reset(spillway_step_begin(channel_.get(), bytes.data(), bytes.size()));
+    step_.reset(
+        spillway_step_begin(channel_.get(), bytes.data(), bytes.size(), &shape_, SPILLWAY_BEST));
     return step_ != nullptr ? absl::OkStatus() : LastError();
   }
 
   // Appends k and v [T, H_kv * d] of the step's tokens at a layer, and attends with q [T, H_q * d]
   // to all tokens so far. out: written, shaped like q.
   absl::Status Attend(int layer, Matrix& q, Matrix& k, Matrix& v, Matrix& out) {
-    if (decode_ != nullptr) return AttendInDaemon(layer, q, k, v, out);
     const auto place = [this](Matrix& from) {  // strides of sequences, tokens and heads, bytes
-      return spillway_tensor{from.data(), 4 * from.size(), 4 * from.cols(), 4 * head_dim_};
+      return spillway_tensor{from.data(), 4 * from.size(), 4 * from.cols(), 4 * shape_.head_dim};
     };
     const spillway_step_tensors tensors = {SPILLWAY_F32, SPILLWAY_F32, place(q),       place(k),
                                            place(v),     place(out),   /*lse=*/nullptr};
@@ -169,46 +161,14 @@ class Sequence {
     const Call call(
         spillway_call_open(channel_.get(), path.c_str(), /*timeout_seconds=*/60, nullptr));
     if (call == nullptr) return LastError();
-    return Ask<Response>(call.get(), request, /*last=*/true);
-  }
-
-  absl::Status AttendInDaemon(int layer, const Matrix& q, const Matrix& k, const Matrix& v,
-                              Matrix& out) {
-    const int64_t d = head_dim_, tokens = q.rows(), kv_heads = k.cols() / d;
-    const auto elements = [](const Matrix& of) { return absl::MakeSpan(of.data(), of.size()); };
-    const auto by_head = [&](const Matrix& from) {  // [H_kv, T, d]
-      Matrix rows(kv_heads * tokens, d);
-      for (int64_t h = 0; h < kv_heads; ++h) {
-        rows.middleRows(h * tokens, tokens) = from.middleCols(h * d, d);
-      }
-      return spillway::MakeTensor({kv_heads, tokens, d}, elements(rows));
-    };
-    v1::DecodeRequest request;
-    request.set_sequence(name_);
-    request.set_layer(layer);
-    request.mutable_append()->set_token_start(start_);
-    *request.mutable_append()->mutable_k() = by_head(k);
-    *request.mutable_append()->mutable_v() = by_head(v);
-    *request.mutable_q() = spillway::MakeTensor({tokens, q.cols() / d, d}, elements(q));
-    *request.mutable_policy() = policy_;
-    ASSIGN_OR_RETURN(const v1::DecodeResponse response,
-                     Ask<v1::DecodeResponse>(decode_.get(), request, /*last=*/false));
-    RETURN_IF_ERROR(spillway::ToAbslStatus(response.result().status()));
-    ASSIGN_OR_RETURN(const absl::Span<const float> values,
-                     spillway::FloatValues(response.result().out()));
-    if (values.size() != static_cast<size_t>(out.size())) {
-      return absl::InternalError(absl::StrCat("out has ", values.size(), " elements"));
-    }
-    std::copy(values.begin(), values.end(), out.data());
-    return absl::OkStatus();
+    return Ask<Response>(call.get(), request);
   }
 
   Channel channel_;
-  Call decode_;  // null for an embedded engine
   Step step_;
   std::string model_, name_;
-  v1::Policy policy_;  // of the step
-  int64_t head_dim_ = 0, start_ = 0, token_count_ = 0;
+  spillway_step_shape shape_ = {};
+  int64_t token_count_ = 0;
 };
 
 absl::Status Run(const std::string& folder, const std::vector<int64_t>& prompt, int64_t token_count,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import enum
 import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -21,6 +22,15 @@ _RECEIVED, _TIMED_OUT, _ENDED = range(3)
 _UNANSWERED = -1
 # Longest wait inside the library, seconds. Between waits Python handles signals such as Ctrl-C.
 _WAIT_SECONDS = 0.2
+
+
+class Carrier(enum.IntEnum):
+    """What carries the tensors of a step to the engine."""
+
+    BEST = 0
+    IN_PLACE = 1
+    DOORBELL = 2
+    MESSAGES = 3
 
 
 class NativeChannel:
@@ -109,28 +119,29 @@ class NativeChannel:
         )
         return NativeCall(self.library, self._checked(call))
 
-    def begin_step(self, description: bytes) -> Handle:
-        """Begins a step, described by a serialised `DecodeStep`.
+    def begin_step(self, description: bytes, shape: Any, carrier: int) -> Handle:
+        """Begins a step.
+
+        Args:
+            description: A serialised `DecodeStep`.
+            shape: spillway_step_shape of the model, by reference.
+            carrier: A number of `Carrier`.
 
         Raises:
-            SpillwayError: The step is refused.
+            SpillwayError: The step is refused, or the carrier is not possible. By messages, the
+                first attend returns the error if the daemon refuses the step.
             ValueError: The channel is closed.
         """
         self.check_open()
         begin = self.library.spillway_step_begin
-        step = self._handle.call(begin, description, len(description))
+        step = self._handle.call(begin, description, len(description), shape, carrier)
         return self._handle_of(step, self.library.spillway_step_end, "step")
 
-    def begin_streamed_step(self, description: bytes, shape: Any) -> Handle:
-        """The same for a daemon on any host, by messages.
-
-        The first attend returns the error if the daemon refuses the step. shape:
-        spillway_step_shape of the model, by reference.
-        """
-        self.check_open()
-        begin = self.library.spillway_step_begin_streamed
-        step = self._handle.call(begin, description, len(description), shape)
-        return self._handle_of(step, self.library.spillway_step_end, "step")
+    def step_carrier(self, step: Handle) -> tuple[Carrier, str]:
+        """Returns what carries a step, and why nothing better does."""
+        reason = ctypes.c_char_p()
+        carrier = step.call(self.library.spillway_step_carrier, ctypes.byref(reason))
+        return Carrier(carrier), (reason.value or b"").decode(errors="replace")
 
     def ask_step(self, step: Handle, layer: int, tensors: Any, *, at_once: bool) -> bool:
         """Asks for an attend at a layer of a step.

@@ -1,4 +1,4 @@
-"""Decode steps by libspillway: in an embedded engine, through a doorbell, or by messages."""
+"""Decode steps by libspillway, which chooses what carries their tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from spillway_kv._library import Sums
-from spillway_kv._native import NativeChannel
+from spillway_kv._native import Carrier, NativeChannel
 from spillway_kv._proto import attention_service_pb2
 from spillway_kv.places import Place, place_of
 from spillway_kv.results import Model
@@ -91,8 +91,7 @@ class NativeStep:
         channel: NativeChannel,
         message: attention_service_pb2.DecodeStep,
         model: Model,
-        *,
-        streamed: bool,
+        carrier: Carrier,
     ) -> None:
         """Begins the step.
 
@@ -100,17 +99,15 @@ class NativeStep:
             channel: Channel to the engine.
             message: The step.
             model: Model of the sequences.
-            streamed: Use messages, for a daemon on any host.
+            carrier: What may carry the tensors.
         """
         self.channel = channel
         self._shape = (message.token_count, model.query_head_count, model.head_dim)
-        description = message.SerializeToString()
-        if streamed:
-            heads = model.query_head_count, model.kv_head_count
-            shape = _Shape(*heads, model.head_dim, dtype_number(model.dtype))
-            self.handle = channel.begin_streamed_step(description, ctypes.byref(shape))
-        else:
-            self.handle = channel.begin_step(description)
+        heads = model.query_head_count, model.kv_head_count
+        shape = _Shape(*heads, model.head_dim, dtype_number(model.dtype))
+        self.handle = channel.begin_step(
+            message.SerializeToString(), ctypes.byref(shape), carrier
+        )
         self.end = self.handle.close
         self._tensors = Tensors()
         self._at = ctypes.byref(self._tensors)
@@ -141,6 +138,10 @@ class NativeStep:
             return back(out, q), back(lse, q)
 
         return answer
+
+    def carrier(self) -> tuple[Carrier, str]:
+        """Returns what carries the step, and why nothing better does."""
+        return self.channel.step_carrier(self.handle)
 
     def check_open(self) -> None:
         """Raises ValueError if the step has ended or the client is closed."""

@@ -13,7 +13,7 @@ import grpc
 from grpc_health.v1 import health_pb2_grpc
 
 from spillway_kv import _library, _native, _split, forks
-from spillway_kv._native import NativeChannel
+from spillway_kv._native import Carrier, NativeChannel
 from spillway_kv._proto import (
     admin_service_pb2,
     admin_service_pb2_grpc,
@@ -66,6 +66,7 @@ class Connection:
         regions: The memory that the client shares with the daemon.
         restarts: Continues calls after a restart of the daemon.
         budget_bytes: Bytes of tensors in one message.
+        carrier: What may carry the tensors of decode steps. Tests set it.
         no_doorbell: Why there is no doorbell; empty as long as that is not known.
         no_decoder: Why the last decoder could not be opened.
         left: In a forked process: the error for every use, because the connection belongs to the
@@ -86,6 +87,7 @@ class Connection:
         self.left = ""
         self._timeout = timeout
         self._native_asked = native
+        self.carrier = Carrier.BEST
         self.no_doorbell = ""
         self.no_decoder = ""
         embedded = target == _native.EMBEDDED
@@ -170,8 +172,8 @@ class Connection:
         Like `transport`, or `doorbell`, which is faster than a socket: memory that libspillway
         shares with a daemon on this host.
         """
-        doorbell = self.native is not None and self.regions.available
-        return "doorbell" if doorbell and not self.no_doorbell else self.transport
+        possible = self.native is not None and self.regions.available and not self.no_doorbell
+        return "doorbell" if possible and self.carrier != Carrier.MESSAGES else self.transport
 
     def described_transport(self) -> Transport:
         """Returns how the engine is reached, and why no better transport is used."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import numpy as np
 
 from spillway_kv._library import Sums
+from spillway_kv._native import Carrier
 from spillway_kv._native_step import NativeStep
 from spillway_kv._proto import attention_service_pb2
 from spillway_kv.attend_sums import LayerStatistics
@@ -264,22 +265,18 @@ class DecodeStep(_Together):
         return tuple(map(operator.index, starts))
 
     def _begun(self) -> NativeStep | _StreamStep:
-        client = self._client
         if self._wire.native is None:
-            return _StreamStep(client, self.sequences, self.starts, self._policy, self._trace)
+            return _StreamStep(self._client, self.sequences, self.starts, self._policy, self._trace)
         message = self._description(self.starts, self._policy)
-        begun = partial(NativeStep, self._wire.native, message, self._model)
-        if client.step_transport in ("embedded", "doorbell"):
-            try:
-                return begun(streamed=False)
-            except NotFound as error:
-                raise explained(error, self.sequences) from None
-            except SpillwayError as error:
-                if client.transport == "embedded" or error.code != "UNIMPLEMENTED":
-                    raise
-                # Statistics.transport reports this.
-                self._wire.no_doorbell = error.message
-        return begun(streamed=True)
+        try:
+            step = NativeStep(self._wire.native, message, self._model, self._wire.carrier)
+        except NotFound as error:
+            raise explained(error, self.sequences) from None
+        carrier, reason = step.carrier()
+        if carrier == Carrier.MESSAGES:
+            # Statistics.transport reports this.
+            self._wire.no_doorbell = reason
+        return step
 
     def _ask(
         self, layer: int, q: Any, k: Any, v: Any, out_dtype: int, at_once: bool
