@@ -12,8 +12,8 @@ import torch
 from local_cluster import LocalCluster, local_cluster
 from random_llama import generate, llama, prompt
 from spillway_kv import torch as spillway_torch
-from spillway_kv.cluster import ClusterClient
 from spillway_kv._native import Carrier
+from spillway_kv.cluster import ClusterClient
 from spillway_kv.connection import wire
 from spillway_kv.transformers import SpillwayCache
 

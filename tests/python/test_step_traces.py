@@ -14,6 +14,8 @@ import spillway_kv
 from daemon_process import binary, running_daemon
 from helpers import wait_for
 from spillway_kv import Client, Sequence
+from spillway_kv._native import Carrier
+from spillway_kv._native_step import NativeStep
 from spillway_kv._proto import attention_service_pb2
 from spillway_kv.connection import wire
 from spillway_kv.lab import serving
@@ -111,7 +113,7 @@ def test_a_trace_id_that_is_none_is_refused(target: str, trace_id: str) -> None:
         native = wire(client).native
         assert native is not None
         with pytest.raises(spillway_kv.InvalidArgument, match="trace_id") as caught:
-            native.begin_step(step.SerializeToString())
+            NativeStep(native, step, sequence._described(), Carrier.DOORBELL)
         assert [violation.field for violation in caught.value.fields] == ["trace_id"]
         assert sequence.token_count == 0
 

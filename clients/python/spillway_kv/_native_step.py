@@ -105,9 +105,7 @@ class NativeStep:
         self._shape = (message.token_count, model.query_head_count, model.head_dim)
         heads = model.query_head_count, model.kv_head_count
         shape = _Shape(*heads, model.head_dim, dtype_number(model.dtype))
-        self.handle = channel.begin_step(
-            message.SerializeToString(), ctypes.byref(shape), carrier
-        )
+        self.handle = channel.begin_step(message.SerializeToString(), ctypes.byref(shape), carrier)
         self.end = self.handle.close
         self._tensors = Tensors()
         self._at = ctypes.byref(self._tensors)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import operator
-import sys
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
-
-import numpy as np
 
 from spillway_kv._library import Sums
 from spillway_kv._native import Carrier
@@ -24,16 +21,15 @@ from spillway_kv.policy import Policy
 from spillway_kv.restart import BROKEN
 from spillway_kv.results import AttendResult, Model
 from spillway_kv.sequence import Sequence, explained
+from spillway_kv.step_call import CallStep
 from spillway_kv.tensors import (
     Array,
-    BFloat16,
     DTypeName,
     OutDType,
     decoder_like,
     dtype_number,
     dtype_of,
     engine_array,
-    is_torch,
 )
 from spillway_kv.tracing import trace_id
 
@@ -41,77 +37,6 @@ if TYPE_CHECKING:
     from spillway_kv.client import Client
 
 T = TypeVar("T")
-
-
-class _StreamStep:
-    """A step without libspillway, over a Decode stream, with a message for each sequence."""
-
-    def __init__(
-        self,
-        client: Client,
-        sequences: SequenceABC[Sequence],
-        starts: SequenceABC[int],
-        policy: Policy | None,
-        trace: str,
-    ) -> None:
-        self._stream = client.decode()
-        self._stream._trace = trace
-        self._sequences, self._starts, self._policy = sequences, starts, policy
-        self._last: list[AttendResult] = []
-        self.end = self._stream.close
-
-    def ask(
-        self, layer: int, q: Any, k: Any, v: Any, out_dtype: int, *, at_once: bool
-    ) -> Callable[[], tuple[Any, Any]]:
-        """As for `NativeStep.ask`. Sending messages never waits."""
-        same = out_dtype == dtype_of(q, "q")
-        ids = {
-            self._stream.send(
-                sequence,
-                layer,
-                q[i],
-                k[i],
-                v[i],
-                start=start,
-                policy=self._policy,
-                out_dtype=None if same else "float32",
-            ): i
-            for i, (sequence, start) in enumerate(zip(self._sequences, self._starts, strict=True))
-        }
-        return partial(self._answer, ids)
-
-    def _answer(self, ids: dict[int, int]) -> tuple[Any, Any]:
-        """Waits for the answers. ids: maps correlation ids to indices of sequences."""
-        answers: dict[int, AttendResult] = {}
-        failed: SpillwayError | None = None
-        for _ in ids:
-            try:
-                number, result = self._stream.recv()
-                answers[ids[number]] = result
-            except SpillwayError as error:
-                if error.correlation_id is None:
-                    raise
-                failed = failed or error
-        if failed is not None:
-            raise failed
-        self._last = [answers[i] for i in range(len(ids))]
-        return _stack([r.out for r in self._last]), _stack([r.lse for r in self._last])
-
-    def results(self) -> SequenceABC[attention_service_pb2.AttendResult]:
-        return [result.message for result in self._last]
-
-    def sums(self) -> LayerStatistics:
-        return LayerStatistics.of(self._last)
-
-
-def _stack(arrays: list[Any]) -> Any:
-    if len(arrays) == 1:
-        return arrays[0][None]
-    if is_torch(arrays[0]):
-        return sys.modules["torch"].stack(arrays)
-    if isinstance(arrays[0], BFloat16):
-        return BFloat16(np.stack([array.bits for array in arrays]))
-    return np.stack(arrays)
 
 
 class _Together:
@@ -247,7 +172,7 @@ class DecodeStep(_Together):
         self._wire = wire(client)
         self.starts = self._checked(starts)
         # None: the step must be begun again before the next attend.
-        self._kind: NativeStep | _StreamStep | None = self._wire.restarts.again(self._begun)
+        self._kind: NativeStep | CallStep | None = self._wire.restarts.again(self._begun)
         self._closed = False
         self._last: tuple[Any, Any] = (None, None)
 
@@ -264,10 +189,10 @@ class DecodeStep(_Together):
                 raise ValueError(f"start {start} of {sequence.name} is below 0")
         return tuple(map(operator.index, starts))
 
-    def _begun(self) -> NativeStep | _StreamStep:
-        if self._wire.native is None:
-            return _StreamStep(self._client, self.sequences, self.starts, self._policy, self._trace)
+    def _begun(self) -> NativeStep | CallStep:
         message = self._description(self.starts, self._policy)
+        if self._wire.native is None:
+            return CallStep(self._wire, message, self._model)
         try:
             step = NativeStep(self._wire.native, message, self._model, self._wire.carrier)
         except NotFound as error:
@@ -410,7 +335,7 @@ class DecodeStep(_Together):
         """
         return self._attended().sums()
 
-    def _attended(self) -> NativeStep | _StreamStep:
+    def _attended(self) -> NativeStep | CallStep:
         if self._kind is None:
             raise ValueError(
                 "the step has no results: no layer was attended, or the last attend failed"
