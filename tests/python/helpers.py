@@ -32,6 +32,31 @@ def encode(array: Array, what: str) -> tensor_pb2.Tensor:
     return tensor
 
 
+def step(
+    sequence: Any,
+    layer: int,
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    start: int | None = None,
+    policy: spillway_kv.Policy | None = None,
+    out_dtype: Any = None,
+) -> spillway_kv.AttendResult:
+    """Appends K and V [H_kv, T, d] at a layer and attends with q [T, H_q, d], in one step.
+
+    start: position of the first token; None: the layer's length.
+    """
+    at = sequence.layer_token_counts[layer] if start is None else start
+    tokens = int(q.shape[0])
+    with sequence._client.begin_step(
+        [sequence], token_count=tokens, policy=policy, starts=[at]
+    ) as made:
+        made.attend(layer, q[None], k[None], v[None], out_dtype=out_dtype)
+        result: spillway_kv.AttendResult = made.results()[0]
+        return result
+
+
 def held(client: spillway_kv.Client) -> tuple[int, int]:
     """Bytes of rows and of codes in the daemon."""
     memory: MemoryStatistics = client.statistics().memory
