@@ -4,7 +4,7 @@ The frozen set is proto/spillway_v1.txtpb, in protobuf's text format, so that re
 change does. Without arguments, the check prints the differences, and fails if there are any.
 --update freezes the current API. Before this, the section "Unreleased" of CHANGELOG.md must name
 every message, field, enum, value, service and call that was added, changed or removed, such as
-`DecodeRequest.append`.
+`DecodeStep.parts`.
 """
 
 import argparse
@@ -100,7 +100,7 @@ class Change(NamedTuple):
 
 
 def short_name(element: str, shape: tuple[object, ...]) -> str:
-    """`DecodeRequest.append` for the element "field spillway.v1.DecodeRequest = 4"."""
+    """`DecodeStep.parts` for the element "field spillway.v1.DecodeStep = 1"."""
     kind, name = element.split(" = ")[0].split(" ")
     name = re.sub(r"^spillway\.v\d+\.", "", name)
     if kind == "field":

@@ -160,36 +160,36 @@ class Services:
             response.results.append(self._answer(sequence.model, item.q.shape[0], kind))
         return response
 
-    async def Decode(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
-        answers: asyncio.Queue[Any] = asyncio.Queue()
-        waiting = 0
-
-        async def read() -> None:
-            nonlocal waiting
-            async for request in requests:
-                sequence = await self._found(request.sequence, context)
-                if request.HasField("append"):
-                    end = request.append.token_start + request.append.k.shape[1]
-                    self._appended(sequence, request.layer, end)
-                kind = request.out_dtype or request.q.dtype
-                response = attention_service_pb2.DecodeResponse(
-                    correlation_id=request.correlation_id,
-                    result=self._answer(sequence.model, request.q.shape[0], kind),
-                )
-                waiting += 1
-                self._device.submit(lambda answer=response: answers.put_nowait(answer))
-            if waiting == 0:
-                answers.put_nowait(None)
-
-        reading = asyncio.ensure_future(read())
-        try:
-            while (answer := await answers.get()) is not None:
-                yield answer
-                waiting -= 1
-                if waiting == 0 and reading.done():
-                    return
-        finally:
-            reading.cancel()
+    async def Step(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+        step = attention_service_pb2.DecodeStep()
+        async for request in requests:
+            if request.HasField("begin"):
+                step = request.begin
+            if not request.HasField("attend"):
+                continue
+            attend = request.attend
+            kind = attend.out_dtype or attend.q.dtype
+            count = attend.q.shape[0]
+            response = attention_service_pb2.StepResponse(
+                layer=attend.layer, part_start=attend.part_start
+            )
+            results = []
+            for part in step.parts[attend.part_start : attend.part_start + count]:
+                sequence = await self._found(part.sequence, context)
+                self._appended(sequence, attend.layer, part.token_start + step.token_count)
+                results.append(self._answer(sequence.model, step.token_count, kind))
+            for result in results:
+                response.results.add(certificate=result.certificate, statistics=result.statistics)
+            for name in ("out", "lse"):
+                tensors = [getattr(result, name) for result in results]
+                joined = getattr(response, name)
+                joined.dtype = tensors[0].dtype
+                joined.shape.extend((count, *tensors[0].shape))
+                joined.data = b"".join(each.data for each in tensors)
+            over = asyncio.Event()
+            self._device.submit(over.set)
+            await over.wait()
+            yield response
 
     def _answer(self, name: str, tokens: int, kind: int) -> attention_service_pb2.AttendResult:
         key = name, tokens, kind

@@ -36,7 +36,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import spillway_kv
 import torch
 import transformers
-from spillway_kv import DecodeStream, Policy, TopK
+from spillway_kv import DecodeStep, Policy, TopK
 from spillway_kv.lab import serving
 from spillway_kv.transformers import SpillwayCache
 from spillway_kv.transformers import layer as layer_module
@@ -316,8 +316,7 @@ def stopwatches(bench: Bench) -> Iterator[dict[str, float]]:
     places = {
         "attend": (layer_module.SpillwayLayer, "attend"),
         "q, k, v to the host": (rows_module, "to_host"),
-        "send": (DecodeStream, "send"),
-        "answer": (DecodeStream, "recv"),
+        "the step's attend": (DecodeStep, "attend"),
         "output to the device": (layer_module, "to_device"),
     }
     with ExitStack() as stack:
@@ -508,15 +507,13 @@ def main() -> None:
             ways["embedded, all rows on the GPU too"] = stack.enter_context(
                 spillway_kv.connect("embedded:", settings=settings)
             )
-        with client.decode() as stream:
-            transport = stream.transport
         report(
             name="environment",
             torch=torch.__version__,
             transformers=transformers.__version__,
             device=client.server_info.devices[0].description,
             daemon=client.server_info.version,
-            transport=transport,
+            transport=client.step_transport,
             shape=SHAPES[options.shape],
             tokens=options.tokens,
             row_bytes=bench.row_bytes,

@@ -1,11 +1,11 @@
 """Measures what a decode step of the Python client takes beyond the device's time.
 
 A step appends a token to a short sequence and attends, 32 query heads over 8 KV heads of 128,
-bf16, with torch tensors of the CPU. The ways: a Decode stream to a daemon through grpcio and
-through libspillway, steps by the daemon's doorbell (`Client.begin_step`), announced for each
-token, and a stream and steps of an engine in this process. The ways take turns in blocks of
-steps, with and without a pause before each step. Before anything is timed, the outputs of all
-ways are compared with attention computed here. Prints a table of medians in microseconds.
+bf16, with torch tensors of the CPU. It is announced for each token (`Client.begin_step`), and the
+time of this is not counted. The ways: by messages to a daemon through grpcio and through
+libspillway, by the daemon's doorbell, and of an engine in this process. The ways take turns in
+blocks of steps, with and without a pause before each step. Before anything is timed, the outputs
+of all ways are compared with attention computed here. Prints a table of medians in microseconds.
 
     python bench/rpc/python_decode.py [--device cuda:0]
 """
@@ -22,7 +22,9 @@ from typing import NamedTuple
 
 import spillway_kv
 import torch
-from spillway_kv import Client, DecodeStream, Sequence
+from spillway_kv import Client, Sequence
+from spillway_kv._native import Carrier
+from spillway_kv.connection import wire
 from spillway_kv.lab import serving
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,35 +49,25 @@ def random(*shape: int) -> torch.Tensor:
 class Way:
     """One way to call an engine, and the sequence that it decodes."""
 
-    def __init__(self, name: str, client: Client, sequence: Sequence, stream: DecodeStream | None):
+    def __init__(self, name: str, client: Client, sequence: Sequence):
         self.name, self.client, self.sequence = name, client, sequence
-        # None: use begin_step.
-        self.stream = stream
 
-    def step(
-        self, start: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[torch.Tensor, Taken]:
+    def step(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, Taken]:
         """One timed step: q [1, H_q, d], k and v [H_kv, 1, d]."""
-        if self.stream is None:
-            with self.client.begin_step([self.sequence]) as step:
-                begin = time.perf_counter()
-                outs, _ = step.attend(0, q[None], k[None], v[None])
-                end = time.perf_counter()
-                out, (result,) = outs[0], step.results()
-        else:
+        with self.client.begin_step([self.sequence]) as step:
             begin = time.perf_counter()
-            result = self.stream.step(self.sequence, 0, q, k, v, start=start)
-            out = result.out
+            outs, _ = step.attend(0, q[None], k[None], v[None])
             end = time.perf_counter()
+            (result,) = step.results()
         total, device = (end - begin) * 1e6, result.device_time_us
-        return out, Taken(total, device, total - device)
+        return outs[0], Taken(total, device, total - device)
 
     def check(self) -> None:
         """Raises unless a step's output is what torch computes."""
         k, v = random(KV_HEADS, TOKENS, HEAD_DIM), random(KV_HEADS, TOKENS, HEAD_DIM)
         q = random(1, HEADS, HEAD_DIM)
         self.sequence.append(0, 0, k[:, :-1], v[:, :-1])
-        out, _ = self.step(TOKENS - 1, q, k[:, -1:], v[:, -1:])
+        out, _ = self.step(q, k[:, -1:], v[:, -1:])
         wanted = torch.nn.functional.scaled_dot_product_attention(
             q.transpose(0, 1).float(), k.float(), v.float(), enable_gqa=True
         )
@@ -87,15 +79,15 @@ class Way:
         """Runs a block of steps, one after another."""
         self.sequence.truncate(TOKENS)
         taken = []
-        for step in range(STEPS):
+        for _ in range(STEPS):
             tensors = random(1, HEADS, HEAD_DIM), *random(2, KV_HEADS, 1, HEAD_DIM)
             if pause:
                 time.sleep(pause)
-            taken.append(self.step(TOKENS + step, *tensors)[1])
+            taken.append(self.step(*tensors)[1])
         return taken
 
 
-def ways(stack: ExitStack, clients: list[Client]) -> list[Way]:
+def ways(clients: list[Client]) -> list[Way]:
     made = []
     for client in clients:
         model = client.create_model(
@@ -105,14 +97,8 @@ def ways(stack: ExitStack, clients: list[Client]) -> list[Way]:
             head_dim=HEAD_DIM,
             dtype="bfloat16",
         )
-        embedded = client.transport == "embedded"
-        for own in (
-            (False, True) if client.step_transport != client.transport or embedded else (False,)
-        ):
-            stream = None if own else stack.enter_context(client.decode())
-            name = f"{client.step_transport} step" if own else f"{client.transport} stream"
-            made.append(Way(name, client, client.create_sequence(model), stream))
-            made[-1].check()
+        made.append(Way(client.step_transport, client, client.create_sequence(model)))
+        made[-1].check()
     return made
 
 
@@ -132,11 +118,13 @@ def main() -> None:
             serving.running_daemon(binary, folder / "log", *flags, timeout=60)
         )
         clients = [
-            stack.enter_context(spillway_kv.connect(target, native=n)) for n in (False, True)
+            stack.enter_context(spillway_kv.connect(target, native=native))
+            for native in (False, True, True)
         ]
+        wire(clients[1]).carrier = Carrier.MESSAGES
         settings = {"device.name": arguments.device, "memory.limit": limit}
         clients.append(stack.enter_context(spillway_kv.connect("embedded:", settings=settings)))
-        sides = ways(stack, clients)
+        sides = ways(clients)
         print(clients[0].server_info.devices[0].description)
         print(f"{'':28}" + "".join(f"{name:>9}" for name in Taken._fields))
         for pause in PAUSES:

@@ -1,6 +1,6 @@
-// Measures the overhead (round trip minus device time) of Attend, of Decode, and of an attend
-// through a daemon's doorbell. Compares it with a bare gRPC echo that moves as many bytes over a
-// socket of the same kind.
+// Measures the overhead (round trip minus device time) of Attend, and of an attend of a decode step
+// by messages and through a daemon's doorbell. Compares it with a bare gRPC echo that moves as many
+// bytes over a socket of the same kind.
 //
 // Starts a daemon and an echo server on unix sockets in a temporary directory. Each round starts
 // new ones: the cost of a wake-up depends on the processors on which the kernel places their
@@ -50,9 +50,9 @@ struct Options {
   int block_size = 50;
 };
 
-// The kind of call: an Attend, a message of a Decode stream, or an attend through the daemon's
-// doorbell, in a decode step that was announced before.
-enum class Way { kAttend, kDecode, kDoorbell };
+// The kind of call: an Attend, or an attend of a decode step, by a message of a Step stream or
+// through the daemon's doorbell. The step was announced before.
+enum class Way { kAttend, kStep, kDoorbell };
 
 // The shape of a case. Sequences are short: the device time is subtracted, but a client that waits
 // longer also wakes up later, and an echo does not wait at all.
@@ -70,8 +70,8 @@ const std::vector<Case>& Cases() {
   static const auto* cases = new std::vector<Case>{
       {"attend 9/3 heads of 64, f32", 9, 3, 64, v1::DTYPE_F32, 16, Way::kAttend},
       {"attend 32/8 heads of 128, bf16", 32, 8, 128, v1::DTYPE_BF16, 16, Way::kAttend},
-      {"decode 9/3 heads of 64, f32", 9, 3, 64, v1::DTYPE_F32, 16, Way::kDecode},
-      {"decode 32/8 heads of 128, bf16", 32, 8, 128, v1::DTYPE_BF16, 16, Way::kDecode},
+      {"step 9/3 heads of 64, f32", 9, 3, 64, v1::DTYPE_F32, 16, Way::kStep},
+      {"step 32/8 heads of 128, bf16", 32, 8, 128, v1::DTYPE_BF16, 16, Way::kStep},
       {"doorbell 9/3 heads of 64, f32", 9, 3, 64, v1::DTYPE_F32, 16, Way::kDoorbell},
       {"doorbell 32/8 heads of 128, bf16", 32, 8, 128, v1::DTYPE_BF16, 16, Way::kDoorbell},
   };
@@ -141,13 +141,22 @@ class DaemonCalls {
                                        .v = v})
                               .status();
     if (!status.ok()) return status;
-    if (case_.way == Way::kDecode) stream_ = client_.OpenDecode();
-    FillItem(*attend_request_.add_items());
-    FillItem(decode_request_);
+    if (case_.way == Way::kStep) stream_ = client_.OpenSteps();
     // Drawn only once, so that both servers are idle equally long between two calls.
-    v1::NewRows& rows = *decode_request_.mutable_append();
-    for (v1::Tensor* tensor : {rows.mutable_k(), rows.mutable_v()}) {
-      *tensor = MakeTensor(case_.dtype, {case_.kv_head_count, 1, case_.head_dim}, DrawRows(1));
+    v1::AttendItem& item = *attend_request_.add_items();
+    item.set_sequence(sequence_);
+    *item.mutable_q() = MakeTensor(case_.dtype, {1, case_.query_head_count, case_.head_dim},
+                                   random_.Draw(static_cast<size_t>(case_.query_head_count) *
+                                                static_cast<size_t>(case_.head_dim)));
+    v1::StepAttend& attend = *step_request_.mutable_attend();
+    *attend.mutable_q() = item.q();
+    attend.mutable_q()->clear_shape();
+    for (const int64_t each :
+         {int64_t{1}, int64_t{1}, int64_t{case_.query_head_count}, int64_t{case_.head_dim}}) {
+      attend.mutable_q()->add_shape(each);
+    }
+    for (v1::Tensor* tensor : {attend.mutable_k(), attend.mutable_v()}) {
+      *tensor = MakeTensor(case_.dtype, {1, 1, case_.kv_head_count, case_.head_dim}, DrawRows(1));
     }
     if (case_.way == Way::kDoorbell) FillTensors();
     return absl::OkStatus();
@@ -159,7 +168,6 @@ class DaemonCalls {
     const auto truncated = client_.TruncateSequence(sequence_, case_.token_count);
     if (!truncated.ok()) return truncated.status();
     generation_ = truncated->generation();
-    decode_request_.mutable_append()->set_generation(generation_);
     token_count_ = case_.token_count;
     return absl::OkStatus();
   }
@@ -171,8 +179,8 @@ class DaemonCalls {
       case Way::kAttend:
         result = Attend(timing.round_trip_us);
         break;
-      case Way::kDecode:
-        result = Decode(timing.round_trip_us);
+      case Way::kStep:
+        result = Step(timing.round_trip_us);
         break;
       case Way::kDoorbell:
         result = AttendStep(timing.round_trip_us);
@@ -193,15 +201,6 @@ class DaemonCalls {
     return random_.Draw(static_cast<size_t>(tokens * case_.kv_head_count * case_.head_dim));
   }
 
-  // Sets sequence and query of an AttendItem or a DecodeRequest.
-  template <typename Item>
-  void FillItem(Item& item) {
-    item.set_sequence(sequence_);
-    *item.mutable_q() = MakeTensor(case_.dtype, {1, case_.query_head_count, case_.head_dim},
-                                   random_.Draw(static_cast<size_t>(case_.query_head_count) *
-                                                static_cast<size_t>(case_.head_dim)));
-  }
-
   absl::StatusOr<v1::AttendResult> Attend(double& round_trip_us) {
     const absl::Time start = absl::Now();
     absl::StatusOr<v1::AttendResponse> response = client_.Attend(attend_request_);
@@ -212,16 +211,29 @@ class DaemonCalls {
     return std::move(*response->mutable_results(0));
   }
 
-  absl::StatusOr<v1::AttendResult> Decode(double& round_trip_us) {
-    decode_request_.mutable_append()->set_token_start(token_count_);
+  // Describes the step that follows.
+  v1::DecodeStep Description() const {
+    v1::DecodeStep description;
+    description.set_token_count(1);
+    v1::DecodeStep::Part& part = *description.add_parts();
+    part.set_sequence(sequence_);
+    part.set_token_start(token_count_);
+    part.set_generation(generation_);
+    return description;
+  }
+
+  absl::StatusOr<v1::AttendResult> Step(double& round_trip_us) {
+    *begin_request_.mutable_begin() = Description();
+    if (absl::Status status = stream_->Send(begin_request_); !status.ok()) return status;
     const absl::Time start = absl::Now();
-    const absl::Status status = stream_->Step(decode_request_, decode_response_);
+    const absl::Status status = stream_->Attend(step_request_, step_response_);
     round_trip_us = absl::ToDoubleMicroseconds(absl::Now() - start);
     if (!status.ok()) return status;
+    if (step_response_.results_size() != 1) return ToAbslStatus(step_response_.status());
     ++token_count_;
-    request_bytes_ = decode_request_.ByteSizeLong();
-    response_bytes_ = decode_response_.ByteSizeLong();
-    return decode_response_.result();
+    request_bytes_ = step_request_.ByteSizeLong();
+    response_bytes_ = step_response_.ByteSizeLong();
+    return step_response_.results(0);
   }
 
   static spillway_tensor Dense(std::string& data, int64_t head_bytes) {
@@ -232,9 +244,9 @@ class DaemonCalls {
 
   void FillTensors() {
     const int64_t head_bytes = case_.head_dim * (case_.dtype == v1::DTYPE_F32 ? 4 : 2);
-    q_ = decode_request_.q().data();
-    k_ = decode_request_.append().k().data();
-    v_ = decode_request_.append().v().data();
+    q_ = step_request_.attend().q().data();
+    k_ = step_request_.attend().k().data();
+    v_ = step_request_.attend().v().data();
     out_.resize(q_.size());
     lse_.resize(static_cast<size_t>(case_.query_head_count));
     tensors_.q_dtype = tensors_.out_dtype = case_.dtype;
@@ -257,13 +269,7 @@ class DaemonCalls {
   }
 
   absl::StatusOr<v1::AttendResult> AttendStep(double& round_trip_us) {
-    v1::DecodeStep description;
-    description.set_token_count(1);
-    v1::DecodeStep::Part& part = *description.add_parts();
-    part.set_sequence(sequence_);
-    part.set_token_start(token_count_);
-    part.set_generation(generation_);
-    const std::string text = description.SerializeAsString();
+    const std::string text = Description().SerializeAsString();
     const spillway_step_shape shape = {case_.query_head_count, case_.kv_head_count, case_.head_dim,
                                        case_.dtype};
     const std::unique_ptr<spillway_step, decltype(&spillway_step_end)> step(
@@ -297,10 +303,10 @@ class DaemonCalls {
   std::vector<float> lse_;
   spillway_step_tensors tensors_ = {};
   v1::AttendRequest attend_request_;
-  v1::DecodeRequest decode_request_;
-  v1::DecodeResponse decode_response_;
+  v1::StepRequest step_request_, begin_request_;
+  v1::StepResponse step_response_;
   // Declared after resources_, so that the stream ends before the resources are deleted.
-  std::unique_ptr<DecodeStream> stream_;
+  std::unique_ptr<StepStream> stream_;
   size_t request_bytes_ = 0;
   size_t response_bytes_ = 0;
 };

@@ -93,14 +93,12 @@ struct Config {
   int connection_count_max = 1024;
   // Most calls of one connection at the same time.
   int stream_count_max = 256;
-  // Most append, decode, fetch and upload streams of all connections at the same time.
+  // Most append, step, fetch and upload streams of all connections at the same time.
   int open_stream_count_max = 4096;
   // How long the client of an Append or an upload may send nothing, and the client of a FetchPages
-  // may read nothing; 0: forever. Decode streams have no limit, because a runner's stream waits for
-  // the next request.
+  // may read nothing; 0: forever. Step streams have no limit, because a runner's stream waits for
+  // the next layer.
   double stream_idle_seconds = 300;
-  // Most messages of one Decode stream in flight.
-  int decode_in_flight_max = 32;
   // Where sequences are saved: the absolute path of a folder, below which clients name subfolders.
   // "/": clients may name any folder. Empty: nowhere.
   std::string snapshot_folder;

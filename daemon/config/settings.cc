@@ -234,15 +234,12 @@ const std::vector<Setting>& Settings() {
               "most calls of one connection at the same time", &Config::stream_count_max, 1, 65536),
       Live(Integer(
           "server.open_stream_count_max", "--open-stream-count-max",
-          "most streams (appends, decodes, fetches, uploads) of all connections at the same time",
+          "most streams (appends, steps, fetches, uploads) of all connections at the same time",
           &Config::open_stream_count_max, 1, 1 << 20)),
       Live(Seconds("server.stream_idle_seconds", "--stream-idle",
                    "seconds after which an append or an upload is ended if its client sends "
                    "nothing, and a fetch if its client reads nothing; 0: never",
                    &Config::stream_idle_seconds, 86400)),
-      Live(Integer("server.decode_in_flight_max", "--decode-in-flight-max",
-                   "most messages of one Decode stream in flight", &Config::decode_in_flight_max, 1,
-                   1024)),
       AnyText("tls.certificate", "--tls-certificate",
               "PEM file with the certificate for a TCP address and its intermediate certificates; "
               "empty: no TLS",

@@ -37,12 +37,10 @@ absl::Status CheckDType(DType dtype, const ModelSpec& spec, const std::string& f
                                           std::string(DTypeName(spec.dtype))));
 }
 
-// Converts the fields that KvChunk and NewRows share. shape: of k, with kAnyDim for the dimensions
-// that the message chooses; v must have the same shape.
-template <typename Rows>
-absl::StatusOr<Chunk> RowsFromProto(const Rows& rows, std::initializer_list<int64_t> shape,
-                                    const ModelSpec& spec, const CallerRegions& regions,
-                                    const std::string& path, TensorMemory tensor_memory) {
+// Converts the rows of a chunk and where they belong, but not its layers.
+absl::StatusOr<Chunk> RowsFromProto(const v1::KvChunk& rows, const ModelSpec& spec,
+                                    const CallerRegions& regions) {
+  const std::string path = "chunk.";
   Chunk out;
   int on_gpu = 0;
   std::vector<const Device*> gpus;
@@ -50,11 +48,10 @@ absl::StatusOr<Chunk> RowsFromProto(const Rows& rows, std::initializer_list<int6
        {std::tuple(&rows.k(), "k", &out.k, &out.k_memory),
         std::tuple(&rows.v(), "v", &out.v, &out.v_memory)}) {
     ASSIGN_OR_RETURN(const TensorView view,
-                     ViewTensor(*tensor, shape, regions, path + name, tensor_memory));
+                     ViewTensor(*tensor, {kAnyDim, spec.kv_head_count, kAnyDim, spec.head_dim},
+                                regions, path + name, TensorMemory::kAny));
     RETURN_IF_ERROR(CheckDType(view.dtype, spec, absl::StrCat(path, name, ".dtype")));
-    const size_t rank = shape.size();
-    *source = {{view.data, view.strides[rank - 3], view.strides[rank - 2]},
-               rank == 4 ? view.strides[0] : 0};
+    *source = {{view.data, view.strides[1], view.strides[2]}, view.strides[0]};
     *memory = view.region;
     out.shared_source |= view.region != nullptr;
     on_gpu += view.region != nullptr && view.region->on_gpu ? 1 : 0;
@@ -84,29 +81,6 @@ absl::StatusOr<Chunk> RowsFromProto(const Rows& rows, std::initializer_list<int6
   return out;
 }
 
-// Copies a chunk of one layer and few tokens out of its region, if it is in one, so that the client
-// cannot change it any more.
-absl::Status TakeRows(const ModelSpec& spec, Chunk& chunk) {
-  if (!chunk.shared_source) return absl::OkStatus();
-  const std::array<int64_t, 3> shape = {spec.kv_head_count, chunk.count, spec.head_dim};
-  for (auto [source, memory] :
-       {std::pair(&chunk.k, &chunk.k_memory), std::pair(&chunk.v, &chunk.v_memory)}) {
-    TensorView view;
-    view.dtype = spec.dtype;
-    view.data = source->first.data;
-    view.strides = {source->first.head_stride, source->first.token_stride, DTypeBytes(spec.dtype)};
-    // k_memory and v_memory are the regions of a shared source.
-    view.region = std::static_pointer_cast<const Region>(*memory);
-    ASSIGN_OR_RETURN(const std::shared_ptr<const std::byte[]> copy, CopyOf(view, shape));
-    *source = ChunkSource::Dense(copy.get(), spec.kv_head_count, chunk.count, spec.row_bytes() / 2);
-    *memory = copy;
-  }
-  chunk.shared_source = false;
-  chunk.on_gpu = false;
-  chunk.gpu = nullptr;
-  return absl::OkStatus();
-}
-
 }  // namespace
 
 absl::Status CheckLayer(int32_t layer, const ModelSpec& spec) {
@@ -117,9 +91,7 @@ absl::Status CheckLayer(int32_t layer, const ModelSpec& spec) {
 
 absl::StatusOr<Chunk> ChunkFromProto(const v1::KvChunk& chunk, const ModelSpec& spec,
                                      const CallerRegions& regions) {
-  absl::StatusOr<Chunk> out =
-      RowsFromProto(chunk, {kAnyDim, spec.kv_head_count, kAnyDim, spec.head_dim}, spec, regions,
-                    "chunk.", TensorMemory::kAny);
+  absl::StatusOr<Chunk> out = RowsFromProto(chunk, spec, regions);
   if (!out.ok()) return out;
   const int64_t layer_count = chunk.k().shape(0);
   if (chunk.layer_start() < 0 || chunk.layer_start() >= spec.layer_count ||
@@ -136,25 +108,8 @@ absl::StatusOr<Chunk> ChunkFromProto(const v1::KvChunk& chunk, const ModelSpec& 
   return out;
 }
 
-absl::StatusOr<Chunk> ChunkFromProto(const v1::NewRows& rows, int layer, const ModelSpec& spec,
-                                     const CallerRegions& regions) {
-  absl::StatusOr<Chunk> out = RowsFromProto(rows, {spec.kv_head_count, kAnyDim, spec.head_dim},
-                                            spec, regions, "append.", TensorMemory::kCopied);
-  if (!out.ok()) return out;
-  if (out->count > kSparseQueryCountMax) {
-    return InvalidField("append.k.shape", absl::StrCat(out->count, " tokens are not in [1, ",
-                                                       kSparseQueryCountMax, "]"));
-  }
-  out->layer_start = layer;
-  out->layer_count = 1;
-  RETURN_IF_ERROR(TakeRows(spec, *out));
-  RETURN_IF_ERROR(CheckFinite(*out, spec, "append."));
-  return out;
-}
-
-template <typename Item>
-absl::Status QueryFromProto(const Item& item, const CallerRegions& regions, const std::string& path,
-                            AttendItem& out) {
+absl::Status QueryFromProto(const v1::AttendItem& item, const CallerRegions& regions,
+                            const std::string& path, AttendItem& out) {
   const Sequence& sequence = *out.sequence;
   const ModelSpec& spec = sequence.model->spec;
   AttendQuery& attend = out.attend;
@@ -192,13 +147,7 @@ absl::Status QueryFromProto(const Item& item, const CallerRegions& regions, cons
   return CheckFinite(attend, spec, path + "q");
 }
 
-template absl::Status QueryFromProto(const v1::AttendItem& item, const CallerRegions& regions,
-                                     const std::string& path, AttendItem& out);
-template absl::Status QueryFromProto(const v1::DecodeRequest& request, const CallerRegions& regions,
-                                     const std::string& path, AttendItem& out);
-
-template <typename Item>
-absl::StatusOr<ResultPlaces> PlacesFromProto(const Item& item, v1::DType out_dtype,
+absl::StatusOr<ResultPlaces> PlacesFromProto(const v1::AttendItem& item, v1::DType out_dtype,
                                              const AttendQuery& attend, const ModelSpec& spec,
                                              const CallerRegions& regions,
                                              const std::string& path) {
@@ -215,13 +164,6 @@ absl::StatusOr<ResultPlaces> PlacesFromProto(const Item& item, v1::DType out_dty
   }
   return places;
 }
-
-template absl::StatusOr<ResultPlaces> PlacesFromProto(
-    const v1::AttendItem& item, v1::DType out_dtype, const AttendQuery& attend,
-    const ModelSpec& spec, const CallerRegions& regions, const std::string& path);
-template absl::StatusOr<ResultPlaces> PlacesFromProto(
-    const v1::DecodeRequest& request, v1::DType out_dtype, const AttendQuery& attend,
-    const ModelSpec& spec, const CallerRegions& regions, const std::string& path);
 
 absl::Status CheckSelectable(const AttendQuery& attend) {
   if (attend.query_count != 1) {

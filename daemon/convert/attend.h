@@ -22,28 +22,23 @@ inline constexpr int kQueryCountMax = 1024;
 absl::Status CheckLayer(int32_t layer, const ModelSpec& spec);
 absl::StatusOr<Chunk> ChunkFromProto(const v1::KvChunk& chunk, const ModelSpec& spec,
                                      const CallerRegions& regions);
-// REQUIRES: CheckLayer(layer).
-absl::StatusOr<Chunk> ChunkFromProto(const v1::NewRows& rows, int layer, const ModelSpec& spec,
-                                     const CallerRegions& regions);
-// Fills `out` with the queries and the policy of an AttendItem or a DecodeRequest. path: of the
-// item in its request, such as "items[2].". REQUIRES: out.sequence is set.
-template <typename Item>
-absl::Status QueryFromProto(const Item& item, const CallerRegions& regions, const std::string& path,
-                            AttendItem& out);
+// Fills `out` with the queries and the policy of an item. path: of the item in its request, such as
+// "items[2].". REQUIRES: out.sequence is set.
+absl::Status QueryFromProto(const v1::AttendItem& item, const CallerRegions& regions,
+                            const std::string& path, AttendItem& out);
 // Checks what Select requires of its item, because the query heads of a KV head
 // share the selected rows: one query, and a tail with one weight per row.
 absl::Status CheckSelectable(const AttendQuery& attend);
 // The dtype of out: that of q, or f32 if asked for. INVALID_ARGUMENT for others.
 absl::StatusOr<DType> OutDType(v1::DType asked, DType q_dtype);
 
-// Where an attend's results are written, as an AttendItem or a DecodeRequest asks.
+// Where an attend's results are written, as an item asks.
 struct ResultPlaces {
   DType out_dtype = DType::kF32;
   TensorPlace out;
   TensorPlace lse;
 };
-template <typename Item>
-absl::StatusOr<ResultPlaces> PlacesFromProto(const Item& item, v1::DType out_dtype,
+absl::StatusOr<ResultPlaces> PlacesFromProto(const v1::AttendItem& item, v1::DType out_dtype,
                                              const AttendQuery& attend, const ModelSpec& spec,
                                              const CallerRegions& regions, const std::string& path);
 

@@ -36,9 +36,6 @@ absl::Status Engine::AttendOperation::CheckItem(AttendItem& item) {
   RETURN_IF_ERROR(item.append ? sequence.CheckOpen() : sequence.Check());
   const LayerRows& rows = RowsOf(item);
   int64_t length = rows.token_count();
-  if (item.gate != nullptr) {
-    RETURN_IF_ERROR(item.gate(length));
-  }
   if (item.append) {
     RETURN_IF_ERROR(CheckGeneration(item.append->generation, sequence));
     ASSIGN_OR_RETURN(const bool append, IsAppend(*item.append, 0, rows));

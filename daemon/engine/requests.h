@@ -69,9 +69,6 @@ struct AttendItem {
   std::shared_ptr<Sequence> sequence;
   // Rows to append before the attend, for the request's layer only.
   std::optional<Chunk> append;
-  // Called with the layer's length when the request's turn comes. An error fails the whole request
-  // before anything has changed. May be null.
-  std::function<absl::Status(int64_t layer_token_count)> gate;
   // The caller sets policy, q_dtype, q, query_count and, unless the queries are causal over the
   // last tokens, visible. q must stay valid until the request is answered.
   AttendQuery attend;

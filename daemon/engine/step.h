@@ -37,7 +37,7 @@ class Step {
   int64_t token_count() const { return token_count_; }
 
   // Appends K and V of the new tokens to a layer, attends, and waits for the result: in this
-  // thread, if the device computes on the CPU. What a Decode message would refuse for one part,
+  // thread, if the device computes on the CPU. What is wrong with one part,
   // such as an element that is not finite or a position that does not follow, fails the whole step
   // before anything has changed. If parts fail on the device, the first such error is returned;
   // with several parts, it names the sequence. The outputs of the other parts are written all the

@@ -86,9 +86,7 @@ RegionTable::Kind RegionsOf(const Config& config) {
 int64_t RegionCountMax() { return std::min<int64_t>(DescriptorLimit() / 4, 16384); }
 
 CallLimits::Values LimitsOf(const Config& config) {
-  return {.ttl_seconds = config.ttl_seconds,
-          .stream_idle_seconds = config.stream_idle_seconds,
-          .decode_in_flight_max = config.decode_in_flight_max};
+  return {.ttl_seconds = config.ttl_seconds, .stream_idle_seconds = config.stream_idle_seconds};
 }
 
 // The client of a server that listens nowhere: its process, which stays connected until it ends.

@@ -2,7 +2,6 @@
 
 #include "daemon/services/append_stream.h"
 #include "daemon/services/attend_call.h"
-#include "daemon/services/decode_call.h"
 #include "daemon/services/fetch_stream.h"
 #include "daemon/services/step_call.h"
 
@@ -16,11 +15,6 @@ AttentionService::AttentionService(const ServiceContext& services) : Service(ser
                                           const Caller& caller, v1::AppendResponse* response) {
                                      return new AppendStream(services_, *context, caller, response);
                                    });
-  BidiStream<v1::DecodeResponse>(
-      "/spillway.v1.AttentionService/Decode",
-      [this](grpc::CallbackServerContext* context, const Caller& caller) {
-        return new DecodeCall(services_, *context, caller);
-      });
   BidiStream<v1::StepResponse>("/spillway.v1.AttentionService/Step",
                                [this](grpc::CallbackServerContext* context, const Caller& caller) {
                                  return new StepCall(services_, *context, caller);

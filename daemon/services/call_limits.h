@@ -8,20 +8,18 @@
 namespace spillway {
 
 // Settings of calls that may change while the daemon serves. New calls and sequences use the new
-// values; decode_in_flight_max also applies to open streams. Thread-safe, each value separately.
+// values. Thread-safe, each value separately.
 class CallLimits {
  public:
   struct Values {
     double ttl_seconds = 0;          // 0: forever
     double stream_idle_seconds = 0;  // 0: forever
-    int decode_in_flight_max = 0;
   };
   explicit CallLimits(const Values& values) { Set(values); }
 
   void Set(const Values& values) {
     ttl_seconds_ = values.ttl_seconds;
     stream_idle_seconds_ = values.stream_idle_seconds;
-    decode_in_flight_max_ = values.decode_in_flight_max;
   }
 
   // The ttl of sequences that name none.
@@ -34,13 +32,10 @@ class CallLimits {
   std::chrono::duration<double> stream_idle_max() const {
     return std::chrono::duration<double>(stream_idle_seconds_);
   }
-  // Most messages of one Decode stream that are in flight.
-  int decode_in_flight_max() const { return decode_in_flight_max_.load(std::memory_order_relaxed); }
 
  private:
   std::atomic<double> ttl_seconds_;
   std::atomic<double> stream_idle_seconds_;
-  std::atomic<int> decode_in_flight_max_;
 };
 
 }  // namespace spillway

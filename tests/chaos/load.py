@@ -19,28 +19,22 @@ import numpy as np
 import spillway_kv
 
 from chaos.contents import LAYERS, SHAPES, Tally, check_sequence, rows
-from chaos.writer import queries
+from chaos.writer import begun, queries
 
 ROUNDS_BETWEEN_TRIMS = 20
 
 
 def write(client: spillway_kv.Client, sequence: spillway_kv.Sequence, tag: int, at: int) -> int:
-    """Appends with an append, a stream's steps and a step's layers; returns the new length."""
+    """Appends with an append, steps by messages and other steps; returns the new length."""
     k = rows(tag, at, 700)
     sequence.append(0, at, k, -k)
     at += 700
-    with client.decode() as stream:
-        for token in range(at, at + 8):
-            for layer in range(LAYERS):
-                k = rows(tag, token, 1)[layer]
-                stream.step(sequence, layer, queries(tag, token), k, -k, start=token)
-    at += 8
-    for token in range(at, at + 8):
-        with client.begin_step([sequence]) as step:
+    for token in range(at, at + 16):
+        with begun(client, sequence, by_messages=token < at + 8) as step:
             for layer in range(LAYERS):
                 k = rows(tag, token, 1)[layer][None]
                 step.attend(layer, queries(tag, token)[None], k, -k)
-    return at + 8
+    return at + 16
 
 
 def refused(client: spillway_kv.Client, sequence: spillway_kv.Sequence, tag: int, at: int) -> None:

@@ -74,12 +74,16 @@ def valid(request: Any, random: np.random.Generator) -> Any:
     if "item" in fields:
         message.item.sequence = name
         message.item.q.CopyFrom(q)
-    if "append" in fields:
-        message.correlation_id, message.sequence = int(random.integers(1, 1 << 40)), name
-        message.q.CopyFrom(q)
-        message.append.token_start = int(random.integers(0, 400))
-        message.append.k.CopyFrom(tensor(k[0]))
-        message.append.v.CopyFrom(tensor(-k[0]))
+    if "attend" in fields:
+        if random.random() < 0.8:
+            message.begin.token_count = 1
+            message.begin.parts.add(sequence=name, token_start=int(random.integers(0, 400)))
+        new = tensor(k[0, :, :1].transpose(1, 0, 2)[None])
+        message.attend.layer = int(random.integers(0, LAYERS))
+        message.attend.q.CopyFrom(q)
+        message.attend.q.shape.insert(0, 1)
+        message.attend.k.CopyFrom(new)
+        message.attend.v.CopyFrom(new)
     if "model" in fields and message.DESCRIPTOR.fields_by_name["model"].message_type:
         model = message.model
         model.layer_count, model.query_head_count, model.kv_head_count = 2, 4, 2

@@ -2,9 +2,9 @@
 
     python -m chaos.writer TARGET TAG SEED HOW [SETTING=VALUE...]
 
-TARGET may be `embedded:`. HOW is `append`, `stream`, `step` or `mixed`. After each acknowledgement
-it prints a line with the acknowledged length of each layer. From these lines, the test that kills
-it knows what must be there.
+TARGET may be `embedded:`. HOW is `append`, `stream` (steps by messages), `step` or `mixed`. After
+each acknowledgement it prints a line with the acknowledged length of each layer. From these lines,
+the test that kills it knows what must be there.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import sys
 
 import numpy as np
 import spillway_kv
+from spillway_kv._native import Carrier
+from spillway_kv.connection import wire
 
 from chaos.contents import LAYERS, QUERY_HEADS, SHAPES, rows
 
@@ -26,6 +28,15 @@ def tell(lengths: list[int]) -> None:
 def queries(tag: int, at: int) -> np.ndarray:
     """Queries of a position, [1, H_q, dim]."""
     return np.ascontiguousarray(rows(tag + 2000, at, 2)[0].reshape(1, QUERY_HEADS, -1))
+
+
+def begun(
+    client: spillway_kv.Client, sequence: spillway_kv.Sequence, *, by_messages: bool
+) -> spillway_kv.DecodeStep:
+    """Begins a step of one token. by_messages: not by a doorbell. Engines here have neither."""
+    if client.transport != "embedded":
+        wire(client).carrier = Carrier.MESSAGES if by_messages else Carrier.BEST
+    return client.begin_step([sequence])
 
 
 def catch_up(sequence: spillway_kv.Sequence, tag: int) -> list[int]:
@@ -61,17 +72,9 @@ def write(client: spillway_kv.Client, tag: int, random: np.random.Generator, how
             sequence.append(0, at, k, -k)
             lengths = [at + count] * LAYERS
             tell(lengths)
-        elif way == "stream":
-            with client.decode() as stream:
-                for token in range(at, at + 8):
-                    for layer in range(LAYERS):
-                        k = rows(tag, token, 1)[layer]
-                        stream.step(sequence, layer, queries(tag, token), k, -k, start=token)
-                        lengths[layer] += 1
-                        tell(lengths)
         else:
             for token in range(at, at + 8):
-                with client.begin_step([sequence]) as step:
+                with begun(client, sequence, by_messages=way == "stream") as step:
                     for layer in range(LAYERS):
                         k = rows(tag, token, 1)[layer][None]
                         step.attend(layer, queries(tag, token)[None], k, -k)

@@ -224,15 +224,20 @@ TEST_F(ClientTest, StopRequestedBeforehandCallsNothing) {
   EXPECT_EQ(status.code(), absl::StatusCode::kCancelled);
 }
 
-TEST_F(ClientTest, DecodeAnswersErrorsInPlace) {
-  const std::unique_ptr<DecodeStream> stream = Connect().OpenDecode();
-  for (uint64_t id = 0; id < 4; ++id) {
-    v1::DecodeRequest request;
-    request.set_correlation_id(id);
-    v1::DecodeResponse response;
-    ASSERT_TRUE(stream->Step(request, response).ok());
-    const absl::Status status = ToAbslStatus(response.result().status());
-    EXPECT_EQ(status.ok(), id % 2 == 0) << status;
+v1::StepRequest AttendAt(int layer) {
+  v1::StepRequest request;
+  request.mutable_attend()->set_layer(layer);
+  return request;
+}
+
+TEST_F(ClientTest, StepAnswersErrorsInPlace) {
+  const std::unique_ptr<StepStream> stream = Connect().OpenSteps();
+  for (int layer = 0; layer < 4; ++layer) {
+    v1::StepResponse response;
+    ASSERT_TRUE(stream->Attend(AttendAt(layer), response).ok());
+    EXPECT_EQ(response.layer(), layer);
+    const absl::Status status = ToAbslStatus(response.status());
+    EXPECT_EQ(status.ok(), layer % 2 == 0) << status;
     if (!status.ok()) {
       EXPECT_EQ(ErrorReason(status), "INVALID_MODEL");
       EXPECT_EQ(FieldViolations(status).size(), 2);
@@ -241,27 +246,23 @@ TEST_F(ClientTest, DecodeAnswersErrorsInPlace) {
   EXPECT_TRUE(stream->Finish().ok());
 }
 
-TEST_F(ClientTest, DecodeTellsWhyTheStreamEnded) {
-  const std::unique_ptr<DecodeStream> stream = Connect().OpenDecode();
-  v1::DecodeRequest request;
-  request.set_correlation_id(1000);
-  v1::DecodeResponse response;
-  EXPECT_EQ(stream->Step(request, response).code(), absl::StatusCode::kUnavailable);
+TEST_F(ClientTest, StepTellsWhyTheStreamEnded) {
+  const std::unique_ptr<StepStream> stream = Connect().OpenSteps();
+  v1::StepResponse response;
+  EXPECT_EQ(stream->Attend(AttendAt(1000), response).code(), absl::StatusCode::kUnavailable);
   const absl::Status status = stream->Finish();
   EXPECT_EQ(status.code(), absl::StatusCode::kInternal);
   EXPECT_EQ(status.message(), "broken");
 }
 
-TEST_F(ClientTest, DecodeKeepsRequestsApart) {
-  const std::unique_ptr<DecodeStream> stream = Connect().OpenDecode();
-  v1::DecodeRequest request;
-  request.set_correlation_id(2);
-  ASSERT_TRUE(stream->Send(request).ok());
-  request.set_correlation_id(4);
-  v1::DecodeResponse response;
-  EXPECT_EQ(stream->Step(request, response).code(), absl::StatusCode::kFailedPrecondition);
-  ASSERT_TRUE(stream->Receive(response).ok());
-  EXPECT_EQ(response.correlation_id(), 4);
+TEST_F(ClientTest, StepSendsWithoutWaiting) {
+  const std::unique_ptr<StepStream> stream = Connect().OpenSteps();
+  for (const int layer : {2, 4}) ASSERT_TRUE(stream->Send(AttendAt(layer)).ok());
+  for (const int layer : {2, 4}) {
+    v1::StepResponse response;
+    ASSERT_TRUE(stream->Receive(response).ok());
+    EXPECT_EQ(response.layer(), layer);
+  }
 }
 
 TEST_F(ClientTest, FetchPagesGivesMessagesInOrder) {

@@ -104,12 +104,13 @@ class FakeDaemon final : public v1::AdminService::Service,
   // Sizes of the output and of the log-sum-exp in each answer of Step.
   size_t answer_bytes = 0;
   size_t lse_bytes = 0;
-  // Step and Decode answer nothing while this is true, unless their call is cancelled.
+  // Step answers nothing while this is true, unless its call is cancelled.
   std::atomic<bool> silent = false;
-  // Streams of Step that were opened, steps that were begun on them, and their attends.
+  // Step refuses every other attend, from the first on.
+  bool refuses_every_other = false;
+  // Streams of Step that were opened, and steps that were begun on them.
   std::atomic<int> stream_count = 0;
   std::atomic<int> begin_count = 0;
-  std::atomic<int> attend_count = 0;
   std::atomic<int> fetch_messages_sent = 0;
   // The requests of the last SaveSequence and LoadSequence.
   v1::SaveSequenceRequest saved;
@@ -240,30 +241,8 @@ class FakeDaemon final : public v1::AdminService::Service,
     return grpc::Status::OK;
   }
 
-  // Answers each request; requests with odd ids with an error. Ids 1000 and 1001 end the stream.
-  grpc::Status Decode(
-      grpc::ServerContext* context,
-      grpc::ServerReaderWriter<v1::DecodeResponse, v1::DecodeRequest>* stream) override {
-    v1::DecodeRequest request;
-    while (stream->Read(&request)) {
-      while (silent && !context->IsCancelled()) {
-        std::this_thread::sleep_for(std::chrono::milliseconds(1));
-      }
-      if (request.correlation_id() == 1000) return {grpc::StatusCode::INTERNAL, "broken"};
-      if (request.correlation_id() == 1001) return Refusal();
-      v1::DecodeResponse response;
-      response.set_correlation_id(request.correlation_id());
-      response.mutable_result()->mutable_out()->set_data(std::string(answer_bytes, 'o'));
-      response.mutable_result()->mutable_lse()->set_data(std::string(lse_bytes, 'l'));
-      if (request.correlation_id() % 2 == 1) {
-        *response.mutable_result()->mutable_status() = RefusalDetails();
-      }
-      stream->Write(response);
-    }
-    return grpc::Status::OK;
-  }
-
-  // Answers attends for one sequence; every other one, from the first on, with an error.
+  // Answers attends for one sequence; those at odd layers with an error. Layers 1000 and 1001 end
+  // the stream.
   grpc::Status Step(grpc::ServerContext* context,
                     grpc::ServerReaderWriter<v1::StepResponse, v1::StepRequest>* stream) override {
     ++stream_count;
@@ -274,7 +253,11 @@ class FakeDaemon final : public v1::AdminService::Service,
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
       }
       v1::StepResponse response;
-      if (++attend_count % 2 == 1) {
+      const int layer = request.attend().layer();
+      if (layer == 1000) return {grpc::StatusCode::INTERNAL, "broken"};
+      if (layer == 1001) return Refusal();
+      response.set_layer(layer);
+      if (layer % 2 == 1 || (refuses_every_other && ++attend_count_ % 2 == 1)) {
         *response.mutable_status() = RefusalDetails();
       } else {
         response.add_results();
@@ -298,6 +281,7 @@ class FakeDaemon final : public v1::AdminService::Service,
     return grpc::Status::OK;
   }
 
+  std::atomic<int> attend_count_ = 0;
   mutable std::mutex ids_mutex_;
   std::string connected_id_;
   std::string asking_id_;

@@ -24,9 +24,9 @@ using ::testing::HasSubstr;
 constexpr double kForEver = -1;
 constexpr double kNoLimit = 0;
 
-class DecodeInCTest : public ::testing::Test {
+class CallInCTest : public ::testing::Test {
  protected:
-  ~DecodeInCTest() override {
+  ~CallInCTest() override {
     if (call_ != nullptr) spillway_call_close(call_);
     if (channel_ != nullptr) spillway_channel_close(channel_);
   }
@@ -35,14 +35,14 @@ class DecodeInCTest : public ::testing::Test {
 
   void OpenAt(const std::string& target, double timeout_seconds = kNoLimit) {
     channel_ = spillway_channel_open(target.c_str(), nullptr, nullptr);
-    call_ = spillway_call_open(channel_, "/spillway.v1.AttentionService/Decode", timeout_seconds,
+    call_ = spillway_call_open(channel_, "/spillway.v1.AttentionService/Step", timeout_seconds,
                                nullptr);
   }
 
-  int Send(uint64_t id, size_t padding = 0) {
-    v1::DecodeRequest request;
-    request.set_correlation_id(id);
-    request.mutable_q()->set_data(std::string(padding, 'q'));
+  int Send(int layer, size_t padding = 0) {
+    v1::StepRequest request;
+    request.mutable_attend()->set_layer(layer);
+    request.mutable_attend()->mutable_q()->set_data(std::string(padding, 'q'));
     const std::string message = request.SerializeAsString();
     return spillway_call_send(call_, message.data(), message.size());
   }
@@ -77,57 +77,57 @@ class DecodeInCTest : public ::testing::Test {
   FakeDaemon daemon_;
   spillway_channel* channel_ = nullptr;
   spillway_call* call_ = nullptr;
-  v1::DecodeResponse response_;
+  v1::StepResponse response_;
 };
 
-TEST_F(DecodeInCTest, MovesMessages) {
+TEST_F(CallInCTest, MovesMessages) {
   EXPECT_EQ(spillway_interface(), SPILLWAY_INTERFACE);
   daemon_.Start();
   Open();
-  for (uint64_t id = 1; id < 50; ++id) {
+  for (int id = 1; id < 50; ++id) {
     ASSERT_EQ(Send(id, id * 1000), 0);
     ASSERT_EQ(Receive(), SPILLWAY_RECEIVED);
-    EXPECT_EQ(response_.correlation_id(), id);
-    EXPECT_EQ(response_.result().status().code() == 0, id % 2 == 0);
+    EXPECT_EQ(response_.layer(), id);
+    EXPECT_EQ(response_.status().code() == 0, id % 2 == 0);
   }
 }
 
-TEST_F(DecodeInCTest, ManySendsBeforeOneReceive) {
+TEST_F(CallInCTest, ManySendsBeforeOneReceive) {
   daemon_.Start();
   Open();
   // More than the transport buffers: what cannot be sent yet is kept.
-  for (uint64_t id = 1; id <= 300; ++id) ASSERT_EQ(Send(2 * id, 100'000), 0);
-  for (uint64_t id = 1; id <= 300; ++id) {
+  for (int id = 1; id <= 300; ++id) ASSERT_EQ(Send(2 * id, 100'000), 0);
+  for (int id = 1; id <= 300; ++id) {
     ASSERT_EQ(Receive(), SPILLWAY_RECEIVED);
-    EXPECT_EQ(response_.correlation_id(), 2 * id);
+    EXPECT_EQ(response_.layer(), 2 * id);
   }
 }
 
-TEST_F(DecodeInCTest, OneThreadSendsWhileAnotherReceives) {
+TEST_F(CallInCTest, OneThreadSendsWhileAnotherReceives) {
   daemon_.Start();
   Open();
   std::thread sender([this] {
-    for (uint64_t id = 1; id <= 2000; ++id) ASSERT_EQ(Send(2000 + 2 * id, id * 37 % 20'000), 0);
+    for (int id = 1; id <= 2000; ++id) ASSERT_EQ(Send(2000 + 2 * id, id * 37 % 20'000), 0);
   });
-  for (uint64_t id = 1; id <= 2000; ++id) {
+  for (int id = 1; id <= 2000; ++id) {
     ASSERT_EQ(Receive(), SPILLWAY_RECEIVED);
-    EXPECT_EQ(response_.correlation_id(), 2000 + 2 * id);
+    EXPECT_EQ(response_.layer(), 2000 + 2 * id);
   }
   sender.join();
 }
 
-TEST_F(DecodeInCTest, ReceiveGivesUpAndGoesOn) {
+TEST_F(CallInCTest, ReceiveGivesUpAndGoesOn) {
   daemon_.Start();
   Open();
   EXPECT_EQ(Receive(0), SPILLWAY_TIMED_OUT);
   EXPECT_EQ(Receive(0.02), SPILLWAY_TIMED_OUT);
   ASSERT_EQ(Send(2), 0);
   ASSERT_EQ(Receive(), SPILLWAY_RECEIVED);
-  EXPECT_EQ(response_.correlation_id(), 2);
+  EXPECT_EQ(response_.layer(), 2);
   EXPECT_EQ(Receive(0.02), SPILLWAY_TIMED_OUT);
 }
 
-TEST_F(DecodeInCTest, TellsWhyTheStreamEnded) {
+TEST_F(CallInCTest, TellsWhyTheStreamEnded) {
   daemon_.Start();
   Open();
   ASSERT_EQ(Send(1000), 0);
@@ -138,7 +138,7 @@ TEST_F(DecodeInCTest, TellsWhyTheStreamEnded) {
   EXPECT_EQ(Receive(), SPILLWAY_ENDED);
 }
 
-TEST_F(DecodeInCTest, KeepsTheDetails) {
+TEST_F(CallInCTest, KeepsTheDetails) {
   daemon_.Start();
   Open();
   ASSERT_EQ(Send(1001), 0);
@@ -146,14 +146,14 @@ TEST_F(DecodeInCTest, KeepsTheDetails) {
   EXPECT_EQ(End().SerializeAsString(), RefusalDetails().SerializeAsString());
 }
 
-TEST_F(DecodeInCTest, NobodyAnswers) {
+TEST_F(CallInCTest, NobodyAnswers) {
   Open();
   EXPECT_EQ(Receive(), SPILLWAY_ENDED);
   EXPECT_EQ(End().code(), grpc::StatusCode::UNAVAILABLE);
   EXPECT_THAT(End().message(), HasSubstr(daemon_.target().substr(5)));
 }
 
-TEST_F(DecodeInCTest, ConnectsPastTheWebProxy) {
+TEST_F(CallInCTest, ConnectsPastTheWebProxy) {
   const DeadProxy proxy;
   daemon_.Start();
   OpenAt(daemon_.tcp_target());
@@ -161,14 +161,14 @@ TEST_F(DecodeInCTest, ConnectsPastTheWebProxy) {
   EXPECT_EQ(Receive(), SPILLWAY_RECEIVED);
 }
 
-TEST_F(DecodeInCTest, TheTimeEnds) {
+TEST_F(CallInCTest, TheTimeEnds) {
   daemon_.Start();
   Open(/*timeout_seconds=*/0.05);
   EXPECT_EQ(Receive(), SPILLWAY_ENDED);
   EXPECT_EQ(End().code(), grpc::StatusCode::DEADLINE_EXCEEDED);
 }
 
-TEST_F(DecodeInCTest, AnotherThreadCancels) {
+TEST_F(CallInCTest, AnotherThreadCancels) {
   daemon_.Start();
   Open();
   ASSERT_EQ(Send(2), 0);
@@ -182,13 +182,13 @@ TEST_F(DecodeInCTest, AnotherThreadCancels) {
   canceller.join();
 }
 
-TEST_F(DecodeInCTest, ClosedWithMessagesInFlight) {
+TEST_F(CallInCTest, ClosedWithMessagesInFlight) {
   daemon_.Start();
   Open();
-  for (uint64_t id = 1; id <= 300; ++id) ASSERT_EQ(Send(2 * id, 100'000), 0);
+  for (int id = 1; id <= 300; ++id) ASSERT_EQ(Send(2 * id, 100'000), 0);
 }
 
-TEST_F(DecodeInCTest, AnswerBeyondTheLargestMessage) {
+TEST_F(CallInCTest, AnswerBeyondTheLargestMessage) {
   daemon_.answer_bytes = 5 << 20;
   daemon_.Start();
   Open();
@@ -197,7 +197,7 @@ TEST_F(DecodeInCTest, AnswerBeyondTheLargestMessage) {
   EXPECT_EQ(End().code(), grpc::StatusCode::RESOURCE_EXHAUSTED);
 }
 
-TEST_F(DecodeInCTest, EndsWhenAllWasSent) {
+TEST_F(CallInCTest, EndsWhenAllWasSent) {
   daemon_.Start();
   Open();
   ASSERT_EQ(Send(2), 0);
@@ -245,7 +245,7 @@ TEST(EmbedInCTest, AnswersAsADaemonDoes) {
   EXPECT_EQ(code, grpc::StatusCode::NOT_FOUND);
   // A call may outlive the engine.
   spillway_call* const left =
-      spillway_call_open(channel, "/spillway.v1.AttentionService/Decode", kNoLimit, nullptr);
+      spillway_call_open(channel, "/spillway.v1.AttentionService/Step", kNoLimit, nullptr);
   spillway_channel_close(channel);
   const void* data = nullptr;
   size_t size = 0;
@@ -374,6 +374,7 @@ TEST_F(StepInCTest, GoesByMessagesWhereNoMemoryIsShared) {
 
 TEST_F(StepInCTest, OneThatFailsLeavesTheOthersAlone) {
   FakeDaemon daemon;
+  daemon.refuses_every_other = true;
   // Its answers are not valid for a step: the output has 4 bytes, and there is no log-sum-exp.
   daemon.answer_bytes = 4;
   daemon.Start();
@@ -400,6 +401,7 @@ TEST_F(StepInCTest, OneThatFailsLeavesTheOthersAlone) {
 // The daemon may have the tensors of some sequences only.
 TEST_F(StepInCTest, AfterAFailureTheNextAttendBeginsTheStepOnANewStream) {
   FakeDaemon daemon;
+  daemon.refuses_every_other = true;
   // Valid answers: two query heads of one float.
   daemon.answer_bytes = daemon.lse_bytes = 2 * sizeof(float);
   daemon.Start();
@@ -421,6 +423,7 @@ TEST_F(StepInCTest, AfterAFailureTheNextAttendBeginsTheStepOnANewStream) {
 
 TEST_F(StepInCTest, AsLongAsOneIsUnansweredSoAreAll) {
   FakeDaemon daemon;
+  daemon.refuses_every_other = true;
   daemon.silent = true;
   daemon.Start();
   spillway_channel* const there = spillway_channel_open(daemon.target().c_str(), nullptr, nullptr);

@@ -18,6 +18,8 @@ from daemon_process import binary, device_flags
 from helpers import wait_for
 from local_cluster import LocalCluster, local_cluster
 from random_llama import generate, llama, prompt
+from spillway_kv._native import Carrier
+from spillway_kv.at_once import AttendsAtOnce
 from spillway_kv.cluster import ClusterClient, ClusterSequence
 from spillway_kv.cluster.connect import owner_of
 from spillway_kv.cluster.placement import Moved
@@ -92,16 +94,12 @@ def by_step(
         return [step.attend(layer, *new_rows(number, layer)) for layer in LAYER]
 
 
-def by_stream(
+def by_messages(
     client: ClusterClient, sequence: ClusterSequence, number: int
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    made = []
-    with client.decode() as stream:
-        for layer in LAYER:
-            q, k, v = new_rows(number, layer)
-            result = stream.step(sequence, layer, q[0], k[0], v[0])
-            made.append((result.out[None], result.lse[None]))
-    return made
+    for daemon in sequence.daemons:
+        wire(client.placement.client(daemon)).carrier = Carrier.MESSAGES
+    return by_step(client, sequence, number)
 
 
 def by_append(
@@ -116,7 +114,7 @@ def by_append(
     return made
 
 
-WAYS = {"step": by_step, "stream": by_stream, "append": by_append}
+WAYS = {"step": by_step, "messages": by_messages, "append": by_append}
 Way = Callable[[ClusterClient, ClusterSequence, int], list[tuple[np.ndarray, np.ndarray]]]
 
 
@@ -368,29 +366,30 @@ def test_what_is_created_just_before_a_daemon_counts_as_drained_is_moved(
         assert cluster.directory.daemon("daemon-0").state == "drained"
 
 
-def test_a_step_that_one_daemon_was_not_sent_is_not_taken_for_the_next(
+def test_an_attend_that_one_daemon_was_not_asked_is_not_taken_for_the_next(
     cluster: LocalCluster, expected: list[Answers], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with client_of(cluster, 2) as client, client.decode() as stream:
+    with client_of(cluster, 2) as client:
         sequence = filled(client)
-        send, calls = spillway_kv.DecodeStream.send, [0]
+        asked, calls = spillway_kv.DecodeStep._asked, [0]
 
-        def second_fails(*arguments: Any, **options: Any) -> int:
+        def second_fails(*arguments: Any, **options: Any) -> Any:
             calls[0] += 1
             if calls[0] == 2:
                 raise spillway_kv.ResourceExhausted("no room")
-            return send(*arguments, **options)
+            return asked(*arguments, **options)
 
-        monkeypatch.setattr(spillway_kv.DecodeStream, "send", second_fails)
+        # The daemons are asked one by one.
+        monkeypatch.setattr(AttendsAtOnce, "possible", lambda _: False)
+        monkeypatch.setattr(spillway_kv.DecodeStep, "_asked", second_fails)
         (q, k, v), other = new_rows(0, 0), Q[1]
-        first = stream.send(sequence, 0, other, k[0], v[0])
-        second = stream.send(sequence, 0, q[0], k[0], v[0], start=TOKENS)
-        with pytest.raises(spillway_kv.ResourceExhausted) as raised:
-            stream.recv()
-        assert raised.value.correlation_id == first
-        number, result = stream.recv()
-        assert number == second
-        assert np.array_equal(result.out, expected[0][0][0][0])
+        with client.begin_step([sequence]) as step:
+            with pytest.raises(spillway_kv.ResourceExhausted):
+                step.attend(0, other[None], k, v)
+            assert calls[0] == 2
+            out, lse = step.attend(0, q, k, v)
+        assert np.array_equal(out, expected[0][0][0])
+        assert np.array_equal(lse, expected[0][0][1])
 
 
 def test_a_sequence_that_has_moved_twice_is_found_before_the_second_move_is_told(

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import spillway_kv
 import torch
+from helpers import step as step_of_one
 from local_cluster import LocalCluster, local_cluster
 from random_llama import generate, llama, prompt
 from spillway_kv import torch as spillway_torch
@@ -163,7 +164,7 @@ def test_select_and_fetch(pair: Pair) -> None:
     assert np.array_equal(chosen[0][1], chosen[1][1])
 
 
-def test_steps_streams_and_truncation(pair: Pair) -> None:
+def test_steps_and_truncation(pair: Pair) -> None:
     forks = pair.one.fork(), pair.many.fork()
     k, v = rows(7, LAYERS, 1, KV_HEADS, 2, DIM), rows(8, LAYERS, 1, KV_HEADS, 2, DIM)
     answers: list[list[Any]] = [[], []]
@@ -175,18 +176,11 @@ def test_steps_streams_and_truncation(pair: Pair) -> None:
                 assert np.array_equal(out[0], result.out)
                 assert np.array_equal(lse[0], result.lse)
                 answers[i].append(result)
-        with client.decode() as stream:
-            for layer in range(LAYERS):
-                sent = [
-                    stream.send(
-                        fork, layer, Q[:1], k[layer, 0, :, t : t + 1], v[layer, 0, :, t : t + 1]
-                    )
-                    for t in range(2)
-                ]
-                for number in sent:
-                    got, result = stream.recv()
-                    assert got == number
-                    answers[i].append(result)
+        # Steps of one layer each.
+        for layer in range(LAYERS):
+            for t in range(2):
+                new = k[layer, 0, :, t : t + 1], v[layer, 0, :, t : t + 1]
+                answers[i].append(step_of_one(fork, layer, Q[:1], *new))
         assert fork.layer_token_counts == (TOKENS + 4,) * LAYERS
         assert fork.truncate(TOKENS + 1).token_count == TOKENS + 1
         answers[i].append(fork.attend(0, Q))

@@ -310,28 +310,6 @@ TEST_F(EngineTest, FailedAttendUndoesItsAppend) {
   EXPECT_EQ(sequence->work.attend_count, 1);
 }
 
-TEST_F(EngineTest, GateIsAskedInTurnAndStopsTheAppend) {
-  const auto sequence = NewSequence("s");
-  const std::vector<float> rows = Rows(1, 3);
-  AppendResult before;
-  AttendResult result;
-  int64_t seen = -1;
-  engine->Append({sequence, ChunkOf(rows, 0, 3), nullptr}, Into(&before));
-  AttendRequest request;
-  request.items.push_back(Item(sequence));
-  request.items[0].append = ChunkOf(rows, 3, 3);
-  request.items[0].gate = [&](int64_t length) {
-    seen = length;
-    return absl::FailedPreconditionError("closed");
-  };
-  engine->Attend(std::move(request), Into(&result));
-  EXPECT_EQ(seen, -1);
-  device.ReleaseAll();
-  EXPECT_EQ(seen, 3);
-  EXPECT_TRUE(absl::IsFailedPrecondition(result->status()));
-  EXPECT_THAT(sequence->snapshot().layer_token_counts, ElementsAre(3, 0));
-}
-
 TEST_F(EngineTest, CancellationAndDeadlineReachQueuedAndRunningWork) {
   const auto sequence = NewSequence("s");
   ASSERT_TRUE(Fill(sequence, Rows(1, 4, 2), 0, 4).ok());

@@ -127,15 +127,6 @@ TEST_F(SealTest, WhateverAppendsOrTruncatesIsRefused) {
   EXPECT_TRUE(Fill(sequence, rows, 5, 5).ok());
 }
 
-TEST_F(SealTest, IsSaidBeforeTheGateIsAsked) {
-  const auto sequence = Filled("s", 5);
-  ASSERT_TRUE(Seal(sequence).ok());
-  const std::vector<float> row = Rows(7, 1);
-  AttendItem item = StepOf(sequence, ChunkOf(row, 5, 1));
-  item.gate = [](int64_t) { return absl::InternalError("asked"); };
-  ExpectRefused(Attend({item}), "SEQUENCE_SEALED");
-}
-
 TEST_F(SealTest, WhatReadsGoesOn) {
   const auto sequence = Filled("s", 5);
   ASSERT_TRUE(Seal(sequence).ok());

@@ -15,7 +15,8 @@ import pytest
 import spillway_kv
 from arena_folder import DIM, LAYERS, SHAPES, daemon, folder_in_memory, rows
 from daemon_process import binary, running_daemon
-from helpers import refused, wait_for
+from helpers import refused, step, wait_for
+from spillway_kv._native import Carrier
 from spillway_kv._proto import admin_service_pb2, sequence_service_pb2, sequence_service_pb2_grpc
 from spillway_kv.connection import wire
 from spillway_kv.lab import serving
@@ -145,11 +146,10 @@ def test_steps_of_libspillway_are_the_clients(short_grace: str, client: spillway
         assert other.step_transport == "doorbell"
         sequence = other.create_sequence("models/m")
         k = rows(1, 0, 1)
-        with other.begin_step([sequence]) as step:
+        for carrier in (Carrier.DOORBELL, Carrier.MESSAGES):
+            wire(other).carrier = carrier
             for layer in range(LAYERS):
-                step.attend(layer, QUERY[None], k[layer][None], k[layer][None])
-        with other.decode() as stream:
-            stream.step(sequence, 0, QUERY, k[0], k[0])
+                step(sequence, layer, QUERY, k[layer], k[layer])
         grace_passes()
         assert names(client) == {sequence.name}
     wait_for(lambda: not names(client))

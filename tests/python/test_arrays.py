@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import spillway_kv
 import torch
+from helpers import step as step_of_one
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from spillway_kv import Client, Model
@@ -164,8 +165,7 @@ def test_every_entry_takes_the_numbers(
         assert type(out) is type(lse) is type(taken)
         assert str(out.dtype).removeprefix("torch.") == dtype
         check(out, most + 1)
-    with client.decode() as stream:
-        check(stream.step(sequence, 0, looks[2](q), *row(most + 1)).out, TOKENS)
+    check(step_of_one(sequence, 0, looks[2](q), *row(most + 1)).out, TOKENS)
     # Also into such arrays, if they can be written to.
     into = tuple(looks[i](np.zeros((KV_HEADS, TOKENS, DIM), dtype)) for i in (0, 1))
     if not any(isinstance(x, np.ndarray) and not x.flags.writeable for x in into):
@@ -233,21 +233,18 @@ def test_what_cannot_be_taken_is_named(client: Client, both: dict[str, Model], k
     q = torch.ones(1, HEADS, DIM)
     sequence = client.create_sequence(both["float32"])
     step = client.begin_step([sequence])
-    stream = client.decode()
     uses: dict[str, Callable[[], Any]] = {
         "k": lambda: sequence.append(0, 0, bad, good),
         "v": lambda: sequence.append(0, 0, good, bad),
         "q": lambda: sequence.attend(0, bad),
         "q of a step": lambda: step.attend(0, bad, good[None], good[None]),
         "k of a step": lambda: step.attend(0, q[None], bad, good[None]),
-        "q of a stream": lambda: stream.send(sequence, 0, bad),
-        "v of a stream": lambda: stream.send(sequence, 0, q, good, bad),
+        "v of a step": lambda: step.attend(0, q[None], good[None], bad),
     }
     for use, call in uses.items():
         with pytest.raises(TypeError, match=f"^{use[0]} (is|has) .*{told.removeprefix('is ')}"):
             call()
     step.close()
-    stream.close()
     assert sequence.refresh().token_count == 0
     sequence.delete()
 

@@ -70,18 +70,29 @@ class Messages:
         return iter(self._queue.get, None)
 
 
+def stepping(channel: grpc.Channel) -> Any:
+    """The call Step on this channel."""
+    return channel.stream_stream(
+        SERVICE + "AttentionService/Step",
+        response_deserializer=attention.StepResponse.FromString,
+    )
+
+
+def step_of(name: str) -> bytes:
+    """Begins a step of a sequence, and attends in it."""
+    begin = attention.DecodeStep(parts=[attention.DecodeStep.Part(sequence=name)], token_count=1)
+    request = attention.StepRequest(begin=begin, attend=attention.StepAttend())
+    return request.SerializeToString()
+
+
 def test_names_that_failed_are_not_kept(target: str, channel: grpc.Channel) -> None:
     before = resident_bytes(target)
-    decode: Any = channel.stream_stream(
-        SERVICE + "AttentionService/Decode",
-        response_deserializer=attention.DecodeResponse.FromString,
-    )
     messages = Messages()
-    answers = decode(iter(messages), timeout=120)
+    answers = stepping(channel)(iter(messages), timeout=120)
     for i in range(200):
         name = f"sequences/{i}" + "x" * (3 * MIB)
-        messages.send(attention.DecodeRequest(sequence=name).SerializeToString())
-        assert next(answers).result.status.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
+        messages.send(step_of(name))
+        assert next(answers).status.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
     assert resident_bytes(target) - before < 200 * MIB
     messages.end()
     assert list(answers) == []
@@ -208,23 +219,17 @@ def test_an_upload_is_charged_what_arrived(client: Client, channel: grpc.Channel
     client.delete_model(model)
 
 
-def test_a_silent_append_ends_and_a_decode_stream_stays(
-    client: Client, channel: grpc.Channel
-) -> None:
-    decode: Any = channel.stream_stream(
-        SERVICE + "AttentionService/Decode",
-        response_deserializer=attention.DecodeResponse.FromString,
-    )
-    decodes, appends = Messages(), Messages()
-    answers = decode(iter(decodes), timeout=60)
+def test_a_silent_append_ends_and_a_stream_of_steps_stays(channel: grpc.Channel) -> None:
+    steps, appends = Messages(), Messages()
+    answers = stepping(channel)(iter(steps), timeout=60)
     append: Any = channel.stream_unary(SERVICE + "AttentionService/Append")
     error = refused(append.future(iter(appends), timeout=60).result)
     assert error.code == "ABORTED"
     assert error.reason == "STREAM_IDLE"
     appends.end()
-    decodes.send(attention.DecodeRequest(sequence="sequences/none").SerializeToString())
-    assert next(answers).result.status.code == grpc.StatusCode.NOT_FOUND.value[0]
-    decodes.end()
+    steps.send(step_of("sequences/none"))
+    assert next(answers).status.code == grpc.StatusCode.NOT_FOUND.value[0]
+    steps.end()
     assert list(answers) == []
 
 
@@ -309,17 +314,16 @@ with grpc.insecure_channel({target!r}) as channel:
 
 
 def test_the_most_streams(client: Client, channel: grpc.Channel) -> None:
-    decode: Any = channel.stream_stream(SERVICE + "AttentionService/Decode")
-    message = attention.DecodeRequest(sequence="sequences/none").SerializeToString()
+    step, message = stepping(channel), step_of("sequences/none")
     streams: list[tuple[Messages, Any]] = []
     for _ in range(40):
         messages = Messages()
-        answers = decode(iter(messages), timeout=60)
+        answers = step(iter(messages), timeout=60)
         messages.send(message)
         assert next(answers)
         streams.append((messages, answers))
     for call in (
-        lambda: list(decode(iter([message]), timeout=60)),
+        lambda: list(step(iter([message]), timeout=60)),
         lambda: channel.stream_unary(SERVICE + "AttentionService/Append")(iter([]), timeout=60),
         lambda: channel.stream_unary(SERVICE + "ModelService/UploadHashWeights")(
             iter([]), timeout=60
@@ -334,13 +338,13 @@ def test_the_most_streams(client: Client, channel: grpc.Channel) -> None:
     for messages, answers in streams:
         messages.end()
         assert list(answers) == []
-    assert settles(lambda: opens(decode, message))
+    assert settles(lambda: opens(step, message))
 
 
-def opens(decode: Any, message: bytes) -> bool:
+def opens(step: Any, message: bytes) -> bool:
     """Whether the daemon accepts a new stream."""
     try:
-        list(decode(iter([message]), timeout=60))
+        list(step(iter([message]), timeout=60))
     except grpc.RpcError:
         return False
     return True

@@ -13,6 +13,7 @@ import pytest
 import spillway_kv
 import torch
 from daemon_process import binary
+from helpers import encode, step
 from reference import dense_attention
 from spillway_kv import BFloat16, Client, Model, Policy, Sequence, TopK, TopP
 from spillway_kv._proto import admin_service_pb2 as admin
@@ -426,105 +427,116 @@ def test_one_bad_item_leaves_the_others(
 
 
 @EVERY_TRANSPORT
-def test_decode_stream(client: Client, model: Model, rng: np.random.Generator) -> None:
+def test_decode_steps(client: Client, model: Model, rng: np.random.Generator) -> None:
     sequence = client.create_sequence(model)
     k, v = kv(rng, 2, 2, 40, 16)
     sequence.append(0, 0, k[:, :, :20], v[:, :, :20])
     q = rng.standard_normal((40, 4, 16), F32)
-    with client.decode() as stream:
-        for t in range(20, 30):
+    # One token per step, then several.
+    for block in [slice(t, t + 1) for t in range(20, 30)] + [slice(30, 40)]:
+        end = block.stop
+        with client.begin_step([sequence], token_count=end - block.start) as step:
             for layer in range(2):
-                one = slice(t, t + 1)
-                result = stream.step(sequence, layer, q[one], k[layer, :, one], v[layer, :, one])
-                out, _ = dense_attention(q[one], k[layer, :, : t + 1], v[layer, :, : t + 1])
+                made, _ = step.attend(
+                    layer, q[None, block], k[[layer], :, block], v[[layer], :, block]
+                )
+                out, lse = dense_attention(q[block], k[layer, :, :end], v[layer, :, :end])
+                np.testing.assert_allclose(made[0], out, **TOLERANCE)
+                (result,) = step.results()
                 np.testing.assert_allclose(result.out, out, **TOLERANCE)
-        assert sequence.layer_token_counts == (30, 30)
-        # Several tokens per step, pipelined over the layers.
-        block = slice(30, 40)
-        sent = [
-            stream.send(sequence, layer, q[block], k[layer, :, block], v[layer, :, block])
-            for layer in range(2)
-        ]
-        with pytest.raises(ValueError, match="in flight"):
-            stream.step(sequence, 0, q[:1])
-        answers = dict(stream.recv() for _ in sent)
-        for layer, correlation_id in enumerate(sent):
-            out, _ = dense_attention(q[block], k[layer], v[layer])
-            np.testing.assert_allclose(answers[correlation_id].out, out, **TOLERANCE)
-        with pytest.raises(ValueError, match="no step"):
-            stream.recv()
-        # A step without an append.
-        result = stream.step(sequence, 1, q[:1], visible=[3])
-        out, _ = dense_attention(q[:1], k[1], v[1], [3])
-        np.testing.assert_allclose(result.out, out, **TOLERANCE)
+                np.testing.assert_allclose(result.lse, lse, **TOLERANCE)
+        assert sequence.layer_token_counts == (end, end)
+    # Without an append.
+    result = client.attend(1, {sequence: q[:1]}, visible={sequence: [3]})[sequence]
+    out, _ = dense_attention(q[:1], k[1], v[1], [3])
+    np.testing.assert_allclose(result.out, out, **TOLERANCE)
     assert sequence.refresh().layer_token_counts == (40, 40)
-    with pytest.raises(ValueError, match="closed"):
-        stream.step(sequence, 0, q[:1])
 
 
 @EVERY_TRANSPORT
-def test_decode_errors_stay_in_place(
+def test_errors_of_steps_stay_in_place(
     client: Client, model: Model, rng: np.random.Generator
 ) -> None:
     sequence, other = client.create_sequence(model), client.create_sequence(model)
     k, v = kv(rng, 2, 8, 16)
     q = rng.standard_normal((1, 4, 16), F32)
 
-    def step(stream: spillway_kv.DecodeStream, t: int, **more: Any) -> spillway_kv.AttendResult:
-        return stream.step(sequence, 0, q, k[:, t : t + 1], v[:, t : t + 1], **more)
+    def one(layer: int, t: int, start: int | None = None) -> spillway_kv.AttendResult:
+        return step(sequence, layer, q, k[:, t : t + 1], v[:, t : t + 1], start=start)
 
-    with client.decode() as stream:
-        step(stream, 0)
-        with pytest.raises(spillway_kv.OutOfRange) as caught:
-            step(stream, 1, start=5)
-        assert caught.value.correlation_id == 2
-        with pytest.raises(spillway_kv.FailedPrecondition):
-            step(stream, 1, start=6)
-        # Steps of another sequence and another layer still work.
-        stream.step(other, 0, q, k[:, :1], v[:, :1])
-        stream.step(sequence, 1, q, k[:, :1], v[:, :1])
-        # The client has asked for the length again, and a step from there repairs the layer.
-        step(stream, 1)
-        step(stream, 2)
-        bad = k[:, 3:4].copy()
-        bad[1, 0, 4] = np.nan
+    one(0, 0)
+    for start in (5, 6):
+        with pytest.raises(spillway_kv.OutOfRange):
+            one(0, 1, start=start)
+    # Steps of another sequence and another layer still work.
+    step(other, 0, q, k[:, :1], v[:, :1])
+    one(1, 0)
+    # The client has asked for the length again.
+    one(0, 1)
+    one(0, 2)
+    bad = k[:, 3:4].copy()
+    bad[1, 0, 4] = np.nan
+    with client.begin_step([sequence], starts=[3]) as begun:
         with pytest.raises(spillway_kv.OutOfRange, match="3"):
-            stream.step(sequence, 0, q, bad, v[:, 3:4])
-        result = step(stream, 3)
+            begun.attend(0, q[None], bad[None], v[None, :, 3:4])
+        assert sequence.layer_token_counts == (3, 1)
+        # The same step goes on.
+        made, _ = begun.attend(0, q[None], k[None, :, 3:4], v[None, :, 3:4])
     out, _ = dense_attention(q, k[:, :4], v[:, :4])
-    np.testing.assert_allclose(result.out, out, **TOLERANCE)
+    np.testing.assert_allclose(made[0], out, **TOLERANCE)
     assert sequence.refresh().layer_token_counts == (4, 1)
 
 
-@EVERY_TRANSPORT
-def test_decode_steps_share_nothing(client: Client, model: Model, rng: np.random.Generator) -> None:
-    """The daemon reuses the memory of messages. Their old contents must not appear again."""
+@pytest.mark.transports("grpcio", "libspillway", "embedded")
+def test_steps_of_a_stream_share_nothing(
+    client: Client, model: Model, rng: np.random.Generator
+) -> None:
+    """The daemon uses memory of a stream again. Its old contents must not appear again."""
     sequence = client.create_sequence(model)
     k, v = kv(rng, 2, 40, 16)
-    q = rng.standard_normal((1, 4, 16), F32)
-    many = rng.standard_normal((1000, 4, 16), F32)
+    q = rng.standard_normal((40, 4, 16), F32)
     sequence.append(0, 0, k[None, :, :30], v[None, :, :30])
-    with client.decode() as stream:
-        for t in range(30, 40):
-            one = slice(t, t + 1)
-            out, lse = dense_attention(q, k[:, : t + 1], v[:, : t + 1])
-            result = stream.step(sequence, 0, q, k[:, one], v[:, one])
-            np.testing.assert_allclose(result.out, out, **TOLERANCE)
-            np.testing.assert_allclose(result.lse, lse, **TOLERANCE)
-            # Without K/V, with fewer visible tokens, with another policy, and with an error.
-            out, _ = dense_attention(q, k, v, [5])
-            result = stream.step(sequence, 0, q, visible=[5], policy=Policy(epsilon=0.3))
-            assert result.certificate.epsilon == 0.3
-            np.testing.assert_allclose(result.out, out, **TOLERANCE)
-            # A message larger than the daemon keeps for reuse.
-            if t % 3 == 0:
-                out, _ = dense_attention(many, k, v, [3] * len(many))
-                result = stream.step(sequence, 0, many, visible=[3] * len(many))
-                assert result.certificate.epsilon != 0.3
-                np.testing.assert_allclose(result.out, out, **TOLERANCE)
-            # This error blocks the layer until a step with K/V.
-            with pytest.raises(spillway_kv.OutOfRange):
-                stream.step(sequence, 0, q, visible=[1000])
+    many = [client.create_sequence(model) for _ in range(64)]
+    requests: list[attention.StepRequest] = []
+    # Status, number of sequences, output, log-sum-exp and epsilon of each answer.
+    expected: list[tuple[int, int, Any, Any, float]] = []
+
+    def ask(
+        sequences: list[Sequence], at: slice, policy: Policy | None = None, start: int | None = None
+    ) -> None:
+        begin = attention.DecodeStep(
+            token_count=at.stop - at.start, policy=None if policy is None else policy.to_proto()
+        )
+        for each in sequences:
+            begin.parts.add(sequence=each.name, token_start=at.start if start is None else start)
+        by_token = [q[at], k[:, at].swapaxes(0, 1), v[:, at].swapaxes(0, 1)]
+        parts = [encode(np.stack([x] * len(sequences)), "a tensor") for x in by_token]
+        attend = attention.StepAttend(q=parts[0], k=parts[1], v=parts[2])
+        requests.append(attention.StepRequest(begin=begin, attend=attend))
+        out, lse = dense_attention(q[at], k[:, : at.stop], v[:, : at.stop])
+        expected.append(
+            (0 if start is None else 11, len(sequences), out, lse, 0.3 if policy else 0.1)
+        )
+
+    for t in range(30, 40):
+        ask([sequence], slice(t, t + 1))
+        # Tokens that are there, with another policy, with an error, and many at once.
+        ask([sequence], slice(t - 2, t + 1), Policy(epsilon=0.3))
+        ask([sequence], slice(t, t + 1), start=1000)
+        if t % 3 == 0:
+            ask(many, slice(0, 16))
+    answers = list(wire(client).stubs.attention.Step(iter(requests), timeout=60))
+    for answer, (code, count, out, lse, epsilon) in zip(answers, expected, strict=True):
+        assert answer.status.code == code, answer.status
+        if code:
+            assert not answer.results
+            assert not answer.out.data
+            assert not answer.lse.data
+            continue
+        made = decoder_like(None)
+        np.testing.assert_allclose(made(answer.out), np.stack([out] * count), **TOLERANCE)
+        np.testing.assert_allclose(made(answer.lse), np.stack([lse] * count), **TOLERANCE)
+        assert [each.certificate.epsilon for each in answer.results] == [epsilon] * count
 
 
 SPARSE = Policy(
@@ -757,6 +769,7 @@ def test_closed_client(embedded: bool, target: str) -> None:
         layer_count=1, query_head_count=1, kv_head_count=1, head_dim=16, dtype="float32"
     )
     sequence = client.create_sequence(model)
+    step = client.begin_step([sequence])
     if not embedded:
         sequence.delete()
         client.delete_model(model)
@@ -764,7 +777,10 @@ def test_closed_client(embedded: bool, target: str) -> None:
     with pytest.raises(ValueError, match="closed"):
         sequence.refresh()
     with pytest.raises(ValueError, match="closed"):
-        client.decode().recv()
+        client.begin_step([sequence])
+    row = np.ones((1, 1, 1, 16), F32)
+    with pytest.raises(ValueError, match="closed"):
+        step.attend(0, row, row, row)
     client.close()
 
 

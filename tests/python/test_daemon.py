@@ -448,7 +448,7 @@ def test_reflection_describes_the_messages(target: str) -> None:
         for file in answer.file_descriptor_response.file_descriptor_proto
     ]
     (attention,) = (file for file in files if file.name.endswith("attention_service.proto"))
-    assert "DecodeRequest" in {message.name for message in attention.message_type}
+    assert "StepRequest" in {message.name for message in attention.message_type}
 
 
 def test_facts_of_the_system_are_logged_once(tmp_path: Path) -> None:

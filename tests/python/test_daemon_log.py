@@ -135,9 +135,13 @@ def test_what_is_logged_of_a_call_names_its_trace(tmp_path: Path) -> None:
             with pytest.raises(spillway_kv.NotFound):
                 client.get_sequence("sequences/none")
             client.create_sequence(model)
-            decode = attention_service_pb2.DecodeRequest(sequence="sequences/none")
-            stub = wire(client).stubs.attention.Decode
-            assert next(stub(iter([decode]), metadata=wire(client).metadata)).result.status.code
+            part = attention_service_pb2.DecodeStep.Part(sequence="sequences/none")
+            request = attention_service_pb2.StepRequest(
+                begin=attention_service_pb2.DecodeStep(parts=[part], token_count=1),
+                attend=attention_service_pb2.StepAttend(),
+            )
+            stub = wire(client).stubs.attention.Step
+            assert next(stub(iter([request]), metadata=wire(client).metadata)).status.code == 5
         with spillway_kv.traced(request_id="job-7/3"), pytest.raises(spillway_kv.InvalidArgument):
             client.get_sequence("sequences/NO NAME")
         brought = [
@@ -145,10 +149,10 @@ def test_what_is_logged_of_a_call_names_its_trace(tmp_path: Path) -> None:
             (("traceparent", TRACEPARENT.upper()), ("x-request-id", 'a"b')),
             (("traceparent", "00-what-01"), ("x-request-id", "8")),
         ]
-        request = sequence_service_pb2.GetSequenceRequest(name="sequences/none")
+        get = sequence_service_pb2.GetSequenceRequest(name="sequences/none")
         for metadata in brought:
             with pytest.raises(grpc.RpcError):
-                wire(client).stubs.sequences.GetSequence(request, metadata=metadata)
+                wire(client).stubs.sequences.GetSequence(get, metadata=metadata)
         wait_for(lambda: any(entry["event"] == "expired" for entry in entries(tmp_path)))
     said = entries(tmp_path)
     refused = [entry for entry in said if entry["event"] == "refused"]

@@ -193,14 +193,14 @@ def test_the_memory_limit_is_within_the_limits_of_the_process(limit: int) -> Non
 def test_closing_ends_what_runs(rng: np.random.Generator) -> None:
     client = spillway_kv.connect("embedded:", settings=SETTINGS)
     _, sequence = filled(client, rng)
-    stream = client.decode()
+    step = client.begin_step([sequence])
     ended: list[BaseException] = []
 
     def decode() -> None:
-        q = np.ones((1, 4, 64), np.float32)
+        q, new = np.ones((1, 1, 4, 64), np.float32), np.ones((1, 2, 1, 64), np.float32)
         try:
             while True:
-                stream.step(sequence, 0, q)
+                step.attend(0, q, new, new)
         except (spillway_kv.SpillwayError, ValueError) as error:
             ended.append(error)
 
@@ -228,6 +228,7 @@ def test_a_program_may_end_with_it_open() -> None:
     ended = run(
         f"""
         import numpy as np, spillway_kv, threading
+        from spillway_kv.connection import wire
         client = spillway_kv.connect("embedded:", settings={SETTINGS!r})
         model = client.create_model(
             layer_count=1, query_head_count=1, kv_head_count=1, head_dim=16, dtype="float32"
@@ -235,14 +236,14 @@ def test_a_program_may_end_with_it_open() -> None:
         sequence = client.create_sequence(model)
         rows = np.ones((1, 9, 16), np.float32)
         sequence.append(0, 0, rows, rows)
-        stream = client.decode()
-        print(stream.step(sequence, 0, np.ones((1, 1, 16), np.float32)).out.mean())
+        print(sequence.attend(0, np.ones((1, 1, 16), np.float32)).out.mean())
         step = client.begin_step([sequence])
         step.attend(0, np.ones((1, 1, 1, 16), np.float32), rows[None, :, :1], rows[None, :, :1])
         # Waits for an answer that never comes.
+        call = wire(client).native.open("/spillway.v1.AttentionService/Step", None)
         def wait():
             try:
-                stream._stream.receive()
+                call.receive()
             except spillway_kv.SpillwayError:
                 pass
         threading.Thread(target=wait, daemon=True).start()

@@ -91,13 +91,13 @@ def append():
 
 
 asked = filled(client)
-stream = client.decode()
+kept = begun(client, filled(client))
 uses = {
     "step": step,
     "begin": lambda: client.begin_step([asked]).close(),
     "append": append,
     "attend": lambda: asked.attend(0, np.ones((64, 16, 64), np.float32)),
-    "stream": lambda: stream.step(asked, 0, q[0]),
+    "layer": lambda: kept.attend(0, q, new, new),
     "fetch": lambda: asked.fetch(0),
 }
 
@@ -143,4 +143,4 @@ def test_calls_of_other_threads_outlive_what_they_use(
         else "ValueError: the client is closed"
     )
     assert set(told) <= {"ValueError: the step is closed", closed_client}
-    assert used == "['append', 'attend', 'begin', 'fetch', 'step', 'stream']"
+    assert used == "['append', 'attend', 'begin', 'fetch', 'layer', 'step']"

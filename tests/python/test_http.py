@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import queue
 import re
 import subprocess
 from collections.abc import Iterator
@@ -11,13 +12,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import grpc
 import numpy as np
 import pytest
 import spillway_kv
 from daemon_process import binary, running_daemon, wait_for_log
 from grpc_health.v1 import health_pb2
 from helpers import settles
-from spillway_kv._proto import admin_service_pb2
+from spillway_kv._proto import admin_service_pb2, attention_service_pb2
 from spillway_kv.connection import wire
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -159,15 +161,22 @@ def test_a_call_that_fails_is_counted_by_its_status(watched: Watched) -> None:
     assert metrics_of(ask(watched.address, "/metrics").body)[series] == before + 1
 
 
-def test_a_decode_stream_is_counted_when_it_ends(watched: Watched) -> None:
-    series = 'spillway_requests_total{method="AttentionService/Decode",status="OK"}'
-    before = metrics_of(ask(watched.address, "/metrics").body).get(series, 0)
-    target = watched.client.target
-    with spillway_kv.connect(target, native=False) as client, client.decode():
-        pass
-    assert settles(
-        lambda: metrics_of(ask(watched.address, "/metrics").body).get(series, 0) == before + 1
-    )
+def test_a_stream_of_steps_is_counted_when_it_ends(watched: Watched) -> None:
+    series = 'spillway_requests_total{method="AttentionService/Step",status="OK"}'
+
+    def count() -> float:
+        return metrics_of(ask(watched.address, "/metrics").body).get(series, 0)
+
+    before = count()
+    requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    with spillway_kv.connect(watched.client.target, native=False) as client:
+        answers = wire(client).stubs.attention.Step(iter(requests.get, None), timeout=30)
+        requests.put(attention_service_pb2.StepRequest())
+        assert next(answers).status.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
+        assert count() == before
+        requests.put(None)
+        assert list(answers) == []
+    assert settles(lambda: count() == before + 1)
 
 
 def test_the_api_has_the_same_metrics(watched: Watched) -> None:

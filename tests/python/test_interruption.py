@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,9 @@ import numpy as np
 import pytest
 import spillway_kv
 from daemon_process import on_gpu, running_daemon
-from helpers import delete_model, encode, held, settles, wait_for
+from helpers import delete_model, encode, held, refused, settles, wait_for
 from spillway_kv import Client, Model, Policy, Sequence, _split
+from spillway_kv._native import Carrier
 from spillway_kv._proto import attention_service_pb2 as attention
 from spillway_kv.connection import wire
 
@@ -87,116 +88,126 @@ def test_the_attend_would_have_been_long(heavy: Sequence) -> None:
     assert time.monotonic() - start > 0.3
 
 
+@pytest.fixture
+def fork(heavy: Sequence) -> Iterator[Sequence]:
+    """A fork of it, to which steps append."""
+    fork = heavy.fork()
+    yield fork
+    fork.delete()
+
+
+@pytest.fixture
+def forks(heavy: Sequence) -> Iterator[list[Sequence]]:
+    """Forks of it. A step of all of them takes as long as a long attend."""
+    forks = [heavy.fork() for _ in range(QUERIES // 8)]
+    yield forks
+    for fork in forks:
+        fork.delete()
+
+
+def of_a_step(count: int, tokens: int = 16) -> list[Any]:
+    """q [B, T, H_q, d], k and v [B, T, H_kv, d] of a step of `count` heavy sequences."""
+    return [np.ones((count, tokens, heads, 32), np.float16) for heads in (16, 1, 1)]
+
+
+def step_requests(fork: Sequence, count: int) -> list[attention.StepRequest]:
+    """A step whose layer is attended `count` times, with the same tokens."""
+    q, k, v = (encode(array, "a tensor") for array in of_a_step(1))
+    part = attention.DecodeStep.Part(
+        sequence=fork.name, token_start=TOKENS, generation=fork.generation
+    )
+    begin = attention.DecodeStep(
+        parts=[part], token_count=16, policy=Policy(selector="all").to_proto()
+    )
+    attend = attention.StepRequest(attend=attention.StepAttend(q=q, k=k, v=v))
+    return [attention.StepRequest(begin=begin), *[attend] * count]
+
+
 @EVERY_TRANSPORT
-def test_cancelled_decode(client: Client, heavy: Sequence, no_leak: Callable[[], None]) -> None:
-    stream = client.decode()
-    for _ in range(50):
-        stream.send(heavy, 0, np.ones((16, 16, 32), np.float16), policy=Policy(selector="all"))
-    stream.close()
+def test_cancelled_steps(
+    client: Client, heavy: Sequence, no_leak: Callable[[], None], fork: Sequence
+) -> None:
+    call = wire(client).stubs.attention.Step(iter(step_requests(fork, 50)))
+    time.sleep(0.1)
+    call.cancel()
     assert seconds_of_a_small_attend(heavy) < 2.0
-    with pytest.raises(ValueError, match="closed"):
-        stream.send(heavy, 0, np.ones((1, 16, 32), np.float16))
+    error = refused(lambda: list(call))
+    assert error.code == "CANCELLED"
 
 
 @EVERY_TRANSPORT
-def test_decode_deadline(client: Client, heavy: Sequence) -> None:
-    with client.decode(timeout=0.1) as stream:
-        for _ in range(1000):
-            stream.send(heavy, 0, np.ones((16, 16, 32), np.float16), policy=Policy(selector="all"))
-        with pytest.raises(spillway_kv.DeadlineExceeded):
-            receive_for_ever(stream)
+def test_step_deadline(client: Client, heavy: Sequence, fork: Sequence) -> None:
+    requests = step_requests(fork, 1000)
+    error = refused(lambda: list(wire(client).stubs.attention.Step(iter(requests), timeout=0.1)))
+    assert error.code == "DEADLINE_EXCEEDED"
     assert seconds_of_a_small_attend(heavy) < 2.0
 
 
 @EVERY_TRANSPORT
-def test_a_stream_that_fails_leaves_no_thread(client: Client, heavy: Sequence) -> None:
+def test_steps_that_fail_leave_no_thread(client: Client, fork: Sequence) -> None:
+    q, k, v = of_a_step(1)
+    k[0, 3, 0, 5] = np.nan
     before = threading.active_count()
-    stream = client.decode(timeout=0.1)
-    stream.send(heavy, 0, np.ones((QUERIES, 16, 32), np.float16))
-    with pytest.raises(spillway_kv.DeadlineExceeded):
-        stream.recv()
+    # More than the threads that may have been about to end.
+    steps = [client.begin_step([fork], token_count=16) for _ in range(10)]
+    for step in steps:
+        with pytest.raises(spillway_kv.OutOfRange):
+            step.attend(0, q, k.swapaxes(1, 2), v.swapaxes(1, 2))
     wait_for(lambda: threading.active_count() <= before)
 
 
-@EVERY_TRANSPORT
-def test_decode_cancelled_by_another_thread(client: Client, heavy: Sequence) -> None:
-    stream = client.decode()
-    stream.send(heavy, 0, np.ones((QUERIES, 16, 32), np.float16))
-    closer = threading.Timer(0.1, stream.close)
+@pytest.mark.transports("grpcio", "libspillway")
+def test_a_step_closed_by_another_thread(
+    client: Client, heavy: Sequence, forks: list[Sequence]
+) -> None:
+    q, k, v = of_a_step(len(forks))
+    rows = k.swapaxes(1, 2), v.swapaxes(1, 2)
+    step = client.begin_step(forks, token_count=16, policy=Policy(selector="all"))
+    closer = threading.Timer(0.1, step.close)
     closer.start()
-    with pytest.raises(spillway_kv.Cancelled):
-        stream.recv()
+    start = time.monotonic()
+    with pytest.raises(ValueError, match="the step is closed"):
+        step.attend(0, q, *rows)
+    assert time.monotonic() - start < 1.0
     closer.join()
-    assert stream.closed
+    with pytest.raises(ValueError, match="the step is closed"):
+        step.attend(0, q, *rows)
     assert seconds_of_a_small_attend(heavy) < 2.0
-
-
-@EVERY_TRANSPORT
-def test_one_thread_sends_while_another_receives(client: Client, model: Model) -> None:
-    sequence = client.create_sequence(model)
-    rows = np.ones((2, 1, 16), F32)
-    with client.decode() as stream:
-
-        def send() -> None:
-            for start in range(300):
-                stream.send(sequence, 0, np.ones((1, 4, 16), F32), rows, rows, start=start)
-
-        sender = threading.Thread(target=send)
-        sender.start()
-        ids: list[int] = []
-        while len(ids) < 300:
-            # There may be nothing in flight yet.
-            with suppress(ValueError):
-                ids.append(stream.recv()[0])
-        sender.join()
-    assert ids == sorted(ids)
-    assert sequence.refresh().layer_token_counts == (300, 0)
 
 
 @EVERY_TRANSPORT
 def test_bursts_are_served_in_order(client: Client, model: Model) -> None:
     """The daemon reads messages while it answers others. None may overtake another."""
-    rows = np.ones((2, 1, 16), F32)
+    q, k, v = (encode(np.ones((1, 1, heads, 16), F32), "a tensor") for heads in (4, 2, 2))
+    attend = attention.StepAttend(q=q, k=k, v=v)
     for _ in range(10):
         sequence = client.create_sequence(model)
-        with client.decode() as stream:
-            sent = [
-                stream.send(sequence, 0, np.ones((1, 4, 16), F32), rows, rows, start=start)
-                for start in range(300)
-            ]
-            assert [stream.recv()[0] for _ in sent] == sent
+        requests = []
+        for start in range(300):
+            part = attention.DecodeStep.Part(sequence=sequence.name, token_start=start)
+            begin = attention.DecodeStep(parts=[part], token_count=1)
+            requests.append(attention.StepRequest(begin=begin, attend=attend))
+        answers = list(wire(client).stubs.attention.Step(iter(requests), timeout=60))
+        assert [answer.status.code for answer in answers] == [0] * 300
+        visible = [list(a.results[0].certificate.visible_token_counts) for a in answers]
+        assert visible == [[start + 1] * 4 for start in range(300)]
+        assert sequence.refresh().layer_token_counts == (300, 0)
         sequence.delete()
 
 
-def test_interrupted_decode(target: str, heavy: Sequence) -> None:
-    """Ctrl-C ends every kind of wait."""
-    script = Path(__file__).with_name("decode_for_ever.py")
-    for library in (None, ""):
-        process = subprocess.Popen(
-            [sys.executable, script, target, heavy.name, str(QUERIES), "16", "32"],
-            env=os.environ if library is None else {**os.environ, "SPILLWAY_LIBRARY": library},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert process.stdout is not None
-        assert process.stdout.readline() == ("libspillway\n" if library is None else "grpcio\n")
-        time.sleep(0.3)
-        process.send_signal(signal.SIGINT)
-        assert process.stdout.readline() == "interrupted\n"
-        assert process.wait(10) == 0
-    assert seconds_of_a_small_attend(heavy) < 2.0
-
-
-def test_interrupted_step(target: str, heavy: Sequence) -> None:
-    """The same during a step that the daemon has begun. Afterwards the client continues."""
+@pytest.mark.parametrize("transport", ["doorbell", "grpcio"])
+def test_interrupted_step(target: str, heavy: Sequence, transport: str) -> None:
+    """Ctrl-C ends the wait for a step that the daemon has begun. Then the client continues."""
     script = Path(__file__).with_name("step_for_ever.py")
+    without = {"SPILLWAY_LIBRARY": ""} if transport == "grpcio" else {}
     process = subprocess.Popen(
         [sys.executable, script, target, heavy.name, str(QUERIES // 4)],
+        env={**os.environ, **without},
         stdout=subprocess.PIPE,
         text=True,
     )
     assert process.stdout is not None
-    assert process.stdout.readline() == "doorbell\n"
+    assert process.stdout.readline() == f"{transport}\n"
     time.sleep(0.3)
     start = time.monotonic()
     process.send_signal(signal.SIGINT)
@@ -205,6 +216,31 @@ def test_interrupted_step(target: str, heavy: Sequence) -> None:
     assert process.stdout.readline() == "another\n"
     assert process.stdout.readline() == "the same again\n"
     assert process.wait(10) == 0
+
+
+def test_interrupted_step_in_messages_of_libspillway(
+    target: str, heavy: Sequence, forks: list[Sequence]
+) -> None:
+    q, k, v = of_a_step(len(forks))
+    handled = signal.signal(signal.SIGINT, signal.default_int_handler)
+    with spillway_kv.connect(target) as client:
+        wire(client).carrier = Carrier.MESSAGES
+        sequences = [client.get_sequence(fork.name) for fork in forks]
+        step = client.begin_step(sequences, token_count=16, policy=Policy(selector="all"))
+        assert client.step_transport == "libspillway"
+        interrupt = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+        start = time.monotonic()
+        try:
+            interrupt.start()
+            with pytest.raises(KeyboardInterrupt):
+                step.attend(0, q, k.swapaxes(1, 2), v.swapaxes(1, 2))
+        finally:
+            interrupt.join()
+            signal.signal(signal.SIGINT, handled)
+        assert time.monotonic() - start < 1.0
+        with pytest.raises(ValueError, match="the step is closed"):
+            step.attend(0, q, k.swapaxes(1, 2), v.swapaxes(1, 2))
+    assert seconds_of_a_small_attend(heavy) < 2.0
 
 
 @contextmanager
@@ -380,11 +416,6 @@ def test_cycles_do_not_leak(client: Client, model: Model) -> None:
     assert used[-1] < used[1] + 1024
 
 
-def receive_for_ever(stream: spillway_kv.DecodeStream) -> None:
-    while True:
-        stream.recv()
-
-
 def append_for_ever(sequence: Sequence, rows: Any) -> None:
     for start in itertools.count(0, rows.shape[2]):
         sequence.append(0, start, rows, rows)
@@ -434,19 +465,18 @@ def test_memory_runs_out(small_client: Client) -> None:
 def test_daemon_gone(tmp_path: Path, native: bool) -> None:
     with running_daemon(tmp_path) as target:
         client = spillway_kv.connect(target, native=native)
-        stream = client.decode()
         sequence = client.create_sequence(
             client.create_model(
-                layer_count=1, query_head_count=1, kv_head_count=1, head_dim=16, dtype="float32"
+                layer_count=2, query_head_count=1, kv_head_count=1, head_dim=16, dtype="float32"
             )
         )
-        rows = np.ones((1, 1, 16), F32)
-        stream.step(sequence, 0, rows, rows, rows)
+        rows = np.ones((1, 1, 1, 16), F32)
+        step = client.begin_step([sequence])
+        step.attend(0, rows, rows, rows)
     with client:
-        stream.send(sequence, 0, rows, rows, rows, start=1)
-        with pytest.raises((spillway_kv.Unavailable, spillway_kv.Cancelled)):
-            stream.recv()
-        assert stream.closed
+        for _ in range(2):
+            with pytest.raises((spillway_kv.Unavailable, spillway_kv.Cancelled)):
+                step.attend(1, rows, rows, rows)
         with pytest.raises(spillway_kv.Unavailable):
             client.get_server_info()
-        stream.close()
+        step.close()

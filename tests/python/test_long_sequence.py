@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from daemon_process import on_gpu
-from helpers import delete_model
+from helpers import delete_model, step
 from reference import dense_attention
 from spillway_kv import Client, Policy, Sequence, TopK
 
@@ -126,8 +126,7 @@ def test_the_last_token_is_appended_and_seen(long: Long) -> None:
     rng = np.random.default_rng(9)
     k, v = rng.standard_normal((2, KV_HEADS, 1, DIM), np.float32).astype(np.float16)
     q = np.repeat(8 * k[:, 0], HEADS // KV_HEADS, axis=0)[None].astype(np.float32)
-    with long.sequence._client.decode() as stream:
-        result = stream.step(long.sequence, 0, q, k, v)
+    result = step(long.sequence, 0, q, k, v)
     assert (result.certificate.visible_token_counts == TOKENS + 1).all()
     wanted = np.repeat(v[:, 0], HEADS // KV_HEADS, axis=0).astype(np.float32)
     np.testing.assert_allclose(result.out[0], wanted, atol=0.05)

@@ -316,9 +316,9 @@ def test_bad_policy_everywhere(scene: Scene, field: str, bad: policies.Policy) -
     for prefix, call in calls.items():
         error = refuse(call, INVALID)
         assert any(prefix + field in violation.field for violation in error.fields), error.fields
-    decode = attention.DecodeRequest(sequence=item.sequence, q=item.q, policy=item.policy)
-    (answer,) = stubs.attention.Decode(iter([decode]))
-    failure = error_from_status(answer.result.status)
+    request = step_request(new_part(scene), new_attend(), policy=bad)
+    (answer,) = stubs.attention.Step(iter([request]))
+    failure = error_from_status(answer.status)
     assert any(f"policy.{field}" in violation.field for violation in failure.fields)
 
 
@@ -537,42 +537,94 @@ def test_bad_append(scene: Scene, codes: Any, changes: dict[str, Any]) -> None:
         assert "10" in error.message  # the layer's length
 
 
-def new_rows(**changes: Any) -> attention.NewRows:
-    """A valid new token of one layer, with changes."""
-    fields: dict[str, Any] = {"token_start": 10, **both((2, 1, 16)), **changes}
-    return attention.NewRows(**{name: value for name, value in fields.items() if value is not None})
+def new_part(scene: Scene, **changes: Any) -> attention.DecodeStep.Part:
+    """A valid part of a step, with changes."""
+    fields: dict[str, Any] = {"sequence": scene.sequence.name, "token_start": 10, **changes}
+    return attention.DecodeStep.Part(**fields)
 
 
-def queries(scene: Scene, **changes: Any) -> dict[str, Any]:
-    """The fields that DecodeRequest and AttendItem share, with changes."""
-    fields: dict[str, Any] = {"sequence": scene.sequence.name, "q": tensor((1, 4, 16)), **changes}
-    return {name: value for name, value in fields.items() if value is not None}
+def new_attend(**changes: Any) -> attention.StepAttend:
+    """A valid attend of one new token of one sequence, with changes."""
+    fields: dict[str, Any] = {"q": tensor((1, 1, 4, 16)), **both((1, 1, 2, 16)), **changes}
+    return attention.StepAttend(**{name: x for name, x in fields.items() if x is not None})
 
 
-BAD_ROWS: dict[str, tuple[Any, dict[str, Any]]] = {
+def step_request(
+    part: attention.DecodeStep.Part, attend: attention.StepAttend, **begin: Any
+) -> attention.StepRequest:
+    """A step of one new token of one sequence, with changes of what begins it."""
+    fields: dict[str, Any] = {"parts": [part], "token_count": 1, **begin}
+    return attention.StepRequest(begin=attention.DecodeStep(**fields), attend=attend)
+
+
+def ask_step(client: Client, *requests: attention.StepRequest) -> list[str]:
+    """The code of each answer. Answers with an error must have a message, and nothing else."""
+    codes = []
+    for answer in wire(client).stubs.attention.Step(iter(requests)):
+        if answer.status.code:
+            assert len(answer.status.message) > 8
+            assert not answer.out.data
+        codes.append(code_pb2.Code.Name(answer.status.code))
+    return codes
+
+
+BAD_TENSORS: dict[str, tuple[Any, dict[str, Any]]] = {
     "no k": (INVALID, {"k": None}),
     "no v": (INVALID, {"v": None}),
-    "no dtype": (INVALID, both((2, 1, 16), dtype=0)),
-    "other dtype": (INVALID, both((2, 1, 16), bytes(64), tensors.DTYPE_F16)),
-    "unknown dtype": (INVALID, both((2, 1, 16), dtype=42)),
-    "short data": (INVALID, both((2, 1, 16), bytes(127))),
-    "long data": (INVALID, both((2, 1, 16), bytes(129))),
-    "no data": (INVALID, both((2, 1, 16), b"")),
+    "no dtype": (INVALID, both((1, 1, 2, 16), dtype=0)),
+    "unknown dtype": (INVALID, both((1, 1, 2, 16), dtype=42)),
+    "short data": (INVALID, both((1, 1, 2, 16), bytes(127))),
+    "long data": (INVALID, both((1, 1, 2, 16), bytes(129))),
+    "no data": (INVALID, both((1, 1, 2, 16), b"")),
     "two dimensions": (INVALID, both((2, 16))),
-    "a dimension for layers": (INVALID, both((1, 2, 1, 16))),
+    "no dimension for sequences": (INVALID, both((1, 2, 16))),
     "no dimensions": (INVALID, both(())),
-    "zero tokens": (INVALID, both((2, 0, 16))),
-    "17 tokens": (INVALID, both((2, 17, 16))),
-    "negative": (INVALID, both((2, -1, 16), bytes(128))),
-    "huge tokens": (INVALID, both((2, HUGE, 16), bytes(128))),
-    "product overflows to 128": (INVALID, both((2, 2**57 + 1, 16), bytes(128))),
-    "product overflows to 0": (INVALID, both((2, 2**57, 16), b"")),
-    "heads": (INVALID, both((4, 1, 16))),
-    "head_dim": (INVALID, both((2, 1, 32))),
-    "v differs": (INVALID, {"v": tensor((2, 2, 16))}),
+    "zero tokens": (INVALID, both((1, 0, 2, 16))),
+    "two tokens": (INVALID, both((1, 2, 2, 16))),
+    "negative": (INVALID, both((1, -1, 2, 16), bytes(128))),
+    "huge tokens": (INVALID, both((1, HUGE, 2, 16), bytes(128))),
+    "product overflows to 128": (INVALID, both((1, 2**57 + 1, 2, 16), bytes(128))),
+    "product overflows to 0": (INVALID, both((1, 2**57, 2, 16), b"")),
+    "heads": (INVALID, both((1, 1, 4, 16))),
+    "two sequences": (INVALID, both((2, 1, 2, 16))),
+    "v differs": (INVALID, {"v": tensor((1, 2, 2, 16))}),
+    "no q": (INVALID, {"q": None}),
+    "q dtype": (INVALID, {"q": tensor((1, 1, 4, 16), dtype=tensors.DTYPE_U32)}),
+    "q no dtype": (INVALID, {"q": tensor((1, 1, 4, 16), dtype=0)}),
+    "q head_dim": (INVALID, {"q": tensor((1, 1, 4, 32))}),
+    "q two dimensions": (INVALID, {"q": tensor((4, 16))}),
+    "q of no sequence": (INVALID, {"q": tensor((0, 1, 4, 16))}),
+    "nothing of no sequence": (INVALID, {"q": tensor((0, 1, 4, 16)), **both((0, 1, 2, 16))}),
+    "q of -1 sequences": (INVALID, {"q": tensor((-1, 1, 4, 16), bytes(256))}),
+    "all of -1 sequences": (
+        INVALID,
+        {"q": tensor((-1, 1, 4, 16), b""), **both((-1, 1, 2, 16), b"")},
+    ),
+    "no queries": (INVALID, {"q": tensor((1, 0, 4, 16))}),
+    "two queries": (INVALID, {"q": tensor((1, 2, 4, 16))}),
+    "short q": (INVALID, {"q": tensor((1, 1, 4, 16), bytes(255))}),
+    "huge q": (INVALID, {"q": tensor((HUGE, 1, 4, 16), bytes(256))}),
+    "q overflows to 256": (INVALID, {"q": tensor((2**56 + 1, 1, 4, 16), bytes(256))}),
+    "part -1": (INVALID, {"part_start": -1}),
+    "part 2^31 - 1": (INVALID, {"part_start": 2**31 - 1}),
+    "out_dtype U8": (INVALID, {"out_dtype": tensors.DTYPE_U8}),
+    "out_dtype 99": (INVALID, {"out_dtype": 99}),
+}
+
+
+@pytest.mark.parametrize(("codes", "changes"), BAD_TENSORS.values(), ids=BAD_TENSORS)
+def test_bad_tensors_of_a_step(scene: Scene, codes: Any, changes: dict[str, Any]) -> None:
+    request = step_request(new_part(scene), new_attend(**changes))
+    (code,) = ask_step(scene.client, request)
+    assert code in codes
+
+
+BAD_PARTS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "no name": ((INVALID, MISSING), {"sequence": ""}),
+    "unknown": (MISSING, {"sequence": "sequences/none"}),
+    "a model": ((INVALID, MISSING), {"sequence": "models/none"}),
     "start -1": (EITHER, {"token_start": -1}),
     "gap": (RANGE, {"token_start": 11}),
-    "straddle": (RANGE, {"token_start": 9, **both((2, 2, 16))}),
     "far gap": (RANGE, {"token_start": HUGE}),
     "end overflows": (RANGE, {"token_start": 2**63 - 1}),
     "other bytes": ("ALREADY_EXISTS", {"token_start": 9}),
@@ -582,15 +634,40 @@ BAD_ROWS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("codes", "changes"), BAD_ROWS.values(), ids=BAD_ROWS)
-def test_bad_decode(scene: Scene, codes: Any, changes: dict[str, Any]) -> None:
-    request = attention.DecodeRequest(
-        correlation_id=7, append=new_rows(**changes), **queries(scene)
+@pytest.mark.parametrize(("codes", "changes"), BAD_PARTS.values(), ids=BAD_PARTS)
+def test_bad_part_of_a_step(scene: Scene, codes: Any, changes: dict[str, Any]) -> None:
+    request = step_request(new_part(scene, **changes), new_attend())
+    (code,) = ask_step(scene.client, request)
+    assert code in codes
+
+
+def test_a_step_that_straddles_the_end(scene: Scene) -> None:
+    q, rows = tensor((1, 2, 4, 16)), both((1, 2, 2, 16))
+    request = step_request(new_part(scene, token_start=9), new_attend(q=q, **rows), token_count=2)
+    assert ask_step(scene.client, request) == [RANGE]
+
+
+@pytest.mark.parametrize("count", [0, 17, -1, 2**31 - 1, -(2**31)])
+def test_bad_token_count_of_a_step(scene: Scene, count: int) -> None:
+    # With tensors of so many tokens, if they are few.
+    shown = count if 0 <= count <= 17 else 1
+    attend = new_attend(q=tensor((1, shown, 4, 16)), **both((1, shown, 2, 16)))
+    (code,) = ask_step(scene.client, step_request(new_part(scene), attend, token_count=count))
+    assert code in EITHER
+
+
+def test_bad_parts_of_a_step(scene: Scene) -> None:
+    other = scene.client.create_model(
+        layer_count=2, query_head_count=4, kv_head_count=2, head_dim=16, dtype="float32"
     )
-    (answer,) = wire(scene.client).stubs.attention.Decode(iter([request]))
-    assert answer.correlation_id == 7
-    assert code_pb2.Code.Name(answer.result.status.code) in codes, answer.result.status
-    assert len(answer.result.status.message) > 8
+    stranger = scene.client.create_sequence(other)
+    good, foreign = new_part(scene), new_part(scene, sequence=stranger.name, token_start=0)
+    for parts in ([], [good, good], [good] * 257, [good, foreign]):
+        count = len(parts)
+        attend = new_attend(q=tensor((count, 1, 4, 16)), **both((count, 1, 2, 16)))
+        assert ask_step(scene.client, step_request(good, attend, parts=parts)) == [INVALID]
+    stranger.delete()
+    scene.client.delete_model(other)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -660,10 +737,6 @@ def test_bad_item_everywhere(scene: Scene, codes: Any, changes: dict[str, Any]) 
     stubs, bad = wire(scene.client).stubs.attention, item(scene, **changes)
     refuse(lambda: stubs.Attend(attention.AttendRequest(items=[bad])), codes)
     refuse(lambda: stubs.Select(attention.SelectRequest(item=bad)), codes)
-    decode = attention.DecodeRequest(correlation_id=3, **queries(scene, **changes))
-    (answer,) = stubs.Decode(iter([decode]))
-    assert answer.correlation_id == 3
-    assert code_pb2.Code.Name(answer.result.status.code) in codes, answer.result.status
 
 
 @pytest.mark.parametrize("layer", [-1, 2, 2**31 - 1, -(2**31)])
@@ -674,8 +747,8 @@ def test_bad_layer(scene: Scene, layer: int) -> None:
     tokens = attention.TokenRange(count=1)
     fetch = attention.FetchPagesRequest(layer=layer, sequence=scene.sequence.name, tokens=tokens)
     refuse(lambda: list(stubs.FetchPages(fetch)), EITHER)
-    (answer,) = stubs.Decode(iter([attention.DecodeRequest(layer=layer, **queries(scene))]))
-    assert code_pb2.Code.Name(answer.result.status.code) in EITHER
+    (code,) = ask_step(scene.client, step_request(new_part(scene), new_attend(layer=layer)))
+    assert code in EITHER
 
 
 def test_bad_attends(scene: Scene, client: Client) -> None:
@@ -715,28 +788,23 @@ def test_query_that_is_not_finite(scene: Scene) -> None:
         assert code in EITHER
 
 
-def test_bad_decodes(scene: Scene, client: Client) -> None:
+def test_bad_steps_leave_their_stream_open(scene: Scene) -> None:
     other = scene.sequence.fork()
-    requests = [
-        attention.DecodeRequest(),
-        attention.DecodeRequest(append=new_rows()),
-        attention.DecodeRequest(append=new_rows(), **queries(scene, q=None)),
-        attention.DecodeRequest(append=new_rows(), **queries(scene, sequence="sequences/none")),
-        attention.DecodeRequest(append=attention.NewRows(), **queries(scene)),
-        attention.DecodeRequest(**queries(scene), out_dtype=tensors.DTYPE_U8),
-        attention.DecodeRequest(layer=1, **queries(scene, sequence=other.name)),
+    bad = [
+        attention.StepRequest(attend=new_attend()),
+        attention.StepRequest(),
+        step_request(new_part(scene, sequence="sequences/none"), new_attend()),
+        attention.StepRequest(attend=new_attend()),
+        *(step_request(new_part(scene, **part), new_attend()) for _, part in BAD_PARTS.values()),
+        *(step_request(new_part(scene), new_attend(**x)) for _, x in BAD_TENSORS.values()),
     ]
-    for index, request in enumerate(requests):
-        request.correlation_id = index
-    answers = {a.correlation_id: a for a in wire(client).stubs.attention.Decode(iter(requests))}
-    assert sorted(answers) == list(range(len(requests)))
-    for index in range(len(requests) - 1):
-        status = answers[index].result.status
-        # If an earlier message of the layer failed, this one may be refused for that reason.
-        expected = (INVALID, MISSING, "FAILED_PRECONDITION")
-        assert code_pb2.Code.Name(status.code) in expected, (index, status)
-    # The stream is still open, and an attend without an append works.
-    assert answers[len(requests) - 1].result.status.code == 0
+    good = step_request(new_part(scene, sequence=other.name), new_attend(layer=1))
+    *refusals, last = ask_step(scene.client, *bad, good)
+    assert len(refusals) == len(bad)
+    assert refusals[:4] == ["FAILED_PRECONDITION", INVALID, MISSING, MISSING]
+    assert "OK" not in refusals
+    assert last == "OK"
+    assert other.refresh().layer_token_counts == (10, 11)
     other.delete()
 
 

@@ -25,8 +25,8 @@ def forgotten() -> Iterator[None]:
 
 
 def transport(target: str, native: bool | None = None) -> str:
-    with spillway_kv.connect(target, native=native) as client, client.decode() as stream:
-        return stream.transport
+    with spillway_kv.connect(target, native=native) as client:
+        return client.transport
 
 
 def test_by_environment(target: str, monkeypatch: pytest.MonkeyPatch) -> None:

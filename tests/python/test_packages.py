@@ -130,7 +130,7 @@ def run(unpacked: Path, code: str) -> str:
     return done.stdout.strip()
 
 
-def test_streams_go_through_the_wheel_own_library(
+def test_steps_go_through_the_wheel_own_library(
     wheels: Wheels, target: str, tmp_path: Path
 ) -> None:
     with zipfile.ZipFile(wheels.platform) as archive:
@@ -138,8 +138,8 @@ def test_streams_go_through_the_wheel_own_library(
     used = run(
         tmp_path,
         f"import spillway_kv\n"
-        f"with spillway_kv.connect({target!r}, native=True) as client, client.decode() as stream:\n"
-        f"    print(stream.transport, client._wire.native.library._name)",
+        f"with spillway_kv.connect({target!r}, native=True) as client:\n"
+        f"    print(client.transport, client._wire.native.library._name)",
     )
     assert used == f"libspillway {tmp_path}/spillway_kv/_lib/libspillway.so.1"
 

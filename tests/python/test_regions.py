@@ -221,17 +221,17 @@ def test_queries_and_outputs_in_a_region(
     np.testing.assert_array_equal(out, expected.out)
     np.testing.assert_array_equal(lse, expected.lse)
     out[:], lse[:] = 0, 0
-    # Transposed queries, in a decode step.
+    # Transposed queries.
     turned = region.array((4, 3, DIM))
     turned[:] = q.swapaxes(0, 1)
     start = turned.__array_interface__["data"][0] - region.address
-    step = attention.DecodeRequest(
+    item = attention.AttendItem(
         sequence=sequence.name,
         q=tensor(region.name, start, 3, 4, DIM, strides=(DIM * 4, 3 * DIM * 4, 4)),
         **places,
     )
-    (answer,) = wire(client).stubs.attention.Decode(iter([step]))
-    assert answer.result.status.code == 0
+    (result,) = wire(client).stubs.attention.Attend(attention.AttendRequest(items=[item])).results
+    assert result.status.code == 0
     np.testing.assert_array_equal(out, expected.out)
     np.testing.assert_array_equal(lse, expected.lse)
 

@@ -31,7 +31,6 @@ LIVE = {
     "server.connection_count_max",
     "server.open_stream_count_max",
     "server.stream_idle_seconds",
-    "server.decode_in_flight_max",
     "sequences.ttl_seconds",
     "sequences.unnamed_grace_seconds",
     "sequences.count_max",

@@ -12,6 +12,7 @@ import pytest
 import spillway_kv
 import torch
 from daemon_process import running_daemon
+from helpers import step
 from random_llama import generate, llama, prompt
 from spillway_kv.transformers import SpillwayCache
 
@@ -51,7 +52,7 @@ def test_cache(tmp_path: Path, native: bool, token_count: int) -> None:
     with running_daemon(tmp_path) as target:
         client = spillway_kv.connect(target, native=native)
         cache = SpillwayCache(spilled.config, client)
-        # Opens a decode stream, which the restart breaks.
+        # Decodes, so that the client has a doorbell or a call, which the restart breaks.
         generate(spilled, ids, cache, max_new_tokens=3)
         fork = cache.fork()
     with running_daemon(tmp_path), client, torch.no_grad():
@@ -114,6 +115,7 @@ def test_sequence(tmp_path: Path) -> None:
             lambda lost: lost.attend(0, q),
             lambda lost: lost.select(0, q),
             lambda lost: lost.fetch(0, 0, 1),
+            lambda lost: step(lost, 0, q, k[:, :1], k[:, :1], start=4),
             spillway_kv.Sequence.fork,
             lambda lost: lost.truncate(0),
             spillway_kv.Sequence.delete,
@@ -122,8 +124,6 @@ def test_sequence(tmp_path: Path) -> None:
             for call in calls:
                 with lost_by_restart():
                     call(handle)
-        with client.decode() as stream, lost_by_restart():
-            stream.step(sequence, 0, q)
         with lost_by_restart():
             client.attend(0, {fresh: q, sequence: q})
         copy = fresh.fork()

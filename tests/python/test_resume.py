@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import spillway_kv
 import torch
-from arena_folder import DIM, SHAPES, Daemon, Writer, daemon, rows
+from arena_folder import DIM, LAYERS, SHAPES, Daemon, Writer, daemon, rows
 from daemon_process import running_daemon
 from random_llama import generate, llama, prompt
 from spillway_kv._native import Carrier
@@ -107,11 +107,13 @@ def test_a_batch_and_a_prompt_in_chunks(tmp_path: Path) -> None:
             assert kill.count == 3
 
 
-@pytest.mark.parametrize("native", [False, True], ids=["grpcio", "libspillway"])
-def test_calls(tmp_path: Path, native: bool) -> None:
+@pytest.mark.parametrize("how", ["grpcio", "libspillway", "doorbell"])
+def test_calls(tmp_path: Path, how: str) -> None:
     q = rows(99, 0, 2)[0].transpose(1, 0, 2).reshape(1, 4, DIM)
     with daemon(tmp_path) as each, killer(each) as kill:
-        with spillway_kv.connect(each.target, native=native) as client:
+        with spillway_kv.connect(each.target, native=how != "grpcio") as client:
+            if how == "libspillway":
+                wire(client).carrier = Carrier.MESSAGES
             client.create_model("m", **SHAPES)
             sequence = client.create_sequence("models/m", "s")
             writer = Writer(1, "sequences/s")
@@ -131,67 +133,23 @@ def test_calls(tmp_path: Path, native: bool) -> None:
             kill()
             again = sequence.select(0, q)
             np.testing.assert_array_equal(np.asarray(chosen.indices), np.asarray(again.indices))
-            # A stream with several steps in flight.
-            with client.decode() as stream:
-                ids = []
-                for at in range(12_000, 12_004):
-                    new = rows(1, at, 1)
-                    ids.append(stream.send(sequence, 0, q, new[0], -new[0], start=at))
-                first, result = stream.recv()
-                assert first == ids[0]
-                kill()
-                more = [stream.recv() for _ in ids[1:]]
-                assert [number for number, _ in more] == ids[1:]
-                for at, (_, result) in zip(range(12_001, 12_004), more, strict=True):
-                    expected = sequence.attend(0, q, visible=[at + 1])
-                    np.testing.assert_array_equal(np.asarray(result.out), np.asarray(expected.out))
-            new = rows(1, 12_000, 4)[1]
-            sequence.append(1, 12_000, new, -new)
+            # Steps one after the other, with an attend in flight.
+            for at in range(12_000, 12_004):
+                new = rows(1, at, 1)[:, None]
+                with client.begin_step([sequence]) as step:
+                    for layer in range(LAYERS):
+                        answer = step._asked(
+                            layer, q[None], new[layer], -new[layer], None, at_once=True
+                        )
+                        if at % 2 == layer:
+                            kill()
+                        out, lse = answer()
+                        kept = sequence.attend(layer, q)
+                        np.testing.assert_array_equal(out[0], kept.out)
+                        np.testing.assert_array_equal(lse[0], kept.lse)
+            assert client.step_transport == how
             writer.acknowledged += 4
             writer.check(client)
-
-
-@pytest.mark.parametrize("native", [False, True], ids=["grpcio", "libspillway"])
-def test_a_thread_sends_while_another_one_resumes(
-    tmp_path: Path, native: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    q = rows(99, 0, 2)[0].transpose(1, 0, 2).reshape(1, 4, DIM)
-    with daemon(tmp_path) as each, spillway_kv.connect(each.target, native=native) as client:
-        sequence = client.create_sequence(client.create_model("m", **SHAPES), "s")
-        with client.decode() as stream:
-
-            def send(at: int) -> None:
-                new = rows(1, at, 1)[0]
-                stream.send(sequence, 0, q, new, -new, start=at)
-
-            opened = stream._opened
-            sender = threading.Thread(target=send, args=(3,))
-
-            def opened_while_another_sends() -> Any:
-                made: Any = opened()
-
-                def begin(request: Any) -> Any:
-                    del made.send
-                    sender.start()
-                    sender.join(0.5)
-                    return made.send(request)
-
-                if sender.ident is None:
-                    made.send = begin
-                return made
-
-            send(0)
-            assert stream.recv()[0] == 1
-            monkeypatch.setattr(stream, "_opened", opened_while_another_sends)
-            each.kill()
-            each.start()
-            for at in (1, 2):
-                send(at)
-            assert [stream.recv()[0] for _ in range(2)] == [2, 3]
-            sender.join()
-            assert stream.recv()[0] == 4
-            assert not stream._pending
-        assert sequence.refresh().layer_token_counts == (4, 0)
 
 
 def once_reached(call: Callable[[], object]) -> None:

@@ -8,15 +8,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 import spillway_kv
 from arena_folder import SHAPES, Writer
 from arena_folder import daemon as arena_daemon
-from helpers import delete_model, refused, wait_for
+from helpers import delete_model, refused, step, wait_for
 from spillway_kv import Client, FailedPrecondition, Model, Sequence
 from spillway_kv._proto import attention_service_pb2 as attention
 from spillway_kv.connection import wire
+from test_step_call import Call, failure
+from test_step_call import attend as attend_message
+from test_step_call import step as step_message
 
 EVERY_TRANSPORT = pytest.mark.transports("grpcio", "libspillway", "regions", "embedded")
 pytestmark = EVERY_TRANSPORT
@@ -115,26 +119,40 @@ def test_one_of_a_step_stops_all(
     with client.begin_step([sequence, sealed]) as step:
         expect_sealed(lambda: step.attend(0, q, *new_token(rows, 0, 2)), sealed)
     assert sealed.refresh().layer_token_counts == (LENGTH,) * LAYERS
-    if client.step_transport in ("doorbell", "embedded"):
-        # On a stream, each sequence has its own message, so others may have appended.
-        assert sequence.refresh().layer_token_counts == (LENGTH,) * LAYERS
+    assert sequence.refresh().layer_token_counts == (LENGTH,) * LAYERS
 
 
-def test_a_decode_stream_is_refused_and_goes_on(
+def test_steps_are_refused(sequence: Sequence, rows: Any, rng: np.random.Generator) -> None:
+    q = normal(rng, 1, HEADS, DIM)
+    sequence.seal()
+    # Also tokens that exist already.
+    for start in (LENGTH, LENGTH, LENGTH - 1):
+        k, v = rows[:, 0, :, start : start + 1]
+        expect_sealed(partial(step, sequence, 0, q, k, v, start=start), sequence)
+    assert sequence.refresh().layer_token_counts == (LENGTH,) * LAYERS
+    sequence.unseal()
+    step(sequence, 0, q, *new_token(rows, 0), start=LENGTH)
+    assert sequence.refresh().layer_token_counts == (LENGTH + 1, LENGTH, LENGTH, LENGTH)
+
+
+@pytest.mark.transports("libspillway")
+def test_a_call_is_refused_and_goes_on(
     client: Client, sequence: Sequence, rows: Any, rng: np.random.Generator
 ) -> None:
-    q = normal(rng, 1, HEADS, DIM)
-    with client.decode() as stream:
+    # Tensors of messages are [P, T, heads, d].
+    k, v = (array.swapaxes(1, 2) for array in new_token(rows, 0, 1))
+    asked = attend_message(0, normal(rng, 1, 1, HEADS, DIM), k, v)
+    begin = step_message([sequence], [LENGTH])
+    with grpc.insecure_channel(client.target) as channel:
+        call = Call(channel)
         sequence.seal()
-        # For the same layer too: each message is refused as sealed, not because an earlier one
-        # failed.
-        for start in (LENGTH, LENGTH, LENGTH - 1):
-            k, v = rows[:, 0, :, start : start + 1]
-            expect_sealed(partial(stream.step, sequence, 0, q, k, v, start=start), sequence)
-        np.testing.assert_array_equal(stream.step(sequence, 1, q).out, sequence.attend(1, q).out)
-        assert sequence.refresh().layer_token_counts == (LENGTH,) * LAYERS
+        for fields in ({"begin": begin}, {"begin": begin}, {}):
+            assert failure(call.ask(attend=asked, **fields))[1] == "SEQUENCE_SEALED"
         sequence.unseal()
-        stream.step(sequence, 0, q, *new_token(rows, 0), start=LENGTH)
+        for fields in ({}, {"begin": begin}):
+            assert call.ask(attend=asked, **fields).status.code == 0
+        call.close()
+        assert next(call.responses, None) is None
     assert sequence.refresh().layer_token_counts == (LENGTH + 1, LENGTH, LENGTH, LENGTH)
 
 

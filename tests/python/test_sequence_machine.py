@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import spillway_kv
-from helpers import held
+from helpers import held, step
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -72,10 +72,8 @@ class SequenceMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.alive: list[Twin] = []
-        self.stream = self.client.decode()
 
     def teardown(self) -> None:
-        self.stream.close()
         for twin in self.alive:
             twin.sequence.delete()
         # A row goes with the last sequence that has it, even if it was shared.
@@ -178,7 +176,7 @@ class SequenceMachine(RuleBasedStateMachine):
         k, v = rows(seed, 1, count)
         q = np.random.default_rng(seed).standard_normal((count, HEADS, DIM), np.float32)
         start = twin.counts[layer]
-        result = self.stream.step(twin.sequence, layer, q, k[0], v[0], start=start)
+        result = step(twin.sequence, layer, q, k[0], v[0], start=start)
         twin.k[layer] = np.concatenate([twin.k[layer], k[0]], 1)
         twin.v[layer] = np.concatenate([twin.v[layer], v[0]], 1)
         self.compare(twin, layer, q, None, result)

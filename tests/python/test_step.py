@@ -68,13 +68,13 @@ def test_sums_are_those_of_the_results(
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 16])
-def test_gives_what_single_steps_give(
+def test_gives_what_append_and_attend_give(
     client: Client, model: Model, rng: np.random.Generator, tokens: int
 ) -> None:
     together = filled(client, model, rng)
     alone = [sequence.fork() for sequence in together]
     for _ in range(2):
-        with client.begin_step(together, token_count=tokens) as step, client.decode() as stream:
+        with client.begin_step(together, token_count=tokens) as step:
             assert step.starts == tuple(sequence.token_count for sequence in alone)
             for layer in (1, 0):  # in any order
                 q, k, v = tensors(rng, tokens)
@@ -83,7 +83,8 @@ def test_gives_what_single_steps_give(
                 assert (lse.shape, lse.dtype) == (q.shape[:3], np.float32)
                 results = step.results()
                 for i, sequence in enumerate(alone):
-                    one = stream.step(sequence, layer, q[i], k[i], v[i])
+                    sequence.append(layer, step.starts[i], k[i], v[i])
+                    one = client.attend(layer, {sequence: q[i]})[sequence]
                     np.testing.assert_array_equal(out[i], one.out)
                     np.testing.assert_array_equal(lse[i], one.lse)
                     mine, theirs = results[i].certificate, one.certificate
@@ -281,13 +282,9 @@ def test_bad_tensors_append_nothing(client: Client, model: Model, rng: np.random
             ) as e:
                 step.attend(0, **bad_tensors)
             assert e.value.reason == "NON_FINITE"
-            # In messages, each error belongs to one sequence.
-            if client.transport != "grpcio":
-                assert sequences[index[0]].name in str(e.value)
-    # On a stream, the sequences with valid rows have appended them.
+            assert sequences[index[0]].name in str(e.value)
     lengths = [sequence.refresh().layer_token_counts for sequence in sequences]
-    if client.transport == "embedded":
-        assert lengths == [(length, length) for length in LENGTHS]
+    assert lengths == [(length, length) for length in LENGTHS]
 
 
 def test_what_went_on_meanwhile_is_said(

@@ -5,20 +5,24 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grpc
 import numpy as np
 import pytest
 import spillway_kv
 from daemon_process import binary, running_daemon
-from helpers import wait_for
+from helpers import step, wait_for
 from spillway_kv import Client, Sequence
 from spillway_kv._native import Carrier
 from spillway_kv._native_step import NativeStep
-from spillway_kv._proto import attention_service_pb2
+from spillway_kv._proto import attention_service_pb2 as attention
+from spillway_kv._proto import attention_service_pb2_grpc
 from spillway_kv.connection import wire
 from spillway_kv.lab import serving
+from spillway_kv.tensors import fill
 
 # With this limit, every attend is slow.
 FLAGS = ("--log-format", "json", "--slow-attend-ms", "0.000001", "--device", "cpu")
@@ -53,27 +57,44 @@ def new_sequence(client: Client) -> Sequence:
     return client.create_sequence(model)
 
 
-@pytest.mark.parametrize("native", [False, True], ids=["grpcio", "libspillway"])
-def test_a_message_of_a_stream_is_of_the_trace_it_is_sent_in(
-    folder: Path, target: str, native: bool
+def messages(sequence: Sequence, trace_ids: list[str]) -> Iterator[attention.StepRequest]:
+    """Steps of one token each, with these trace ids. Empty: none."""
+    for start, trace_id in enumerate(trace_ids):
+        request = attention.StepRequest()
+        request.begin.token_count, request.begin.trace_id = 1, trace_id
+        request.begin.parts.add(sequence=sequence.name, token_start=start)
+        for array, tensor in ((Q, request.attend.q), (ROWS, request.attend.k)):
+            fill(tensor, array.reshape(1, 1, 2, 16), "tensor")
+        request.attend.v.CopyFrom(request.attend.k)
+        yield request
+
+
+@pytest.mark.parametrize(
+    ("metadata", "opened"),
+    [
+        ((("x-request-id", "opened"),), "opened"),
+        ((("traceparent", TRACEPARENT), ("x-request-id", "opened")), TRACE),
+        ((), None),
+    ],
+)
+def test_a_step_of_a_call_has_its_own_trace_or_that_of_the_call(
+    folder: Path, target: str, metadata: Any, opened: str | None
 ) -> None:
-    with spillway_kv.connect(target, native=native) as client:
+    with spillway_kv.connect(target) as client, grpc.insecure_channel(target) as channel:
         sequence = new_sequence(client)
-        with spillway_kv.traced(request_id="opened"):
-            stream = client.decode()
-        with stream:
-            with spillway_kv.traced(TRACEPARENT):
-                stream.step(sequence, 0, Q, ROWS, ROWS)
-            stream.step(sequence, 0, Q, ROWS, ROWS)
-            with spillway_kv.traced(request_id="job-7/3"):
-                stream.step(sequence, 0, Q, ROWS, ROWS)
+        stub: Any = attention_service_pb2_grpc.AttentionServiceStub(channel)
+        asked = messages(sequence, ["job-7/2", "", "job-7/3"])
+        answers = list(stub.Step(asked, metadata=metadata, timeout=60))
+        assert [answer.status.code for answer in answers] == [0, 0, 0]
         wait_for(lambda: len(traces(folder, "slow_step", sequence.name)) == 3)
-    assert traces(folder, "slow_step", sequence.name) == [TRACE, "opened", "job-7/3"]
+    assert traces(folder, "slow_step", sequence.name) == ["job-7/2", opened, "job-7/3"]
 
 
-@pytest.mark.parametrize("transport", ["grpcio", "doorbell"])
+@pytest.mark.parametrize("transport", ["grpcio", "libspillway", "doorbell"])
 def test_a_step_is_of_the_trace_it_was_begun_in(folder: Path, target: str, transport: str) -> None:
     with spillway_kv.connect(target, native=transport != "grpcio") as client:
+        if transport == "libspillway":
+            wire(client).carrier = Carrier.MESSAGES
         sequence = new_sequence(client)
         with spillway_kv.traced(TRACEPARENT):
             step = client.begin_step([sequence])
@@ -92,9 +113,9 @@ def test_a_step_that_is_refused_names_its_trace(folder: Path, target: str) -> No
         sequence.delete()
         with spillway_kv.traced(TRACEPARENT), pytest.raises(spillway_kv.NotFound):
             client.begin_step([sequence])
-        with client.decode() as stream, spillway_kv.traced(request_id="job-8"):
-            with pytest.raises(spillway_kv.NotFound):
-                stream.step(sequence, 0, Q, ROWS, ROWS, start=0)
+        wire(client).carrier = Carrier.MESSAGES
+        with spillway_kv.traced(request_id="job-8"), pytest.raises(spillway_kv.NotFound):
+            step(sequence, 0, Q, ROWS, ROWS, start=0)
     wait_for(lambda: len(traces(folder, "refused", sequence.name)) == 2)
     assert traces(folder, "refused", sequence.name) == [TRACE, "job-8"]
 
@@ -103,19 +124,17 @@ def test_a_step_that_is_refused_names_its_trace(folder: Path, target: str) -> No
 def test_a_trace_id_that_is_none_is_refused(target: str, trace_id: str) -> None:
     with spillway_kv.connect(target) as client:
         sequence = new_sequence(client)
-        request = attention_service_pb2.DecodeRequest(sequence=sequence.name, trace_id=trace_id)
-        (answer,) = wire(client).stubs.attention.Decode(iter([request]))
+        (answer,) = wire(client).stubs.attention.Step(messages(sequence, [trace_id]))
         asked = "is not 1 to 128 characters of [A-Za-z0-9._:=+/-]"
-        assert "trace_id: " in answer.result.status.message
-        assert f"{len(trace_id)} characters, {asked}" in answer.result.status.message
-        step = attention_service_pb2.DecodeStep(token_count=1, trace_id=trace_id)
-        step.parts.add(sequence=sequence.name)
+        assert "trace_id: " in answer.status.message
+        assert f"{len(trace_id)} characters, {asked}" in answer.status.message
+        (message,) = messages(sequence, [trace_id])
         native = wire(client).native
         assert native is not None
         with pytest.raises(spillway_kv.InvalidArgument, match="trace_id") as caught:
-            NativeStep(native, step, sequence._described(), Carrier.DOORBELL)
+            NativeStep(native, message.begin, sequence._described(), Carrier.DOORBELL)
         assert [violation.field for violation in caught.value.fields] == ["trace_id"]
-        assert sequence.token_count == 0
+        assert sequence.refresh().token_count == 0
 
 
 EMBEDDED = """
@@ -133,8 +152,8 @@ with spillway_kv.connect("embedded:", settings=settings) as client:
     with spillway_kv.traced("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"):
         step = client.begin_step([sequence])
     step.attend(0, q[None], rows[None], rows[None])
-    with client.decode() as stream, spillway_kv.traced(request_id="message"):
-        stream.step(sequence, 0, q, rows, rows)
+    with spillway_kv.traced(request_id="step"), client.begin_step([sequence]) as step:
+        step.attend(0, q[None], rows[None], rows[None])
     with spillway_kv.traced(request_id="call"):
         try:
             client.get_sequence("sequences/none")
@@ -174,5 +193,5 @@ def test_an_embedded_engine_says_it_on_standard_error(tmp_path: Path) -> None:
         ("refused", "begin"),
         ("refused", "call"),
         ("slow_step", TRACE),
-        ("slow_step", "message"),
+        ("slow_step", "step"),
     ]

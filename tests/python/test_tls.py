@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import spillway_kv
 from access_daemon import Served, make_authority, make_certificate, served, wait_for
-from helpers import delete_model
+from helpers import delete_model, step
 from test_cli import BINARY as CLI
 from test_cli import run as run_cli
 from test_daemon import run
@@ -52,7 +52,7 @@ def files(folder: Path, ca: str = "ca", client: str = "client") -> Files:
 
 
 def decode_and_check(client: spillway_kv.Client) -> None:
-    """Appends and attends, in calls and on a decode stream."""
+    """Appends and attends, in calls and in a step."""
     model = client.create_model(
         layer_count=1, query_head_count=2, kv_head_count=1, head_dim=16, dtype="float32"
     )
@@ -63,15 +63,14 @@ def decode_and_check(client: spillway_kv.Client) -> None:
     q = np.zeros((1, 2, 16), np.float32)
     result = sequence.attend(0, q)
     np.testing.assert_allclose(result.out[0, 0], v[0, 0].mean(0), rtol=1e-5, atol=1e-6)
-    with client.decode() as stream:
-        step = stream.step(sequence, 0, q, k[0, :, :1], v[0, :, :1])
-        expected = (v[0, 0].sum(0) + v[0, 0, 0]) / 9
-        np.testing.assert_allclose(step.out[0, 0], expected, rtol=1e-5, atol=1e-6)
+    result = step(sequence, 0, q, k[0, :, :1], v[0, :, :1])
+    expected = (v[0, 0].sum(0) + v[0, 0, 0]) / 9
+    np.testing.assert_allclose(result.out[0, 0], expected, rtol=1e-5, atol=1e-6)
     delete_model(client, model)
 
 
 @pytest.mark.parametrize("native", [False, True])
-def test_mutual_tls_carries_calls_and_streams(daemon: Served, folder: Path, native: bool) -> None:
+def test_mutual_tls_carries_calls_and_steps(daemon: Served, folder: Path, native: bool) -> None:
     assert daemon.address.startswith("tls:127.0.0.1:")
     with spillway_kv.connect(daemon.address, native=native, **files(folder)) as client:
         assert client.transport == ("libspillway" if native else "grpcio")

@@ -25,7 +25,7 @@ from access_daemon import (
 from arena_folder import folder_in_memory
 from google.protobuf.descriptor import FieldDescriptor, MethodDescriptor
 from google.protobuf.message_factory import GetMessageClass
-from helpers import delete_model, refused
+from helpers import delete_model, refused, step
 from spillway_kv._proto import (
     admin_service_pb2,
     attention_service_pb2,
@@ -470,13 +470,12 @@ def test_decode_steps_stop_at_the_quota(daemon: Daemon) -> None:
         append(sequence, 30 * 128)
         q = np.ones((1, 2, 16), np.float32)
 
-        def step() -> None:
+        def steps() -> None:
             one = rows(16)
-            with client.decode() as stream:
-                for _ in range(100):
-                    stream.step(sequence, 0, np.ones((16, 2, 16), np.float32), one, one)
+            for _ in range(100):
+                step(sequence, 0, np.ones((16, 2, 16), np.float32), one, one)
 
-        assert refused(step).reason == "QUOTA_EXHAUSTED"
+        assert refused(steps).reason == "QUOTA_EXHAUSTED"
         # The sequence can still be read.
         assert sequence.attend(0, q).out.shape == (1, 2, 16)
         delete_model(client, model)
@@ -515,15 +514,19 @@ def test_tokens_change_while_streams_are_open(daemon: Daemon, alice: spillway_kv
     with daemon.connect(BOB) as bob:
         model = bob.create_model(**SHAPE)
         sequence = bob.create_sequence(model)
-        one, q = rows(1), np.ones((1, 2, 16), np.float32)
-        with bob.decode() as stream, bob.begin_step([sequence]) as step:
-            stream.step(sequence, 0, q, one, one)
+        ones, q = np.ones((1, 1, 1, 16), np.float32), np.ones((1, 1, 2, 16), np.float32)
+        with (
+            daemon.connect(BOB, native=False) as plain,
+            plain.begin_step([sequence]) as in_messages,
+            bob.begin_step([sequence]) as step,
+        ):
+            in_messages.attend(0, q, ones, ones)
             # A broken file changes nothing and is logged once.
             before = len(log.read_text())
             write_tokens(daemon.tokens_file, "[[token]]", 'name = "alice"')
             daemon.served.await_log("tokens_not_reloaded", since=before)
             assert "token 1: sha256 is missing" in log.read_text()[before:]
-            stream.step(sequence, 0, q, one, one)
+            in_messages.attend(0, q, ones, ones)
             assert bob.get_model(model.name).name == model.name
             # A file that everybody may read changes nothing either.
             before = len(log.read_text())
@@ -544,10 +547,10 @@ def test_tokens_change_while_streams_are_open(daemon: Daemon, alice: spillway_kv
             write_tokens(daemon.tokens_file, ENTRIES[0])
             daemon.served.await_log("tokens_reloaded", since=before)
             assert refused(lambda: bob.get_model(model.name)).reason == "TOKEN_UNKNOWN"
-            assert refused(lambda: stream.step(sequence, 0, q, one, one)).reason == "TOKEN_REVOKED"
-            ones = np.ones((1, 1, 1, 16), np.float32)
+            error = refused(lambda: in_messages.attend(0, q, ones, ones))
+            assert error.reason == "TOKEN_REVOKED"
             with pytest.raises(spillway_kv.Unauthenticated):
-                step.attend(0, np.ones((1, 1, 2, 16), np.float32), ones, ones)
+                step.attend(0, q, ones, ones)
             assert alice.get_sequence("sequences/secret").token_count == 200
             # Another token of the same namespace sees the same resources.
             before = len(log.read_text())
@@ -556,7 +559,7 @@ def test_tokens_change_while_streams_are_open(daemon: Daemon, alice: spillway_kv
             )
             daemon.served.await_log("tokens_reloaded", since=before)
         with daemon.connect("another") as again:
-            assert again.get_sequence(sequence.name).token_count == 2
+            assert again.get_sequence(sequence.name).token_count == 1
             delete_model(again, model)
 
 
@@ -672,9 +675,8 @@ def test_tokens_over_tls_by_every_client(tmp_path: Path, monkeypatch: pytest.Mon
             with spillway_kv.connect(daemon.address, ca=ca, token=ALICE, native=native) as client:
                 model = client.create_model(**SHAPE)
                 sequence = client.create_sequence(model)
-                with client.decode() as stream:
-                    one = rows(1)
-                    stream.step(sequence, 0, np.ones((1, 2, 16), np.float32), one, one)
+                one = rows(1)
+                step(sequence, 0, np.ones((1, 2, 16), np.float32), one, one)
                 delete_model(client, model)
             with pytest.raises(spillway_kv.Unauthenticated):
                 spillway_kv.connect(daemon.address, ca=ca, native=native)

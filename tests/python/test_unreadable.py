@@ -35,17 +35,6 @@ def chunk(name: str, start: int, fill: float = 1.0) -> bytes:
     return attention.AppendRequest(chunk=kv).SerializeToString()
 
 
-def step(name: str, layer: int, start: int) -> bytes:
-    """A decode message that appends a token."""
-    rows = encode(np.ones((2, 1, 16), np.float32), "rows")
-    return attention.DecodeRequest(
-        sequence=name,
-        layer=layer,
-        append=attention.NewRows(token_start=start, k=rows, v=rows),
-        q=encode(np.ones((1, 4, 16), np.float32), "q"),
-    ).SerializeToString()
-
-
 @pytest.mark.parametrize(
     "method",
     [
@@ -95,32 +84,6 @@ def test_an_append_says_what_came_before_a_message_that_does_not_parse(
     assert client.get_sequence(name).refresh().token_count == 2
 
 
-def test_a_decode_stream_answers_what_came_before_a_message_that_does_not_parse(
-    channel: grpc.Channel, client: Client, model: Model
-) -> None:
-    name = client.create_sequence(model).name
-    call: Any = channel.stream_stream(
-        SERVICE + "AttentionService/Decode",
-        response_deserializer=attention.DecodeResponse.FromString,
-    )
-    answers: list[Any] = []
-
-    def decode() -> None:
-        good = [step(name, 0, 0), step(name, 1, 0)]
-        for answer in call(iter([*good, TRUNCATED, step(name, 0, 1)]), timeout=30):
-            answers.append(answer)
-
-    error = refused(decode)
-    assert error.code == "INVALID_ARGUMENT"
-    assert (
-        "message 3 of the stream: the message is not a valid spillway.v1.DecodeRequest: its 3 "
-        "bytes do not parse; compression is not supported; the 2 messages "
-        "before it were answered" in error.message
-    )
-    assert [answer.result.status.code for answer in answers] == [0, 0]
-    assert client.get_sequence(name).refresh().layer_token_counts == (1, 1)
-
-
 def test_an_upload_names_the_message_that_does_not_parse(channel: grpc.Channel) -> None:
     call: Any = channel.stream_unary(SERVICE + "ModelService/UploadHashWeights")
     error = refused(lambda: call(iter([TRUNCATED]), timeout=30))
@@ -138,16 +101,16 @@ def test_a_message_of_millions_of_empty_items_is_not_read(channel: grpc.Channel)
 def calls(channel: grpc.Channel) -> dict[str, Callable[..., Any]]:
     """Calls of every kind, each with one message."""
     append: Any = channel.stream_unary(SERVICE + "AttentionService/Append")
-    decode: Any = channel.stream_stream(SERVICE + "AttentionService/Decode")
+    step: Any = channel.stream_stream(SERVICE + "AttentionService/Step")
     attend: Any = channel.unary_unary(SERVICE + "AttentionService/Attend")
     return {
         "append": lambda message, **more: append(iter([message]), **more),
-        "decode": lambda message, **more: list(decode(iter([message]), **more)),
+        "step": lambda message, **more: list(step(iter([message]), **more)),
         "attend": lambda message, **more: attend(message, **more),
     }
 
 
-@pytest.mark.parametrize("method", ["Append", "Decode", "Attend"])
+@pytest.mark.parametrize("method", ["Append", "Step", "Attend"])
 def test_a_message_compressed_in_an_unknown_way_is_refused(target: str, method: str) -> None:
     # gRPC's own clients have the same algorithms as the daemon.
     headers = request(f"{SERVICE}AttentionService/{method}", ("grpc-encoding", "br"))
@@ -159,7 +122,7 @@ def test_a_message_compressed_in_an_unknown_way_is_refused(target: str, method: 
         assert connection.receives(b"compression is not supported")
 
 
-@pytest.mark.parametrize("kind", ["append", "decode", "attend"])
+@pytest.mark.parametrize("kind", ["append", "step", "attend"])
 @pytest.mark.parametrize("algorithm", [grpc.Compression.Gzip, grpc.Compression.Deflate])
 def test_compressed_messages_are_refused_and_not_undone(
     channel: grpc.Channel, kind: str, algorithm: Any
@@ -171,7 +134,7 @@ def test_compressed_messages_are_refused_and_not_undone(
     assert "is disabled" in error.message, str(error)
 
 
-@pytest.mark.parametrize("kind", ["append", "decode", "attend"])
+@pytest.mark.parametrize("kind", ["append", "step", "attend"])
 def test_a_message_that_is_too_large_is_refused(channel: grpc.Channel, kind: str) -> None:
     call = calls(channel)[kind]
     error = refused(lambda: call(bytes((4 << 20) + 1), timeout=30))

@@ -89,8 +89,8 @@ class Bench {
 
   absl::StatusOr<Measurement> Run() {
     Measurement measurement;
-    std::unique_ptr<DecodeStream> stream;
-    if (options_.mode == BenchMode::kDecode) stream = client_.OpenDecode({.stop = call_.stop});
+    std::unique_ptr<StepStream> stream;
+    if (options_.mode == BenchMode::kDecode) stream = client_.OpenSteps({.stop = call_.stop});
     const int32_t total = options_.warmup_count + options_.iteration_count;
     for (int32_t step = 0; step < total; ++step) {
       if (call_.stop.stop_requested()) return absl::CancelledError("interrupted");
@@ -132,13 +132,13 @@ class Bench {
     return static_cast<size_t>(int64_t{options_.kv_head_count} * token_count * options_.head_dim);
   }
 
-  v1::Tensor Queries() {
+  // Random queries, of a tensor with these dimensions before [T, H_q, d].
+  v1::Tensor Queries(std::vector<int64_t> shape = {}) {
     const size_t elements = static_cast<size_t>(options_.query_count) *
                             static_cast<size_t>(options_.query_head_count) *
                             static_cast<size_t>(options_.head_dim);
-    return MakeTensor(options_.dtype,
-                      {options_.query_count, options_.query_head_count, options_.head_dim},
-                      queries_.Draw(elements));
+    shape.insert(shape.end(), {options_.query_count, options_.query_head_count, options_.head_dim});
+    return MakeTensor(options_.dtype, shape, queries_.Draw(elements));
   }
 
   absl::StatusOr<v1::AttendResult> Attend(int32_t layer, double& round_trip_us) {
@@ -155,31 +155,39 @@ class Bench {
   }
 
   // Appends query_count tokens at the layer, and attends with as many queries.
-  absl::StatusOr<v1::AttendResult> Decode(DecodeStream& stream, int32_t step, int32_t layer,
+  absl::StatusOr<v1::AttendResult> Decode(StepStream& stream, int32_t step, int32_t layer,
                                           double& round_trip_us) {
-    v1::DecodeRequest request;
-    request.set_correlation_id(static_cast<uint64_t>(step));
-    request.set_layer(layer);
-    request.set_sequence(sequence_.name());
-    *request.mutable_q() = Queries();
-    v1::NewRows& rows = *request.mutable_append();
-    rows.set_generation(sequence_.generation());
-    rows.set_token_start(options_.token_count +
-                         int64_t{step / options_.layer_count} * options_.query_count);
-    for (v1::Tensor* tensor : {rows.mutable_k(), rows.mutable_v()}) {
+    v1::StepRequest request;
+    if (layer == 0) {
+      v1::DecodeStep& begin = *request.mutable_begin();
+      begin.set_token_count(options_.query_count);
+      v1::DecodeStep::Part& part = *begin.add_parts();
+      part.set_sequence(sequence_.name());
+      part.set_generation(sequence_.generation());
+      part.set_token_start(options_.token_count +
+                           int64_t{step / options_.layer_count} * options_.query_count);
+    }
+    v1::StepAttend& attend = *request.mutable_attend();
+    attend.set_layer(layer);
+    *attend.mutable_q() = Queries({1});
+    for (v1::Tensor* tensor : {attend.mutable_k(), attend.mutable_v()}) {
       *tensor = MakeTensor(options_.dtype,
-                           {options_.kv_head_count, options_.query_count, options_.head_dim},
+                           {1, options_.query_count, options_.kv_head_count, options_.head_dim},
                            rows_.Draw(RowElementCount(options_.query_count)));
     }
     const SteadyTime start = SteadyNow();
-    const absl::Status status = stream.Step(request, decode_response_);
+    const absl::Status status = stream.Attend(request, answer_);
     round_trip_us = absl::ToDoubleMicroseconds(absl::FromChrono(SteadyNow() - start));
-    // The stream's own status says more than the UNAVAILABLE of Step().
+    // The stream's own status says more than the UNAVAILABLE of Attend().
     if (absl::IsUnavailable(status)) {
       RETURN_IF_ERROR(stream.Finish());
     }
     if (!status.ok()) return status;
-    return decode_response_.result();
+    RETURN_IF_ERROR(ToAbslStatus(answer_.status()));
+    if (answer_.results_size() != 1) {
+      return absl::InternalError("a layer of one sequence was answered with several results");
+    }
+    return answer_.results(0);
   }
 
   void Record(const v1::AttendResult& result, double round_trip_us, Measurement& m) const {
@@ -203,7 +211,7 @@ class Bench {
   const BenchOptions& options_;
   const CallOptions& call_;
   RandomRows rows_;
-  v1::DecodeResponse decode_response_;
+  v1::StepResponse answer_;
   RandomRows queries_;
   v1::Sequence sequence_;
 };

@@ -85,7 +85,7 @@ void AddBenchOptions(CLI::App& command, BenchOptions& options) {
       "rows, set --row-count-max.");
   SetChoices<BenchMode>(command.add_option("--mode", options.mode,
                                            "attend: unary Attend calls; decode: append and attend "
-                                           "on a Decode stream; default attend"),
+                                           "in decode steps; default attend"),
                         {{"attend", BenchMode::kAttend}, {"decode", BenchMode::kDecode}});
   const auto add = [&](const char* name, auto& value, const char* description) {
     return command.add_option(name, value, description)->capture_default_str();

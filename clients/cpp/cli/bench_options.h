@@ -14,7 +14,7 @@ namespace spillway::cli {
 enum class BenchMode {
   // Unary Attend; the sequence keeps its length.
   kAttend,
-  // Decode stream: each step appends query_count tokens, then attends.
+  // Decode steps: each appends query_count tokens, then attends.
   kDecode,
 };
 

@@ -326,8 +326,8 @@ absl::StatusOr<v1::AttendResponse> Client::Attend(const v1::AttendRequest& reque
               options_.call_timeout, options);
 }
 
-std::unique_ptr<DecodeStream> Client::OpenDecode(const CallOptions& options) {
-  return std::make_unique<DecodeStream>(
+std::unique_ptr<StepStream> Client::OpenSteps(const CallOptions& options) {
+  return std::make_unique<StepStream>(
       std::make_unique<CallContext>(options.timeout.value_or(absl::InfiniteDuration()),
                                     options.stop, presence_.client_id()),
       *attention_);

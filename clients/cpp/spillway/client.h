@@ -21,9 +21,9 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "spillway/access.h"
-#include "spillway/decode_stream.h"
 #include "spillway/kv_chunker.h"
 #include "spillway/presence.h"
+#include "spillway/step_stream.h"
 #include "spillway/v1/admin_service.grpc.pb.h"
 #include "spillway/v1/attention_service.grpc.pb.h"
 #include "spillway/v1/model_service.grpc.pb.h"
@@ -152,9 +152,9 @@ class Client {
   absl::StatusOr<v1::AttendResponse> Attend(const v1::AttendRequest& request,
                                             const CallOptions& options = {});
 
-  // Opens a stream that appends and attends, by default without a deadline. If it cannot be opened,
-  // its first Send or Receive fails.
-  std::unique_ptr<DecodeStream> OpenDecode(const CallOptions& options = {});
+  // Opens a stream of decode steps, by default without a deadline. If it cannot be opened, its
+  // first Send or Receive fails.
+  std::unique_ptr<StepStream> OpenSteps(const CallOptions& options = {});
 
   absl::StatusOr<v1::SelectResponse> Select(const v1::SelectRequest& request,
                                             const CallOptions& options = {});

@@ -22,11 +22,12 @@ with spillway_kv.connect() as client:
     error = np.linalg.norm(result.out - exact.out, axis=-1) / np.linalg.norm(exact.out, axis=-1)
     print("observed error", error.max())
 
-    with client.decode() as stream:  # one new token, appended and attended to in each layer
+    with client.begin_step([sequence]) as step:  # one new token, in each layer
         for layer in range(2):
-            new_k, new_v = rng.standard_normal((2, 4, 1, 64), np.float32)
-            step = stream.step(sequence, layer, queries[layer], new_k, new_v)
-            print("layer", layer, "promises", set(step.certificate.promises.ravel().tolist()))
+            new_k, new_v = rng.standard_normal((2, 1, 4, 1, 64), np.float32)  # [B, H_kv, T, d] each
+            out, lse = step.attend(layer, queries[layer][None], new_k, new_v)
+            (result,) = step.results()
+            print("layer", layer, "promises", set(result.certificate.promises.ravel().tolist()))
 
     sequence.delete()
     client.delete_model(model)

@@ -2,7 +2,6 @@
 
 from spillway_kv.client import Client
 from spillway_kv.connecting import connect
-from spillway_kv.decode import DecodeStream
 from spillway_kv.errors import (
     Aborted,
     AlreadyExists,
@@ -56,7 +55,6 @@ __all__ = [
     "DataLoss",
     "DeadlineExceeded",
     "DecodeStep",
-    "DecodeStream",
     "FailedPrecondition",
     "FieldViolation",
     "GpuRegion",

@@ -94,7 +94,7 @@ def library(required: bool = False) -> ctypes.CDLL | None:
     if own in failures and not named:
         instead = "grpcio" if loaded is None else f"the system's {_INSTALLED}"
         warnings.warn(
-            f"the libspillway of this package cannot be loaded, decode streams go through "
+            f"the libspillway of this package cannot be loaded, decode steps go through "
             f"{instead}: {failures[own]}",
             RuntimeWarning,
             stacklevel=4,

@@ -22,7 +22,6 @@ from spillway_kv._proto import (
     sequence_service_pb2,
 )
 from spillway_kv.connection import Connection
-from spillway_kv.decode import DecodeStream
 from spillway_kv.errors import (
     NotFound,
     SpillwayError,
@@ -59,7 +58,7 @@ class Client:
     """A connection to one daemon, or an engine in this process. `connect` creates it.
 
     Thread-safe: any number of threads may use it at the same time. For the objects that it
-    returns (`Sequence`, `DecodeStream`), see their own documentation. Use it as a context
+    returns (`Sequence`, `DecodeStep`), see their own documentation. Use it as a context
     manager, or call `close()`.
     """
 
@@ -106,10 +105,10 @@ class Client:
 
     @property
     def transport(self) -> str:
-        """How decode streams are transported.
+        """What sends and receives the messages of decode steps.
 
-        `embedded`: function calls within the process. `libspillway`, or `grpcio` if libspillway
-        is not installed: the socket of a daemon.
+        `embedded`: nothing, they are function calls within the process. `libspillway`, or `grpcio`
+        if libspillway is not installed: over the socket of a daemon.
         """
         return self._wire.transport
 
@@ -528,14 +527,6 @@ class Client:
                 raise failure
             results[sequence] = failure
         return results
-
-    def decode(self, *, timeout: float | None = None) -> DecodeStream:
-        """Opens a stream of decode steps. Use it as a context manager.
-
-        Args:
-            timeout: Seconds that the whole stream may last. None means no limit.
-        """
-        return DecodeStream(self._wire, timeout)
 
     def begin_step(
         self,

@@ -50,7 +50,7 @@ def connect(
         timeout: Default timeout of a call in seconds.
         settings: Settings of an embedded engine, with the names of the daemon's settings file,
             for example `{"memory.limit": "8GiB", "device.name": "cpu"}`.
-        native: Whether decode streams use libspillway, which is faster than grpcio. None means
+        native: Whether decode steps use libspillway, which is faster than grpcio. None means
             that they use it if it is installed, or if `SPILLWAY_LIBRARY` names it.
         ca: PEM file with the certificate authorities for `tls:host:port`. None means
             `SPILLWAY_TLS_CA`, or if this is not set, those of the system. With `host:port`, a

@@ -57,11 +57,11 @@ class Connection:
         target: gRPC target of the daemon.
         server_info: The daemon's description of itself, from the time when the client connected,
             or continued after a restart.
-        channel: Carries the calls, except decode streams.
+        channel: Carries the calls, except decode steps.
         stubs: The services.
         presence: Shows a daemon that the client is connected. None: an embedded engine, which ends
             with this process.
-        native: Carries decode streams, and all calls to an embedded engine. None: without
+        native: Carries decode steps, and all calls to an embedded engine. None: without
             libspillway.
         regions: The memory that the client shares with the daemon.
         restarts: Continues calls after a restart of the daemon.
@@ -156,10 +156,10 @@ class Connection:
 
     @property
     def transport(self) -> str:
-        """How decode streams are transported.
+        """What sends and receives the messages of decode steps.
 
-        `embedded`: function calls within the process. `libspillway`, or `grpcio` if libspillway
-        is not installed: the socket of a daemon.
+        `embedded`: nothing, they are function calls within the process. `libspillway`, or `grpcio`
+        if libspillway is not installed: over the socket of a daemon.
         """
         if self.native is None:
             return "grpcio"

@@ -40,7 +40,6 @@ class SpillwayError(Exception):
             not come from the daemon.
         metadata: Values that belong to the reason, for example `boot_id`.
         fields: The refused fields of an `INVALID_ARGUMENT`.
-        correlation_id: Correlation id of the `Decode` message that failed, or None.
     """
 
     code = "UNKNOWN"
@@ -60,7 +59,6 @@ class SpillwayError(Exception):
         self.reason = reason
         self.metadata = dict(metadata or {})
         self.fields = tuple(fields)
-        self.correlation_id: int | None = None
 
     def __str__(self) -> str:
         text = f"{self.code}: {self.message}"
@@ -224,14 +222,12 @@ def tell_restart(error: SpillwayError, boot_id: str, store_id: str) -> SpillwayE
         return error
     if store_id and error.metadata.get("store_id") == store_id:
         return error  # deleted or expired, before or after the restart
-    made = DaemonRestarted(
+    return DaemonRestarted(
         f"{error.metadata['name']} is lost: the daemon has restarted (boot_id {boot_id}, now "
         f"{now}) with none of the models and sequences it had",
         reason=error.reason,
         metadata=error.metadata,
     )
-    made.correlation_id = error.correlation_id
-    return made
 
 
 def error_from_rpc(error: grpc.RpcError) -> SpillwayError:

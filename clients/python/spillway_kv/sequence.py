@@ -514,7 +514,7 @@ class Sequence:
 
     def _fill_item(
         self,
-        item: attention_service_pb2.AttendItem | attention_service_pb2.DecodeRequest,
+        item: attention_service_pb2.AttendItem,
         q: Array,
         policy: Policy | None,
         visible: SequenceABC[int] | None,

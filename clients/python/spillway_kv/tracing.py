@@ -21,9 +21,9 @@ def traced(traceparent: str = "", *, request_id: str = "") -> Iterator[None]:
     """Sends the id of a trace, or of a request, with all calls that are made inside.
 
     The daemon's log lines about these calls (refusals, slow attends, sequences created here that
-    expire) have the id as `trace`. It applies to this thread, or this asyncio task. A message of
-    a decode stream belongs to the trace in which it is sent, a decode step to the one in which
-    it was begun, and a decoder to the one in which it was opened.
+    expire) have the id as `trace`. It applies to this thread, or this asyncio task. A decode
+    step belongs to the trace in which it was begun, and a decoder to the one in which it was
+    opened.
 
     Args:
         traceparent: A `traceparent` of W3C Trace Context, as OpenTelemetry's propagator writes

@@ -5,13 +5,11 @@ from spillway_kv.cluster.connect import connect
 from spillway_kv.cluster.sequence import ClusterSequence
 from spillway_kv.cluster.shares import Share, deal
 from spillway_kv.cluster.step import ClusterStep
-from spillway_kv.cluster.stream import ClusterStream
 
 __all__ = [
     "ClusterClient",
     "ClusterSequence",
     "ClusterStep",
-    "ClusterStream",
     "Share",
     "connect",
     "deal",

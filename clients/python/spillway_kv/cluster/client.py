@@ -28,7 +28,6 @@ from spillway_kv.cluster.placement import (
 )
 from spillway_kv.cluster.sequence import ClusterSequence, local_policy, part_folder
 from spillway_kv.cluster.step import ClusterStep
-from spillway_kv.cluster.stream import ClusterStream
 from spillway_kv.errors import Cancelled, NotFound, SpillwayError, Unavailable
 from spillway_kv.policy import Policy
 from spillway_kv.results import AttendResult, Model, SequenceInfo
@@ -420,10 +419,6 @@ class ClusterClient(ClusterModels):
     ) -> ClusterStep:
         """Announces a decode step to all the daemons, like `Client.begin_step`."""
         return ClusterStep(self, sequences, token_count, policy, starts)
-
-    def decode(self, *, timeout: float | None = None) -> ClusterStream:
-        """Opens a stream of decode steps to each daemon at its first use, like `Client.decode`."""
-        return ClusterStream(self, timeout)
 
     def open_decoder(self, *_: Any, **__: Any) -> NoReturn:
         """Not supported: a decoder works only with one daemon.

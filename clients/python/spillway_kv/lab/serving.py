@@ -39,7 +39,7 @@ def prefer_library(binary: Path) -> None:
 class Daemon:
     """A daemon at an address. It can be killed and started again. Not thread-safe.
 
-    Decode streams use the libspillway next to the daemon.
+    Decode steps use the libspillway next to the daemon.
 
     Attributes:
         target: gRPC target of the daemon.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceABC
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,9 +14,9 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from spillway_kv.client import Client
-from spillway_kv.decode import DecodeStream
 from spillway_kv.policy import Policy
 from spillway_kv.sequence import Sequence
+from spillway_kv.step import DecodeStep
 
 _NAME = "spillway_evaluation"
 
@@ -49,15 +49,46 @@ class Steps:
     shares: npt.NDArray[np.float64]
 
 
+class _Group(NamedTuple):
+    """Rows of one model and with one policy, and the decode step that they take together."""
+
+    rows: list[int]
+    step: DecodeStep
+
+
+@contextmanager
+def _grouped(
+    client: Client, rows: SequenceABC[Row], start: int, token_count: int
+) -> Iterator[list[_Group]]:
+    """Begins steps of all rows."""
+    kinds: list[tuple[str, Policy]] = []
+    members: list[list[int]] = []
+    for i, row in enumerate(rows):
+        kind = row.sequence.model, row.policy
+        if kind not in kinds:
+            kinds.append(kind)
+            members.append([])
+        members[kinds.index(kind)].append(i)
+    with ExitStack() as stack:
+        groups = []
+        for (_, policy), mine in zip(kinds, members, strict=True):
+            step = client.begin_step(
+                [rows[i].sequence for i in mine],
+                token_count=token_count,
+                policy=policy,
+                starts=[start] * len(mine),
+            )
+            groups.append(_Group(mine, stack.enter_context(step)))
+        yield groups
+
+
 class _Forward:
     """The attends of one forward pass, and the counts of rows that they read."""
 
-    def __init__(self, stream: DecodeStream, rows: SequenceABC[Row], start: int) -> None:
-        self._stream = stream
-        self._rows = rows
-        self._start = start
+    def __init__(self, groups: SequenceABC[_Group], row_count: int) -> None:
+        self._groups = groups
         # For each row, an array [T, H_kv] per layer.
-        self.touched: list[list[npt.NDArray[np.int64]]] = [[] for _ in rows]
+        self.touched: list[list[npt.NDArray[np.int64]]] = [[] for _ in range(row_count)]
 
     def attend(
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -65,23 +96,23 @@ class _Forward:
         """Appends K/V [B, H_kv, T, d] and attends with [B, H_q, T, d]. Returns [B, T, H_q, d]."""
         keys, values = (x.to("cpu", torch.bfloat16) for x in (key, value))
         queries = query.transpose(1, 2).to("cpu", torch.float32)
-        number = {}
-        for i, row in enumerate(self._rows):
-            sent = self._stream.send(
-                row.sequence,
+        # All are asked before the first answer is waited for.
+        answers = [
+            group.step._asked(
                 module.layer_idx,
-                queries[i],
-                keys[i],
-                values[i],
-                start=self._start,
-                policy=row.policy,
+                queries[group.rows],
+                keys[group.rows],
+                values[group.rows],
+                None,
+                at_once=True,
             )
-            number[sent] = i
+            for group in self._groups
+        ]
         out = torch.empty_like(queries)
-        for _ in self._rows:
-            sent, result = self._stream.recv()
-            out[number[sent]] = result.out
-            self.touched[number[sent]].append(result.touched_row_counts)
+        for group, answer in zip(self._groups, answers, strict=True):
+            out[group.rows], _ = answer()
+            for row, result in zip(group.rows, group.step.results(), strict=True):
+                self.touched[row].append(result.touched_row_counts)
         return out.to(query.device, query.dtype)
 
 
@@ -131,11 +162,11 @@ def step(
     limit = client.server_info.limits.sparse_query_token_count_max
     logits: list[torch.Tensor] = []
     touched = []
-    with client.decode() as stream:
-        for first in range(0, tokens.shape[1], limit):
-            some = tokens[:, first : first + limit].to(model.device)
-            forward = _Forward(stream, rows, start + first)
-            positions = start + first + torch.arange(some.shape[1], device=model.device)
+    for first in range(0, tokens.shape[1], limit):
+        some = tokens[:, first : first + limit].to(model.device)
+        positions = start + first + torch.arange(some.shape[1], device=model.device)
+        with _grouped(client, rows, start + first, some.shape[1]) as groups:
+            forward = _Forward(groups, len(rows))
             with torch.inference_mode(), _attention_by(model, forward):
                 answer = model(
                     input_ids=some,
@@ -143,10 +174,10 @@ def step(
                     use_cache=False,
                     logits_to_keep=int(last_logits),
                 )
-            if last_logits:
-                logits.clear()
-            logits.append(answer.logits.float().cpu())
-            touched.append(np.array(forward.touched))
+        if last_logits:
+            logits.clear()
+        logits.append(answer.logits.float().cpu())
+        touched.append(np.array(forward.touched))
     whole = torch.cat(logits, dim=1)
     counts = np.concatenate(touched, axis=2)
     visible = np.arange(start + 1, start + tokens.shape[1] + 1)
