@@ -3,8 +3,7 @@
 A step appends one token to each of B short sequences and attends, layer by layer, 32 query heads
 over 8 KV heads of 128, bf16. Prints, for each B, medians per layer: the time of an attend, what it
 takes beyond the device, and the CPU time of this process and of the daemon. The outputs of the
-first step are compared with attention computed here. To compare two versions of libspillway, run
-it with SPILLWAY_LIBRARY naming each in turn.
+first step are compared with attention computed here.
 
     python bench/rpc/batches.py [--batches 1 16 64] [--rounds 5]
 """
@@ -90,6 +89,7 @@ def measure(client: Any, daemon: int, batch: int, rounds: int) -> dict[str, floa
             taken[name].append((other - one) * 1e6 / (STEPS * LAYERS))
     for sequence in sequences:
         sequence.delete()
+    client.delete_model(model)
     return {name: statistics.median(each) for name, each in taken.items()}
 
 

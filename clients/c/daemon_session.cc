@@ -263,6 +263,8 @@ absl::StatusOr<std::shared_ptr<SessionSocket>> DaemonSession::Connected() {
   if (!target_.starts_with(kUnix)) {
     return NoDoorbell("it needs a unix socket of the daemon");
   }
+  const auto nothing = [] { return NoDoorbell("the daemon shares no memory"); };
+  if (shares_nothing_) return nothing();
   const bool known = !path_.empty();
   if (!known) {
     v1::GetServerInfoResponse info;
@@ -270,7 +272,8 @@ absl::StatusOr<std::shared_ptr<SessionSocket>> DaemonSession::Connected() {
     RETURN_IF_ERROR(Called<v1::AdminService::Stub>(*stub, &v1::AdminService::Stub::GetServerInfo,
                                                    v1::GetServerInfoRequest(), info, false,
                                                    client_id_));
-    if (info.region_socket().empty()) return NoDoorbell("the daemon shares no memory");
+    shares_nothing_ = info.region_socket().empty();
+    if (shares_nothing_) return nothing();
     // Uses the client's path of the folder: the daemon may know the folder by another path.
     const std::string path = target_.substr(kUnix.size());
     const size_t folder = path.rfind('/');

@@ -137,6 +137,7 @@ class DaemonSession {
   const std::string client_id_;
   Mutex mutex_;
   std::string path_ ABSL_GUARDED_BY(mutex_);  // of the socket; empty until the first connection
+  bool shares_nothing_ ABSL_GUARDED_BY(mutex_) = false;  // as the daemon has said
   std::shared_ptr<SessionSocket> socket_ ABSL_GUARDED_BY(mutex_);
   std::vector<std::unique_ptr<Doorbell>> idle_ ABSL_GUARDED_BY(mutex_);
 };

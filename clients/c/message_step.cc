@@ -6,7 +6,9 @@
 
 #include "absl/strings/str_cat.h"
 #include "clients/c/daemon_session.h"
+#include "daemon/convert/attend.h"
 #include "daemon/convert/tensor.h"
+#include "daemon/engine/checks.h"
 #include "grpc/slice.h"
 #include "host/base/status_macros.h"
 
@@ -14,8 +16,7 @@ namespace spillway {
 namespace {
 
 constexpr char kStepMethod[] = "/spillway.v1.AttentionService/Step";
-// The daemon's limit, and what a message has beside its tensors and the step's description.
-constexpr int64_t kStepMessageBytesMax = int64_t{4} << 20;
+// What a message has beside its tensors and the step's description.
 constexpr int64_t kStepMessageRest = 512;
 
 // Copies the elements of some of a step's sequences to a tensor of a message.
@@ -45,12 +46,9 @@ StepPlace<Byte> From(const StepPlace<Byte>& whole, int64_t sequence) {
 absl::StatusOr<std::unique_ptr<MessageStep>> MessageStep::Begin(
     std::shared_ptr<grpc::Channel> channel, std::string client_id,
     const StepDescription& description) {
+  // Within what the API allows, no size overflows.
   const StepShape& shape = description.shape;
-  if (std::min(shape.sequence_count, shape.token_count) < 1) {
-    return absl::InvalidArgumentError(absl::StrCat("a step of ", shape.sequence_count,
-                                                   " sequences and ", shape.token_count,
-                                                   " tokens: neither may be below 1"));
-  }
+  RETURN_IF_ERROR(CheckStep(static_cast<size_t>(shape.sequence_count), shape.token_count));
   return std::unique_ptr<MessageStep>(
       new MessageStep(std::move(channel), std::move(client_id), description));
 }
@@ -61,7 +59,16 @@ MessageStep::MessageStep(std::shared_ptr<grpc::Channel> channel, std::string cli
       client_id_(std::move(client_id)),
       step_(description.message),
       shape_(description.shape),
-      row_dtype_(description.row_dtype) {}
+      row_dtype_(description.row_dtype) {
+  // gRPC connects while the model computes the first layer.
+  Open();
+}
+
+void MessageStep::Open() {
+  call_ = std::make_unique<spillway_call>(channel_, kStepMethod, /*timeout_seconds=*/0, client_id_,
+                                          step_.trace_id());
+  begun_ = false;
+}
 
 std::string MessageStep::DetailsOf(const absl::Status& status) const {
   return DaemonDetails(status);
@@ -75,9 +82,9 @@ absl::StatusOr<std::vector<grpc::Slice>> MessageStep::Messages(int layer,
   std::vector<grpc::Slice> messages;
   for (int start = 0; start < shape_.sequence_count;) {
     v1::StepRequest request;
-    if (start == 0 && call_ == nullptr) *request.mutable_begin() = step_;
-    const int64_t room = kStepMessageBytesMax - kStepMessageRest -
-                         static_cast<int64_t>(request.begin().ByteSizeLong());
+    if (start == 0 && !begun_) *request.mutable_begin() = step_;
+    const int64_t room =
+        kMessageBytesMax - kStepMessageRest - static_cast<int64_t>(request.begin().ByteSizeLong());
     if (part_bytes > room) {
       return absl::InvalidArgumentError(absl::StrCat("q, k and v of one sequence take ", part_bytes,
                                                      " bytes; a message has room ", "for ", room));
@@ -105,13 +112,11 @@ absl::StatusOr<std::vector<grpc::Slice>> MessageStep::Messages(int layer,
 absl::Status MessageStep::Ask(int layer, const StepTensors& tensors) {
   if (unanswered_) return StillUnanswered();
   results_.Clear();
+  if (call_ == nullptr) Open();
   ASSIGN_OR_RETURN(std::vector<grpc::Slice> messages, Messages(layer, tensors));
-  if (call_ == nullptr) {
-    call_ = std::make_unique<spillway_call>(channel_, kStepMethod, /*timeout_seconds=*/0,
-                                            client_id_, step_.trace_id());
-  }
   call_->Ask(messages);
-  unanswered_ = true;
+  begun_ = unanswered_ = true;
+  layer_ = layer;
   return absl::OkStatus();
 }
 
@@ -157,7 +162,8 @@ absl::Status MessageStep::Take(const void* message, size_t size, const StepTenso
   const auto head_count = static_cast<size_t>(rows.token_count * rows.head_count);
   const std::string& out = response_.out().data();
   const std::string& lse = response_.lse().data();
-  if (start != results_.results_size() || count > shape_.sequence_count - start ||
+  if (response_.layer() != layer_ || start != results_.results_size() ||
+      count > shape_.sequence_count - start ||
       out.size() != static_cast<size_t>(count) * head_count * static_cast<size_t>(rows.bytes) ||
       lse.size() != static_cast<size_t>(count) * head_count * sizeof(float)) {
     return invalid();

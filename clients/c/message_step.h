@@ -37,6 +37,7 @@ class MessageStep final : public ClientStep {
   MessageStep(std::shared_ptr<grpc::Channel> channel, std::string client_id,
               const StepDescription& description);
 
+  void Open();
   // The messages of a layer, serialised: as few as the limit of a message allows.
   absl::StatusOr<std::vector<grpc::Slice>> Messages(int layer, const StepTensors& tensors);
   // Stores the results of a message, and writes its outputs. complete: whether it is the last one
@@ -50,8 +51,10 @@ class MessageStep final : public ClientStep {
   const DType row_dtype_;
   v1::AttendResponse results_;           // of the last attend
   v1::StepResponse response_;            // the message that is being read
-  std::unique_ptr<spillway_call> call_;  // null: the next attend opens one, and begins the step
+  std::unique_ptr<spillway_call> call_;  // null: the next attend opens one
+  bool begun_ = false;                   // the step was sent on this call
   bool unanswered_ = false;
+  int layer_ = 0;  // of the last attend
 };
 
 }  // namespace spillway

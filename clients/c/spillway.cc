@@ -10,7 +10,6 @@
 #include <utility>
 #include <vector>
 
-#include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
@@ -31,7 +30,6 @@
 #include "daemon/engine/stream_decoder.h"
 #include "daemon/server/embedded.h"
 #include "grpcpp/channel.h"
-#include "host/base/mutex.h"
 #include "host/base/status_macros.h"
 #include "spillway/access.h"
 #include "spillway/presence.h"
@@ -135,9 +133,6 @@ struct spillway_channel {
   std::shared_ptr<spillway::DaemonSession> session;  // null: embedded
   // Null: embedded, or the caller keeps the Connect stream open.
   std::unique_ptr<spillway::PresenceKeeper> presence;
-  spillway::Mutex mutex = {};
-  // Why steps have no doorbell; empty as long as that is not known.
-  std::string no_doorbell ABSL_GUARDED_BY(mutex) = {};
 };
 
 struct spillway_step {
@@ -196,12 +191,11 @@ struct spillway_decoder {
 
 namespace {
 
-// Begins a step by one of the carriers.
+// Begins a step by one of the carriers. reason: why no better one is used.
 absl::StatusOr<std::unique_ptr<spillway_step>> BeginBy(int carrier, spillway_channel& channel,
                                                        const spillway::StepDescription& description,
-                                                       std::string& trace) {
+                                                       std::string reason, std::string& trace) {
   std::unique_ptr<spillway::ClientStep> step;
-  std::string reason;
   if (carrier == SPILLWAY_IN_PLACE) {
     ASSIGN_OR_RETURN(std::unique_ptr<spillway::Step> begun,
                      channel.embedded->BeginStep(description.text, trace));
@@ -209,12 +203,9 @@ absl::StatusOr<std::unique_ptr<spillway_step>> BeginBy(int carrier, spillway_cha
     step = std::make_unique<spillway::EmbeddedStep>(channel.embedded, std::move(begun), trace);
   } else if (carrier == SPILLWAY_DOORBELL) {
     ASSIGN_OR_RETURN(step, spillway::DoorbellStep::Begin(channel.session, description));
-    reason = "the engine is in a daemon, and not in this process";
   } else {
     ASSIGN_OR_RETURN(step,
                      spillway::MessageStep::Begin(channel.channel, channel.client_id, description));
-    const spillway::MutexLock lock(channel.mutex);
-    reason = channel.no_doorbell;
   }
   return std::unique_ptr<spillway_step>(new spillway_step{
       std::move(step), description.shape.token_count, carrier, std::move(reason)});
@@ -224,19 +215,13 @@ absl::StatusOr<std::unique_ptr<spillway_step>> BeginBy(int carrier, spillway_cha
 absl::StatusOr<std::unique_ptr<spillway_step>> BeginByBest(
     spillway_channel& channel, const spillway::StepDescription& description, std::string& trace) {
   if (channel.embedded != nullptr) {
-    return BeginBy(SPILLWAY_IN_PLACE, channel, description, trace);
+    return BeginBy(SPILLWAY_IN_PLACE, channel, description, "", trace);
   }
-  const auto possible = [&channel] {
-    const spillway::MutexLock lock(channel.mutex);
-    return channel.no_doorbell.empty();
-  };
-  if (possible()) {
-    auto begun = BeginBy(SPILLWAY_DOORBELL, channel, description, trace);
-    if (!absl::IsUnimplemented(begun.status())) return begun;
-    const spillway::MutexLock lock(channel.mutex);
-    channel.no_doorbell = std::string(begun.status().message());
-  }
-  return BeginBy(SPILLWAY_MESSAGES, channel, description, trace);
+  auto begun = BeginBy(SPILLWAY_DOORBELL, channel, description,
+                       "the engine is in a daemon, and not in this process", trace);
+  if (!absl::IsUnimplemented(begun.status())) return begun;
+  return BeginBy(SPILLWAY_MESSAGES, channel, description, std::string(begun.status().message()),
+                 trace);
 }
 
 // The part of the tensors `all` that belongs to a share.
@@ -371,9 +356,12 @@ spillway_step* spillway_step_begin(spillway_channel* channel, const void* descri
             const spillway::StepDescription described,
             spillway::DescriptionOf(text, shape->query_head_count, shape->kv_head_count,
                                     shape->head_dim, shape->row_dtype));
+        const char* const reason =
+            carrier == SPILLWAY_IN_PLACE ? "" : "the caller has asked for it";
         ASSIGN_OR_RETURN(std::unique_ptr<spillway_step> step,
-                         carrier == SPILLWAY_BEST ? BeginByBest(*channel, described, trace)
-                                                  : BeginBy(carrier, *channel, described, trace));
+                         carrier == SPILLWAY_BEST
+                             ? BeginByBest(*channel, described, trace)
+                             : BeginBy(carrier, *channel, described, reason, trace));
         return step.release();
       },
       engine, trace);

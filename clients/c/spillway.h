@@ -156,12 +156,13 @@ enum {
 /* Announces a step.
  *
  * description: a serialised spillway.v1.DecodeStep. shape: of the sequences' model.
- * carrier: SPILLWAY_BEST, or the only one that may be used.
+ * carrier: SPILLWAY_BEST, or the only one that may be used. SPILLWAY_BEST does not fall back from
+ * a doorbell to messages if the daemon has no memory or no more doorbells for it: that is an error.
  *
  * Only one thread at a time may use a step. If the channel of an embedded engine is closed,
  * the engine ends with its last step. By messages, the daemon gets the description with the
- * first attend, which returns the error if it is refused. If the daemon was gone, or an attend
- * has failed, the next attend then opens a new stream.
+ * first attend, which returns the error if the step or the shape is refused. If the daemon was
+ * gone, or an attend has failed, the next attend opens a new stream.
  *
  * NULL if the description is refused, or the shape is not that of the model (INVALID_ARGUMENT).
  * NULL with UNIMPLEMENTED if the carrier is not possible. */
@@ -171,7 +172,7 @@ SPILLWAY_EXPORT spillway_step* spillway_step_begin(spillway_channel* channel,
 
 /* Returns what carries the step: SPILLWAY_IN_PLACE, SPILLWAY_DOORBELL or SPILLWAY_MESSAGES.
  * reason: written, why no better one is used; NUL-terminated, empty if there is no better one,
- * and valid until spillway_step_end. May be NULL. */
+ * and valid until spillway_step_end. reason may be NULL. */
 SPILLWAY_EXPORT int spillway_step_carrier(const spillway_step* step, const char** reason);
 
 /* A tensor of sequences, tokens and heads. Strides are in bytes. The elements of a

@@ -8,6 +8,9 @@
 namespace spillway {
 namespace {
 
+// More than any model has, so that no size overflows.
+constexpr int32_t kShapeMax = 1 << 16;
+
 std::string TextOf(const StepShape& shape) {
   return absl::StrCat(shape.query_head_count, " query heads, ", shape.kv_head_count,
                       " KV heads of ", shape.head_dim, " and row_dtype ", shape.row_dtype);
@@ -30,9 +33,11 @@ absl::StatusOr<StepDescription> DescriptionOf(std::string_view text, int32_t que
                 head_dim,
                 static_cast<uint32_t>(row_dtype)};
   const std::optional<DType> dtype = FromProto(static_cast<v1::DType>(row_dtype));
-  if (!dtype || std::min({query_head_count, kv_head_count, head_dim}) < 1) {
+  const auto [least, most] = std::minmax({query_head_count, kv_head_count, head_dim});
+  if (!dtype || least < 1 || most > kShapeMax) {
     return absl::InvalidArgumentError(
-        absl::StrCat("shape: ", TextOf(made.shape), ": none may be below 1"));
+        absl::StrCat("shape: ", TextOf(made.shape), ": counts must be in [1, ", kShapeMax,
+                     "], and row_dtype SPILLWAY_F32, SPILLWAY_F16 or SPILLWAY_BF16"));
   }
   made.row_dtype = *dtype;
   return made;

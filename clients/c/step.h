@@ -29,7 +29,7 @@ struct StepDescription {
   DType row_dtype;
 };
 // The shape is that of the model. INVALID_ARGUMENT if the text does not parse, or a number of the
-// shape is below 1.
+// shape is out of range.
 absl::StatusOr<StepDescription> DescriptionOf(std::string_view text, int32_t query_head_count,
                                               int32_t kv_head_count, int32_t head_dim,
                                               int32_t row_dtype);

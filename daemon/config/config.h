@@ -96,8 +96,8 @@ struct Config {
   // Most append, step, fetch and upload streams of all connections at the same time.
   int open_stream_count_max = 4096;
   // How long the client of an Append or an upload may send nothing, and the client of a FetchPages
-  // may read nothing; 0: forever. Step streams have no limit, because a runner's stream waits for
-  // the next layer.
+  // may read nothing, and the client of a Step that has begun a layer; 0: forever. Between layers a
+  // Step stream may be idle, because a runner computes.
   double stream_idle_seconds = 300;
   // Where sequences are saved: the absolute path of a folder, below which clients name subfolders.
   // "/": clients may name any folder. Empty: nowhere.

@@ -83,9 +83,9 @@ absl::StatusOr<Chunk> RowsFromProto(const v1::KvChunk& rows, const ModelSpec& sp
 
 }  // namespace
 
-absl::Status CheckLayer(int32_t layer, const ModelSpec& spec) {
+absl::Status CheckLayer(int32_t layer, const ModelSpec& spec, const std::string& field) {
   if (layer >= 0 && layer < spec.layer_count) return absl::OkStatus();
-  return InvalidField("layer",
+  return InvalidField(field,
                       absl::StrCat("value ", layer, " is not in [0, ", spec.layer_count, ")"));
 }
 
@@ -179,11 +179,11 @@ absl::Status CheckSelectable(const AttendQuery& attend) {
   return absl::OkStatus();
 }
 
-absl::StatusOr<DType> OutDType(v1::DType asked, DType q_dtype) {
+absl::StatusOr<DType> OutDType(v1::DType asked, DType q_dtype, const std::string& field) {
   if (asked == v1::DTYPE_UNSPECIFIED) return q_dtype;
   if (asked == v1::DTYPE_F32) return DType::kF32;
-  return InvalidField("out_dtype", absl::StrCat("value ", static_cast<int>(asked),
-                                                " is neither unset nor DTYPE_F32"));
+  return InvalidField(
+      field, absl::StrCat("value ", static_cast<int>(asked), " is neither unset nor DTYPE_F32"));
 }
 
 int64_t ResultBytes(const AttendQuery& attend, const ModelSpec& spec, const ResultPlaces& places) {

@@ -19,7 +19,7 @@ inline constexpr int kQueryCountMax = 1024;
 // INVALID_ARGUMENT or OUT_OF_RANGE names the field. The results point into the messages' bytes, or
 // keep alive what else they point to. A KvChunk in a region is not checked for finite elements
 // (Chunk::shared_source).
-absl::Status CheckLayer(int32_t layer, const ModelSpec& spec);
+absl::Status CheckLayer(int32_t layer, const ModelSpec& spec, const std::string& field = "layer");
 absl::StatusOr<Chunk> ChunkFromProto(const v1::KvChunk& chunk, const ModelSpec& spec,
                                      const CallerRegions& regions);
 // Fills `out` with the queries and the policy of an item. path: of the item in its request, such as
@@ -30,7 +30,8 @@ absl::Status QueryFromProto(const v1::AttendItem& item, const CallerRegions& reg
 // share the selected rows: one query, and a tail with one weight per row.
 absl::Status CheckSelectable(const AttendQuery& attend);
 // The dtype of out: that of q, or f32 if asked for. INVALID_ARGUMENT for others.
-absl::StatusOr<DType> OutDType(v1::DType asked, DType q_dtype);
+absl::StatusOr<DType> OutDType(v1::DType asked, DType q_dtype,
+                               const std::string& field = "out_dtype");
 
 // Where an attend's results are written, as an item asks.
 struct ResultPlaces {

@@ -67,7 +67,8 @@ absl::StatusOr<std::unique_ptr<StreamDecoder>> DecoderFromProto(Engine& engine,
   return StreamDecoder::Create(&engine, std::move(parts), step.token_count(), token_count_max);
 }
 
-v1::AttendResponse ResultsOf(const Job* job, const StatusConverter& status) {
+v1::AttendResponse ResultsOf(const Job* job, const StatusConverter& status,
+                             std::string_view trace) {
   v1::AttendResponse response;
   if (job == nullptr) return response;
   for (const JobItem& item : job->items) {
@@ -75,7 +76,7 @@ v1::AttendResponse ResultsOf(const Job* job, const StatusConverter& status) {
     if (item.status.ok()) {
       FillFacts(*job, item, result);
     } else {
-      *result.mutable_status() = status.ToRpc(item.status);
+      *result.mutable_status() = status.ToRpc(item.status, trace);
     }
   }
   return response;

@@ -43,7 +43,8 @@ StepShape ShapeOf(const T& of) {
 }
 
 // The results of a step's attend without its outputs: status, certificate and statistics of each
-// part. Empty if job is null.
-v1::AttendResponse ResultsOf(const Job* job, const StatusConverter& status);
+// part. Empty if job is null. trace: for the log of the parts that failed.
+v1::AttendResponse ResultsOf(const Job* job, const StatusConverter& status,
+                             std::string_view trace = {});
 
 }  // namespace spillway

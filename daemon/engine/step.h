@@ -37,11 +37,11 @@ class Step {
   int64_t token_count() const { return token_count_; }
 
   // Appends K and V of the new tokens to a layer, attends, and waits for the result: in this
-  // thread, if the device computes on the CPU. What is wrong with one part,
-  // such as an element that is not finite or a position that does not follow, fails the whole step
-  // before anything has changed. If parts fail on the device, the first such error is returned;
-  // with several parts, it names the sequence. The outputs of the other parts are written all the
-  // same. tensors: in host memory; they must not change until this returns.
+  // thread, if the device computes on the CPU. What is wrong with one part, such as an element that
+  // is not finite or a position that does not follow, fails the whole step before anything has
+  // changed. If parts fail on the device, the first such error is returned; with several parts, it
+  // names the sequence. The outputs of the other parts are written all the same. tensors: in host
+  // memory; they must not change until this returns.
   absl::Status Attend(int layer, const StepTensors& tensors);
   // The same without waiting. `done` gets the result, in this thread or another one; neither the
   // tensors nor the step may change or end before. cancel: may be null.
@@ -51,6 +51,8 @@ class Step {
   // The job of the last attend, with certificates and counts. Null before the first attend, and
   // after one that was refused as a whole.
   const Job* last() const { return outcome_.job.get(); }
+  // Frees the job of the last attend.
+  void DropLast() { outcome_ = {}; }
 
  private:
   Step(Engine* engine, std::vector<Part> parts, int64_t token_count, std::string trace)

@@ -19,18 +19,37 @@ absl::Status Unreadable(const google::protobuf::MessageLite& message, const std:
                     "MESSAGE_UNREADABLE", {{"message", message.GetTypeName()}});
 }
 
-// Whether the message has more fields than any request needs. Skips the contents of the fields.
-bool HasTooManyFields(grpc::ByteBuffer& bytes) {
+// Counts the fields up to the end or the limit of `input`, and those in its submessages with the
+// number `inner`. Stops at an error, which parsing finds again, and beyond kFieldCountMax.
+void CountFields(google::protobuf::io::CodedInputStream& input, int inner, int& count) {
+  using WireFormat = google::protobuf::internal::WireFormatLite;
+  while (count <= kFieldCountMax) {
+    const uint32_t tag = input.ReadTag();
+    if (tag == 0) return;
+    ++count;
+    const bool enter = WireFormat::GetTagFieldNumber(tag) == inner &&
+                       WireFormat::GetTagWireType(tag) == WireFormat::WIRETYPE_LENGTH_DELIMITED;
+    if (!enter) {
+      if (!WireFormat::SkipField(&input, tag)) return;
+      continue;
+    }
+    int length = 0;
+    if (!input.ReadVarintSizeAsInt(&length)) return;
+    const auto limit = input.PushLimit(length);
+    CountFields(input, /*inner=*/0, count);
+    if (input.BytesUntilLimit() > 0 && !input.Skip(input.BytesUntilLimit())) return;
+    input.PopLimit(limit);
+  }
+}
+
+// Whether the message has more fields than any request needs. Skips the contents of all others.
+bool HasTooManyFields(grpc::ByteBuffer& bytes, int inner) {
   grpc::ProtoBufferReader reader(&bytes);
   if (!reader.status().ok()) return false;
   google::protobuf::io::CodedInputStream input(&reader);
-  for (int count = 0;; ++count) {
-    const uint32_t tag = input.ReadTag();
-    if (tag == 0 || !google::protobuf::internal::WireFormatLite::SkipField(&input, tag)) {
-      return false;
-    }
-    if (count == kFieldCountMax) return true;
-  }
+  int count = 0;
+  CountFields(input, inner, count);
+  return count > kFieldCountMax;
 }
 
 }  // namespace
@@ -41,9 +60,10 @@ absl::StatusOr<MemoryReservation> ChargeMessage(const grpc::ByteBuffer& bytes,
                         MemoryUse::kMessages);
 }
 
-absl::Status ParseMessage(grpc::ByteBuffer& bytes, google::protobuf::MessageLite& message) {
+absl::Status ParseMessage(grpc::ByteBuffer& bytes, google::protobuf::MessageLite& message,
+                          int inner) {
   if (!bytes.Valid()) return Unreadable(message, "there are no bytes");
-  if (HasTooManyFields(bytes)) {
+  if (HasTooManyFields(bytes, inner)) {
     return Unreadable(message, absl::StrCat("it has more than ", kFieldCountMax, " fields"));
   }
   bool parsed = false;

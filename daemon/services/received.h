@@ -25,8 +25,10 @@ absl::StatusOr<MemoryReservation> ChargeMessage(const grpc::ByteBuffer& bytes,
                                                 MemoryBudget& budget);
 
 // Parses the message and frees its bytes. INVALID_ARGUMENT, reason MESSAGE_UNREADABLE, names the
-// type of the message if it does not parse, or has more fields than any request needs.
-absl::Status ParseMessage(grpc::ByteBuffer& bytes, google::protobuf::MessageLite& message);
+// type of the message if it does not parse, or has more fields than any request needs. inner:
+// number of a submessage whose fields are counted too; 0: none.
+absl::Status ParseMessage(grpc::ByteBuffer& bytes, google::protobuf::MessageLite& message,
+                          int inner = 0);
 
 // The request of a unary call or of a call that is answered by a stream, and who sent it. It is
 // charged from Open() until gRPC has finished the call.

@@ -7,6 +7,7 @@
 #include "daemon/convert/attend.h"
 #include "daemon/convert/tensor.h"
 #include "daemon/engine/errors.h"
+#include "grpc/grpc.h"
 #include "host/base/status_macros.h"
 #include "host/device/step_layout.h"
 
@@ -14,17 +15,10 @@ namespace spillway {
 namespace {
 
 constexpr char kStepMethod[] = "/spillway.v1.AttentionService/Step";
+// Bytes of an answer beside its tensors, results and status.
+constexpr int64_t kAnswerFrameBytes = 256;
 
-// Moves the elements of a message's tensor to the end of those that arrived before.
-void Gather(v1::Tensor& tensor, std::string& to) {
-  if (to.empty()) {
-    to = std::move(*tensor.mutable_data());
-  } else {
-    to += tensor.data();
-  }
-}
-
-void FillShape(DType dtype, std::initializer_list<int64_t> shape, std::string data,
+void SetTensor(DType dtype, std::initializer_list<int64_t> shape, std::string data,
                v1::Tensor& tensor) {
   tensor.set_dtype(ToProto(dtype));
   for (const int64_t each : shape) tensor.add_shape(each);
@@ -33,14 +27,16 @@ void FillShape(DType dtype, std::initializer_list<int64_t> shape, std::string da
 
 }  // namespace
 
-StepCall::StepCall(const ServiceContext& services, const grpc::CallbackServerContext& context,
+StepCall::StepCall(const ServiceContext& services, grpc::CallbackServerContext& context,
                    Caller caller)
     : services_(services),
+      context_(context),
       caller_(std::move(caller)),
       cancel_(MakeCancelToken(context)),
       timer_(services.calls.Find(kStepMethod)),
       begun_(absl::FailedPreconditionError(
-          "no step has begun on this stream: send StepRequest.begin first")) {
+          "no step has begun on this stream: send StepRequest.begin first")),
+      idle_(services.limits.stream_idle_max()) {
   const absl::Status added = services_.streams.Add(this);
   Action action;
   {
@@ -66,6 +62,29 @@ void StepCall::Drain() {
   Do(std::move(action));
 }
 
+void StepCall::CheckIdle(Clock::time_point now) {
+  Action action;
+  std::string unread;
+  {
+    const MutexLock lock(mutex_);
+    if (finished_ || !end_.ok()) return;
+    if (writing_) {
+      end_ = idle_.CheckReader(now);
+      if (end_.ok()) return;
+      unread = std::string(end_.message());
+    } else if (partial_ && !busy_ && !waiting_) {
+      end_ = idle_.Check(now);
+      action = Next();
+    }
+  }
+  // Finish would queue its status behind data that the client does not read. This sends a status
+  // before them and makes the write fail.
+  if (!unread.empty()) {
+    grpc_call_cancel_with_status(context_.c_call(), GRPC_STATUS_ABORTED, unread.c_str(), nullptr);
+  }
+  Do(std::move(action));
+}
+
 StepCall::Action StepCall::Next() {
   Action action;
   if (finished_) return action;
@@ -73,92 +92,121 @@ StepCall::Action StepCall::Next() {
   if (!busy_ && waiting_ && !stop) {
     waiting_ = false;
     busy_ = action.serve = true;
-    std::swap(read_, current_);
+    current_.Swap(&read_);
+    current_reservation_ = std::move(read_reservation_);
   }
   if (!stop && !closed_ && !reading_ && !waiting_) {
     reading_ = read_starting_ = action.read = true;
   }
   // A read that waits for the client does not delay a drain: it ends with the call.
-  if (!busy_ && (stop || (closed_ && !waiting_)) && !read_starting_) {
+  if (!busy_ && (stop || closed_) && !read_starting_) {
     finished_ = action.finish = true;
-    action.status = draining_ && end_.ok() && !closed_ ? services_.drain.CheckNewWork() : end_;
+    if (!end_.ok()) {
+      action.status = end_;
+    } else if (draining_ && !closed_) {
+      action.status = services_.drain.CheckNewWork();
+    } else if (partial_) {
+      action.status = InvalidField("attend.part_start",
+                                   "the stream has ended before all parts of a layer had arrived");
+    }
   }
   return action;
 }
 
 void StepCall::Do(Action action) {
-  while (action.read) {
-    StartRead(&read_);
+  // A loop, because messages that need no answer are served at once.
+  while (action.read || action.serve) {
+    if (action.read) StartRead(&read_);
+    std::optional<absl::Status> served;
+    if (action.serve) {
+      if (action.read) {
+        const MutexLock lock(mutex_);
+        read_starting_ = false;
+      }
+      served = Serve();
+      if (!served.has_value()) return;
+    }
     const MutexLock lock(mutex_);
-    read_starting_ = false;
-    // Whoever serves decides again at the end.
-    if (action.serve) break;
+    if (action.read) read_starting_ = false;
+    if (served.has_value()) {
+      busy_ = false;
+      partial_ = inputs_.part_count > 0;
+      idle_.Renew();
+      end_.Update(*served);
+    }
     action = Next();
   }
-  if (action.serve) return Serve();
   if (!action.finish) return;
   timer_.End(static_cast<int>(action.status.code()));
   Finish(services_.status.ToGrpc(action.status, caller_.trace()));
 }
 
 void StepCall::OnReadDone(bool ok) {
+  absl::StatusOr<MemoryReservation> reservation;
+  if (ok) reservation = ChargeMessage(read_, services_.engine.budget());
   Action action;
   {
     const MutexLock lock(mutex_);
     reading_ = false;
     (ok ? waiting_ : closed_) = true;
+    read_reservation_ = std::move(reservation);
     action = Next();
   }
   Do(std::move(action));
 }
 
-void StepCall::Served(const absl::Status& end) {
-  Action action;
-  {
-    const MutexLock lock(mutex_);
-    busy_ = false;
-    end_.Update(end);
-    action = Next();
-  }
-  Do(std::move(action));
-}
-
-void StepCall::Serve() {
-  absl::StatusOr<MemoryReservation> reservation =
-      ChargeMessage(current_, services_.engine.budget());
-  if (absl::Status status = ParseMessage(current_, request_); !status.ok()) {
-    return Served(WithMetadata(
+std::optional<absl::Status> StepCall::Serve() {
+  const v1::StepRequest empty;
+  if (absl::Status status =
+          ParseMessage(current_, request_, /*inner=*/v1::StepRequest::kBeginFieldNumber);
+      !status.ok()) {
+    request_ = empty;
+    return WithMetadata(
         WithMessage(status, absl::StrCat("message ", served_count_ + 1,
                                          " of the stream: ", status.message(), "; the ",
-                                         served_count_, " messages before it were served")),
-        {{"message_count", absl::StrCat(served_count_)}}));
+                                         served_count_, " messages before it were read")),
+        {{"message_count", absl::StrCat(served_count_)}});
   }
   ++served_count_;
-  if (request_.has_begin()) {
-    begun_ = reservation.ok() ? Begin(request_.begin()) : reservation.status();
-    if (!begun_.ok()) step_.reset();
-  }
-  absl::Status status;
-  if (request_.has_attend()) {
-    status = reservation.ok() ? Collect(*request_.mutable_attend(), *std::move(reservation))
-                              : reservation.status();
-  } else if (!request_.has_begin()) {
-    status = InvalidField("attend", "neither begin nor attend is set");
-  } else {
-    return Served(absl::OkStatus());
+  const absl::Status charged = current_reservation_.status();
+  if (request_.has_begin()) Begin(request_.begin(), charged);
+  if (!request_.has_attend()) {
+    const bool begins = request_.has_begin();
+    request_ = empty;
+    if (begins) return absl::OkStatus();
+    return InvalidField("attend", "neither begin nor attend is set");
   }
   const int layer = request_.attend().layer();
-  request_ = v1::StepRequest();  // frees its memory
-  if (!status.ok()) return Refuse(layer, status);
-  if (inputs_.part_count < step_->part_count()) return Served(absl::OkStatus());
+  absl::Status status = charged;
+  bool dropped = false;
+  if (request_.attend().part_start() > 0 && refused_layer_ == layer) {
+    dropped = true;
+  } else if (status.ok()) {
+    status = Collect(*request_.mutable_attend(), *std::move(current_reservation_));
+  }
+  request_ = empty;  // frees its memory
+  current_reservation_ = MemoryReservation();
+  if (!status.ok() && !dropped) {
+    refused_layer_ = layer;
+    Refuse(layer, status);
+    return std::nullopt;
+  }
+  if (dropped || inputs_.part_count < step_->part_count()) return absl::OkStatus();
+  refused_layer_.reset();
   Attend();
+  return std::nullopt;
 }
 
-absl::Status StepCall::Begin(const v1::DecodeStep& message) {
+void StepCall::Begin(const v1::DecodeStep& message, const absl::Status& charged) {
+  step_.reset();
   inputs_ = {};
+  refused_layer_.reset();
   trace_ = TraceOf(caller_, message);
-  ASSIGN_OR_RETURN(step_, StepFromProto(services_.engine, caller_, message));
-  return absl::OkStatus();
+  begun_ = charged;
+  if (!begun_.ok()) return;
+  absl::StatusOr<std::unique_ptr<Step>> step = StepFromProto(services_.engine, caller_, message);
+  begun_ = step.status();
+  if (step.ok()) step_ = *std::move(step);
 }
 
 int64_t StepCall::AnswerBytes(DType out_dtype) const {
@@ -169,11 +217,20 @@ int64_t StepCall::AnswerBytes(DType out_dtype) const {
   return ResultBytes(query, step_->model().spec, places);
 }
 
+absl::Status StepCall::Charge(int64_t bytes, MemoryReservation& reservation,
+                              AccountCharge& charge) {
+  AccountCharge more(services_.engine.accounts().Of(caller_.name_space()));
+  RETURN_IF_ERROR(more.Add(bytes));
+  ASSIGN_OR_RETURN(reservation, services_.engine.budget().Reserve(bytes, "a step's tensors"));
+  charge = std::move(more);
+  return absl::OkStatus();
+}
+
 absl::Status StepCall::Collect(v1::StepAttend& message, MemoryReservation reservation) {
   RETURN_IF_ERROR(begun_);
   RETURN_IF_ERROR(caller_.Check());
   const ModelSpec& spec = step_->model().spec;
-  RETURN_IF_ERROR(CheckLayer(message.layer(), spec));
+  RETURN_IF_ERROR(CheckLayer(message.layer(), spec, "attend.layer"));
   const bool first = inputs_.part_count == 0;
   if (!first && message.layer() != inputs_.layer) {
     return InvalidField("attend.layer",
@@ -204,7 +261,8 @@ absl::Status StepCall::Collect(v1::StepAttend& message, MemoryReservation reserv
                         absl::StrCat(parts, " parts from ", inputs_.part_count,
                                      " on are not in [0, ", step_->part_count(), ")"));
   }
-  ASSIGN_OR_RETURN(const DType out_dtype, OutDType(message.out_dtype(), q_dtype));
+  ASSIGN_OR_RETURN(const DType out_dtype,
+                   OutDType(message.out_dtype(), q_dtype, "attend.out_dtype"));
   if (!first && (q_dtype != inputs_.q_dtype || out_dtype != inputs_.out_dtype)) {
     return InvalidField("attend.q.dtype",
                         "the types of q and out are not those of the layer's first parts");
@@ -227,11 +285,32 @@ absl::Status StepCall::Collect(v1::StepAttend& message, MemoryReservation reserv
   inputs_.layer = message.layer();
   inputs_.q_dtype = q_dtype;
   inputs_.out_dtype = out_dtype;
+  if (first && parts == step_->part_count()) {
+    inputs_.q = std::move(*message.mutable_q()->mutable_data());
+    inputs_.k = std::move(*message.mutable_k()->mutable_data());
+    inputs_.v = std::move(*message.mutable_v()->mutable_data());
+    inputs_.reservation = std::move(reservation);
+  } else {
+    if (first) {
+      RETURN_IF_ERROR(MakeRoom());
+    }
+    inputs_.q += message.q().data();
+    inputs_.k += message.k().data();
+    inputs_.v += message.v().data();
+  }
   inputs_.part_count += static_cast<int>(parts);
-  inputs_.reservation.Absorb(std::move(reservation));
-  Gather(*message.mutable_q(), inputs_.q);
-  Gather(*message.mutable_k(), inputs_.k);
-  Gather(*message.mutable_v(), inputs_.v);
+  return absl::OkStatus();
+}
+
+absl::Status StepCall::MakeRoom() {
+  const ModelSpec& spec = step_->model().spec;
+  const int64_t tokens = int64_t{step_->part_count()} * step_->token_count() * spec.head_dim;
+  const int64_t q_bytes = tokens * spec.query_head_count * DTypeBytes(inputs_.q_dtype);
+  const int64_t row_bytes = tokens * spec.kv_head_count * DTypeBytes(spec.dtype);
+  RETURN_IF_ERROR(Charge(q_bytes + 2 * row_bytes, inputs_.reservation, inputs_.charge));
+  inputs_.q.reserve(static_cast<size_t>(q_bytes));
+  inputs_.k.reserve(static_cast<size_t>(row_bytes));
+  inputs_.v.reserve(static_cast<size_t>(row_bytes));
   return absl::OkStatus();
 }
 
@@ -239,26 +318,34 @@ void StepCall::Attend() {
   const ModelSpec& spec = step_->model().spec;
   const int64_t heads = int64_t{step_->part_count()} * step_->token_count() * spec.query_head_count;
   const int64_t out_bytes = heads * spec.head_dim * DTypeBytes(inputs_.out_dtype);
-  // With room for the answers.
-  absl::StatusOr<MemoryReservation> reservation =
-      services_.engine.budget().Reserve(2 * step_->part_count() * AnswerBytes(inputs_.out_dtype),
-                                        "the answer to a request", MemoryUse::kMessages);
-  if (!reservation.ok()) return Refuse(inputs_.layer, reservation.status());
-  outputs_.reservation = *std::move(reservation);
+  const int64_t answer_bytes = step_->part_count() * AnswerBytes(inputs_.out_dtype);
+  // The outputs and results, those of the job in float32, and the message that is written.
+  const int64_t bytes = answer_bytes + heads * spec.head_dim * int64_t{sizeof(float)} +
+                        std::min(answer_bytes, kMessageBytesMax);
+  absl::Status charged;
+  if (answer_bytes <= kMessageBytesMax) {
+    absl::StatusOr<MemoryReservation> reservation =
+        services_.engine.budget().Reserve(bytes, "the answer to a request", MemoryUse::kMessages);
+    charged = reservation.status();
+    if (reservation.ok()) outputs_.reservation = *std::move(reservation);
+  } else {
+    charged = Charge(bytes, outputs_.reservation, outputs_.charge);
+  }
+  if (!charged.ok()) return Refuse(inputs_.layer, charged);
   outputs_.out.assign(static_cast<size_t>(out_bytes), '\0');
   outputs_.lse.assign(static_cast<size_t>(heads) * sizeof(float), '\0');
   const StepShape shape = ShapeOf(*step_);
   const auto place = [&](auto* data, int64_t head_count, DType dtype) {
     return InCOrder(data, shape, head_count, spec.head_dim * DTypeBytes(dtype));
   };
-  const auto bytes = [](const std::string& of) {
+  const auto elements = [](const std::string& of) {
     return reinterpret_cast<const std::byte*>(of.data());
   };
   StepTensors tensors;
   tensors.q_dtype = inputs_.q_dtype;
-  tensors.q = place(bytes(inputs_.q), spec.query_head_count, inputs_.q_dtype);
-  tensors.k = place(bytes(inputs_.k), spec.kv_head_count, spec.dtype);
-  tensors.v = place(bytes(inputs_.v), spec.kv_head_count, spec.dtype);
+  tensors.q = place(elements(inputs_.q), spec.query_head_count, inputs_.q_dtype);
+  tensors.k = place(elements(inputs_.k), spec.kv_head_count, spec.dtype);
+  tensors.v = place(elements(inputs_.v), spec.kv_head_count, spec.dtype);
   tensors.out_dtype = inputs_.out_dtype;
   tensors.out = place(reinterpret_cast<std::byte*>(outputs_.out.data()), spec.query_head_count,
                       inputs_.out_dtype);
@@ -269,56 +356,78 @@ void StepCall::Attend() {
 
 void StepCall::OnAttended(const absl::Status& status) {
   if (step_->last() == nullptr) return Refuse(inputs_.layer, status);
-  const ModelSpec& spec = step_->model().spec;
-  v1::AttendResponse results = ResultsOf(step_->last(), services_.status);
-  const int64_t tokens = step_->token_count(), heads = spec.query_head_count;
-  const size_t lse_bytes = static_cast<size_t>(tokens * heads) * sizeof(float);
-  const size_t out_bytes =
-      static_cast<size_t>(tokens * heads * spec.head_dim * DTypeBytes(inputs_.out_dtype));
-  const int count = step_->part_count();
-  const auto most =
-      static_cast<int>(std::min<int64_t>(count, kMessageBytesMax / AnswerBytes(inputs_.out_dtype)));
-  for (int start = 0; start < count; start += most) {
-    const int parts = std::min(most, count - start);
-    v1::StepResponse& answer = answers_.emplace_back();
-    answer.set_layer(inputs_.layer);
-    if (!status.ok()) *answer.mutable_status() = services_.status.ToRpc(status, trace_);
-    answer.set_part_start(start);
-    for (int i = start; i < start + parts; ++i) {
-      answer.add_results()->Swap(results.mutable_results(i));
-    }
-    const auto share = [&](std::string& whole, size_t bytes) {
-      if (parts == count) return std::move(whole);
-      return whole.substr(static_cast<size_t>(start) * bytes, static_cast<size_t>(parts) * bytes);
-    };
-    FillShape(inputs_.out_dtype, {parts, tokens, heads, spec.head_dim},
-              share(outputs_.out, out_bytes), *answer.mutable_out());
-    FillShape(DType::kF32, {parts, tokens, heads}, share(outputs_.lse, lse_bytes),
-              *answer.mutable_lse());
-  }
+  if (!status.ok()) outputs_.status = services_.status.ToRpc(status, trace_);
+  outputs_.results = ResultsOf(step_->last(), services_.status, trace_);
+  step_->DropLast();
   Write();
 }
 
 void StepCall::Refuse(int layer, const absl::Status& status) {
-  v1::StepResponse& answer = answers_.emplace_back();
-  answer.set_layer(layer);
-  *answer.mutable_status() = services_.status.ToRpc(status, trace_);
+  inputs_ = {};
+  inputs_.layer = layer;
+  outputs_.status = services_.status.ToRpc(status, trace_);
+  outputs_.results.Clear();
   Write();
 }
 
-void StepCall::Write() { StartWrite(&answers_.front()); }
+void StepCall::Write() {
+  answer_.Clear();
+  answer_.set_layer(inputs_.layer);
+  if (outputs_.status.code() != 0) *answer_.mutable_status() = outputs_.status;
+  const int count = outputs_.results.results_size(), start = outputs_.answered_count;
+  if (count > 0) {
+    const ModelSpec& spec = step_->model().spec;
+    const int64_t tokens = step_->token_count(), heads = spec.query_head_count;
+    const auto lse_bytes = static_cast<size_t>(tokens * heads) * sizeof(float);
+    const auto out_bytes =
+        static_cast<size_t>(tokens * heads * spec.head_dim * DTypeBytes(inputs_.out_dtype));
+    auto room = static_cast<int64_t>(kMessageBytesMax - kAnswerFrameBytes -
+                                     static_cast<int64_t>(outputs_.status.ByteSizeLong()));
+    int end = start;
+    for (; end < count; ++end) {
+      v1::AttendResult& result = *outputs_.results.mutable_results(end);
+      // Its own bytes, and those of its tag and length.
+      room -= static_cast<int64_t>(lse_bytes + out_bytes + result.ByteSizeLong()) + 8;
+      if (room < 0 && end > start) break;
+      answer_.add_results()->Swap(&result);
+    }
+    const auto share = [&](std::string& whole, size_t bytes) {
+      if (start == 0 && end == count) return std::move(whole);
+      return whole.substr(static_cast<size_t>(start) * bytes,
+                          static_cast<size_t>(end - start) * bytes);
+    };
+    answer_.set_part_start(start);
+    SetTensor(inputs_.out_dtype, {end - start, tokens, heads, spec.head_dim},
+              share(outputs_.out, out_bytes), *answer_.mutable_out());
+    SetTensor(DType::kF32, {end - start, tokens, heads}, share(outputs_.lse, lse_bytes),
+              *answer_.mutable_lse());
+    outputs_.answered_count = end;
+  }
+  {
+    const MutexLock lock(mutex_);
+    writing_ = true;
+    idle_.Renew();
+  }
+  StartWrite(&answer_);
+}
 
 void StepCall::OnWriteDone(bool ok) {
-  answers_.pop_front();
-  if (ok && !answers_.empty()) return Write();
-  answers_.clear();
+  {
+    const MutexLock lock(mutex_);
+    writing_ = false;
+  }
+  if (ok && outputs_.answered_count < outputs_.results.results_size()) return Write();
+  answer_ = v1::StepResponse();  // frees its memory
   inputs_ = {};
   outputs_ = {};
-  if (!ok) {
+  Action action;
+  {
     const MutexLock lock(mutex_);
-    broken_ = true;
+    broken_ |= !ok;
+    busy_ = partial_ = false;
+    action = Next();
   }
-  Served(absl::OkStatus());
+  Do(std::move(action));
 }
 
 }  // namespace spillway

@@ -9,7 +9,7 @@
 
 namespace spillway {
 
-// It crosses the boundary between processes, with numbers of v1::DType.
+// A client and its daemon exchange it in shared memory. row_dtype: a number of v1::DType.
 struct StepShape {
   int32_t sequence_count;
   int32_t token_count;

@@ -331,7 +331,7 @@ TEST_F(StepInCTest, RefusesWhatIsNoStepOfADaemon) {
                       std::string("the description is not a serialised spillway.v1.DecodeStep")));
   description_ = "";
   EXPECT_EQ(Begin(channel), nullptr);
-  EXPECT_THAT(Failure().second, HasSubstr("a step of 0 sequences and 0 tokens"));
+  EXPECT_THAT(Failure().second, HasSubstr("parts: 0 sequences are not in [1, 256]"));
   description_ = other_;
   spillway_channel_close(channel);
   const char* const settings[] = {"memory.limit=64MiB", "device.name=cpu", "device.thread_count=1"};

@@ -175,8 +175,8 @@ def _bad(client: Client, model: Model) -> list[tuple[Any, int, str, str]]:
     invalid = grpc.StatusCode.INVALID_ARGUMENT.value[0]
     out_of_range = grpc.StatusCode.OUT_OF_RANGE.value[0]
     cases: list[tuple[Any, int, str, str]] = [
-        (attend(2, q, k, v), invalid, "INVALID_FIELD", "layer: value 2 is not in [0, 2)"),
-        (attend(-1, q, k, v), invalid, "INVALID_FIELD", "layer: value -1 is not in [0, 2)"),
+        (attend(2, q, k, v), invalid, "INVALID_FIELD", "attend.layer: value 2 is not in"),
+        (attend(-1, q, k, v), invalid, "INVALID_FIELD", "attend.layer: value -1 is not in"),
         (
             attend(0, q, k, v, start=1),
             invalid,
@@ -194,7 +194,7 @@ def _bad(client: Client, model: Model) -> list[tuple[Any, int, str, str]]:
         (attend(0, q[:, :, :3], k, v), invalid, "INVALID_FIELD", "attend.q.shape"),
         (attend(0, q, k[:, :, :, :8], v), invalid, "INVALID_FIELD", "attend.k.shape"),
         (attend(0, q, k, v[:1]), invalid, "INVALID_FIELD", "attend.v.shape"),
-        (attend(0, q, k, v, out_dtype=2), invalid, "INVALID_FIELD", "out_dtype"),
+        (attend(0, q, k, v, out_dtype=2), invalid, "INVALID_FIELD", "attend.out_dtype: value 2"),
         (
             attend(0, q, broken, v),
             out_of_range,
@@ -241,10 +241,97 @@ def test_another_layer_before_all_parts_have_arrived(
     assert call.ask(attend=attend(0, q, k, v)).status.code == 0
 
 
+def test_the_rest_of_a_refused_layer_is_dropped(call: Call, client: Client, model: Model) -> None:
+    """Parts that were sent before the client knew are not answered once more."""
+    sequences = [client.create_sequence(model) for _ in range(3)]
+    q, k, v = tensors(3)
+    wrong = attend(0, q[:1], k[:1], v[:1])
+    wrong.v.dtype = tensor_pb2.DTYPE_BF16
+    call.send(begin=step(sequences, [0] * 3), attend=wrong)
+    for part in (1, 2):
+        at = slice(part, part + 1)
+        call.send(attend=attend(0, q[at], k[at], v[at], start=part))
+    call.send(attend=attend(1, q, k, v))
+    assert "attend.v" in failure(next(call.responses))[2]
+    answer = next(call.responses)
+    assert (answer.layer, answer.status.code) == (1, 0)
+    # The same of a step that was refused.
+    call.send(begin=step(sequences[:1] * 3, [0] * 3), attend=attend(0, q[:1], k[:1], v[:1]))
+    call.send(attend=attend(0, q[1:], k[1:], v[1:], start=1))
+    call.send(begin=step(sequences, [0] * 3), attend=attend(0, q, k, v))
+    assert "parts[1].sequence" in failure(next(call.responses))[2]
+    assert next(call.responses).status.code == 0
+
+
+def ended(call: Call) -> spillway_kv.SpillwayError:
+    """How the stream ended, without another answer."""
+    return refused(lambda: next(call.responses))
+
+
+def test_a_message_without_contents_ends_the_stream(call: Call) -> None:
+    call.send()
+    error = ended(call)
+    assert (error.code, error.reason) == ("INVALID_ARGUMENT", "INVALID_FIELD")
+    assert "neither begin nor attend is set" in error.message
+
+
+def test_a_stream_that_ends_in_the_middle_of_a_layer(
+    call: Call, client: Client, model: Model
+) -> None:
+    sequences = [client.create_sequence(model) for _ in range(2)]
+    q, k, v = tensors(2)
+    call.send(begin=step(sequences, [0, 0]), attend=attend(0, q[:1], k[:1], v[:1]))
+    call.close()
+    error = ended(call)
+    assert error.code == "INVALID_ARGUMENT"
+    assert "before all parts of a layer had arrived" in error.message
+    assert lengths(client, sequences) == [(0, 0)] * 2
+
+
+def test_thousands_of_steps_begin_without_an_answer(
+    call: Call, client: Client, model: Model
+) -> None:
+    """Each is served as soon as it has arrived."""
+    sequences = [client.create_sequence(model) for _ in range(2)]
+    begin = step(sequences * 100, [0] * 200)
+    for _ in range(20_000):
+        call.send(begin=begin)
+    call.send(begin=step(sequences, [0, 0]), attend=attend(0, *tensors(2)))
+    assert next(call.responses).status.code == 0
+
+
+def test_a_step_of_millions_of_parts_is_not_read(target: str) -> None:
+    with grpc.insecure_channel(target) as channel:
+        stream: Any = channel.stream_stream("/spillway.v1.AttentionService/Step")
+        parts = b"\x0a\x00" * (1 << 20)
+        message = b"\x0a\x80\x80\x80\x01" + parts
+        error = refused(lambda: list(stream(iter([message]), timeout=30)))
+    assert error.code == "INVALID_ARGUMENT"
+    assert "it has more than 16384 fields" in error.message
+
+
+def test_a_client_that_does_not_complete_a_layer(tmp_path: Path) -> None:
+    with running_daemon(tmp_path, "--stream-idle", "1") as target:
+        with spillway_kv.connect(target) as client, grpc.insecure_channel(target) as channel:
+            model = client.create_model(
+                layer_count=2, query_head_count=4, kv_head_count=2, head_dim=16, dtype="float32"
+            )
+            sequences = [client.create_sequence(model) for _ in range(2)]
+            q, k, v = tensors(2)
+            partial, between = Call(channel), Call(channel)
+            between.ask(begin=step(sequences, [0, 0]), attend=attend(0, q, k, v))
+            partial.send(begin=step(sequences, [0, 0]), attend=attend(1, q[:1], k[:1], v[:1]))
+            error = ended(partial)
+            assert (error.code, error.reason) == ("ABORTED", "STREAM_IDLE")
+            # Between layers a runner computes.
+            time.sleep(1.5)
+            assert between.ask(attend=attend(1, q, k, v)).status.code == 0
+            between.close()
+
+
 def test_what_has_not_begun_is_not_attended(call: Call, client: Client, model: Model) -> None:
     sequence = client.create_sequence(model)
     rows = tensors(1)
-    assert "neither begin nor attend is set" in failure(call.ask())[2]
     for _ in range(2):
         assert call.ask(attend=attend(0, *rows)).status.code == 9
     gone = client.create_sequence(model)
@@ -301,9 +388,10 @@ def test_a_message_that_does_not_parse_ends_the_stream(
             answers.extend(stream(iter([good, b"\x0a\x02x", good]), timeout=30))
 
     error = refused(run)
+    assert [answer.status.code for answer in answers] == [0]
     assert (error.code, error.reason) == ("INVALID_ARGUMENT", "MESSAGE_UNREADABLE")
     assert "message 2 of the stream: the message is not a valid spillway.v1.StepReq" in str(error)
-    assert "the 1 messages before it were served" in str(error)
+    assert "the 1 messages before it were read" in str(error)
     assert lengths(client, [sequence]) == [(1, 0)]
 
 
@@ -371,7 +459,7 @@ def test_streams_beyond_the_limit_are_refused(tmp_path: Path) -> None:
         with grpc.insecure_channel(target) as channel:
             calls = [Call(channel) for _ in range(2)]
             for each in calls:
-                assert failure(each.ask())[0] == 3
+                assert each.ask(attend=attend(0, *tensors(1))).status.code == 9
             late = Call(channel)
             error = refused(lambda: next(late.responses))
             assert error.reason == "STREAM_COUNT_EXHAUSTED"

@@ -174,7 +174,8 @@ class DecodeStep(_Together):
         # None: the step must be begun again before the next attend.
         self._kind: NativeStep | CallStep | None = self._wire.restarts.again(self._begun)
         self._closed = False
-        self._last: tuple[Any, Any] = (None, None)
+        # Outputs of the last attend. None: it has failed, or there was none.
+        self._last: tuple[Any, Any] | None = None
 
     def _checked(self, starts: SequenceABC[int] | None) -> tuple[int, ...]:
         """Returns the position of the first new token of each sequence."""
@@ -279,6 +280,7 @@ class DecodeStep(_Together):
         """
         q, k, v = engine_array(q, "q"), engine_array(k, "k"), engine_array(v, "v")
         asked = self._check(q, k, v, out_dtype)
+        self._last = None
         ask = partial(self._ask, layer, q, k, v, asked)
         first: Callable[[], tuple[Any, Any]] | None
         try:
@@ -294,9 +296,10 @@ class DecodeStep(_Together):
         return partial(self._guarded, lambda: self._noted(layer, answer))
 
     def _noted(self, layer: int, answer: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
-        self._last = self._wire.restarts.again(answer)
+        outputs = self._wire.restarts.again(answer)
         self._appended(layer)
-        return self._last
+        self._last = outputs
+        return outputs
 
     def _appended(self, layer: int) -> None:
         """Notes that the new tokens are appended to a layer."""
@@ -319,11 +322,16 @@ class DecodeStep(_Together):
             raise
 
     def results(self) -> list[AttendResult]:
-        """Returns the full results of the last attend, one per sequence, with certificates."""
+        """Returns the full results of the last attend, one per sequence, with certificates.
+
+        Raises:
+            ValueError: No layer was attended, or the last attend failed.
+        """
+        kind, (out, lse) = self._attended()
         made = []
-        for i, message in enumerate(self._attended().results()):
+        for i, message in enumerate(kind.results()):
             result = AttendResult(message, decoder_like(None))
-            result.__dict__.update(out=self._last[0][i], lse=self._last[1][i])
+            result.__dict__.update(out=out[i], lse=lse[i])
             made.append(result)
         return made
 
@@ -333,14 +341,14 @@ class DecodeStep(_Together):
         Raises:
             ValueError: No layer was attended, or the last attend failed.
         """
-        return self._attended().sums()
+        return self._attended()[0].sums()
 
-    def _attended(self) -> NativeStep | CallStep:
-        if self._kind is None:
+    def _attended(self) -> tuple[NativeStep | CallStep, tuple[Any, Any]]:
+        if self._kind is None or self._last is None:
             raise ValueError(
                 "the step has no results: no layer was attended, or the last attend failed"
             )
-        return self._kind
+        return self._kind, self._last
 
     def close(self) -> None:
         """Ends the step."""

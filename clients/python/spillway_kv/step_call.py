@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import weakref
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceABC
 from functools import partial
@@ -31,6 +32,7 @@ class CallStep:
         # None: the next attend opens a stream, and begins the step.
         self._stream: _Stream | None = None
         self._results: list[attention_service_pb2.AttendResult] = []
+        self._unanswered = self._ended = False
         forks.leaves(self)
 
     def leave_to_parent(self, error: str) -> None:
@@ -42,13 +44,20 @@ class CallStep:
         self, layer: int, q: Any, k: Any, v: Any, out_dtype: int, *, at_once: bool
     ) -> Callable[[], tuple[Any, Any]]:
         """As for `NativeStep.ask`. Sending messages never waits."""
+        if self._unanswered:
+            # Its answer would be taken for that of this attend.
+            self._drop()
         requests = self._requests(layer, q, k, v, out_dtype)
-        if self._stream is None:
-            self._stream = _Stream(self._wire)
+        stream = self._stream
+        if stream is None:
+            stream = self._stream = _Stream(self._wire)
             requests[0].begin.CopyFrom(self._message)
+        if self._ended:  # by another thread, which may not have seen the stream
+            stream.cancel()
+        self._unanswered = True
         for request in requests:
-            self._stream.send(request)
-        return partial(self._answer, q)
+            stream.send(request)
+        return partial(self._answer, stream, layer, q)
 
     def _requests(
         self, layer: int, q: Any, k: Any, v: Any, out_dtype: int
@@ -76,24 +85,27 @@ class CallStep:
             made.append(request)
         return made
 
-    def _answer(self, q: Any) -> tuple[Any, Any]:
-        stream, part_count = self._stream, q.shape[0]
-        if stream is None:
-            raise ValueError("the step is closed")
+    def _answer(self, stream: _Stream, layer: int, q: Any) -> tuple[Any, Any]:
         self._results = []
         tensors: dict[str, list[tensor_pb2.Tensor]] = {"out": [], "lse": []}
+        status = None
         try:
-            while len(self._results) < part_count:
+            while len(self._results) < q.shape[0] and (status is None or self._results):
                 answer = stream.receive()
+                if answer.layer != layer or answer.part_start != len(self._results):
+                    raise SpillwayError("the daemon's answer is not valid", code="INTERNAL")
                 self._results.extend(answer.results)
                 tensors["out"].append(answer.out)
                 tensors["lse"].append(answer.lse)
-                if answer.status.code and (not answer.results or len(self._results) == part_count):
-                    raise error_from_status(answer.status)
+                if answer.status.code:
+                    status = answer.status
+            if status is not None:
+                raise error_from_status(status)
         except SpillwayError:
             # The daemon may have ended the stream, or have tensors of some sequences only.
-            self.end()
+            self._drop()
             raise
+        self._unanswered = False
         out, lse = (decoder_like(q)(_joined(each)) for each in tensors.values())
         return out, lse
 
@@ -112,11 +124,17 @@ class CallStep:
             [AttendResult(each, decoder_like(None)) for each in self.results()]
         )
 
-    def end(self) -> None:
-        """Ends the step. An attend without an answer is given up."""
+    def _drop(self) -> None:
+        """Ends the stream. An attend without an answer is given up."""
         stream, self._stream = self._stream, None
+        self._unanswered = False
         if stream is not None and not self._wire.left:
             stream.cancel()
+
+    def end(self) -> None:
+        """Ends the step. An attend without an answer is given up."""
+        self._ended = True
+        self._drop()
 
 
 class _Stream:
@@ -127,11 +145,13 @@ class _Stream:
             queue.SimpleQueue()
         )
         presence = connection.presence
-        # The trace is in the message that begins the step, not in the call's metadata: that may be
-        # opened in another one.
+        # Without the trace that is active now: the message that begins the step has its trace.
         self._responses = connection.stubs.attention.Step(
             iter(self._requests.get, None), metadata=presence and presence.metadata
         )
+        # Ends grpcio's thread, which waits for messages to send, also for a step that is never
+        # closed.
+        weakref.finalize(self, self._requests.put, None)
 
     def send(self, request: attention_service_pb2.StepRequest) -> None:
         """Sends a message. If the stream has ended, `receive` raises the error."""
