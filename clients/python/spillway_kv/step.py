@@ -344,6 +344,10 @@ class DecodeStep(_Together):
         return self._attended()[0].sums()
 
     def _attended(self) -> tuple[NativeStep | CallStep, tuple[Any, Any]]:
+        if self._wire.left:
+            raise RuntimeError(self._wire.left)
+        if self._closed:
+            raise ValueError("the step is closed")
         if self._kind is None or self._last is None:
             raise ValueError(
                 "the step has no results: no layer was attended, or the last attend failed"
