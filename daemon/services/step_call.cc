@@ -116,15 +116,14 @@ StepCall::Action StepCall::Next() {
 void StepCall::Do(Action action) {
   // A loop, because messages that need no answer are served at once.
   while (action.read || action.serve) {
-    if (action.read) StartRead(&read_);
     std::optional<absl::Status> served;
-    if (action.serve) {
-      if (action.read) {
-        const MutexLock lock(mutex_);
-        read_starting_ = false;
-      }
-      served = Serve();
-      if (!served.has_value()) return;
+    if (action.serve) served = Serve();
+    // If it is answered by another thread, that thread may end the call, unless a read is about to
+    // start.
+    if (action.read) {
+      StartRead(&read_);
+    } else if (!served.has_value()) {
+      return;
     }
     const MutexLock lock(mutex_);
     if (action.read) read_starting_ = false;
