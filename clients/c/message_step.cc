@@ -8,6 +8,7 @@
 #include "clients/c/daemon_session.h"
 #include "daemon/convert/attend.h"
 #include "daemon/convert/tensor.h"
+#include "daemon/convert/trace.h"
 #include "daemon/engine/checks.h"
 #include "grpc/slice.h"
 #include "host/base/status_macros.h"
@@ -49,6 +50,7 @@ absl::StatusOr<std::unique_ptr<MessageStep>> MessageStep::Begin(
   // Within what the API allows, no size overflows.
   const StepShape& shape = description.shape;
   RETURN_IF_ERROR(CheckStep(static_cast<size_t>(shape.sequence_count), shape.token_count));
+  RETURN_IF_ERROR(CheckTraceId(description.message.trace_id()));
   return std::unique_ptr<MessageStep>(
       new MessageStep(std::move(channel), std::move(client_id), description));
 }
@@ -141,6 +143,7 @@ std::optional<absl::Status> MessageStep::Await(const StepTensors& tensors,
   unanswered_ = false;
   // The daemon may have ended the stream, or have tensors of some sequences only.
   if (!status.ok()) call_.reset();
+  if (results_.results_size() != shape_.sequence_count) results_.Clear();
   return status;
 }
 

@@ -18,6 +18,13 @@ constexpr char kStepMethod[] = "/spillway.v1.AttentionService/Step";
 // Bytes of an answer beside its tensors, results and status.
 constexpr int64_t kAnswerFrameBytes = 256;
 
+// Frees what an object holds. An assignment would let its strings keep their memory.
+template <typename T>
+void Free(T& of) {
+  T fresh;
+  std::swap(of, fresh);
+}
+
 void SetTensor(DType dtype, std::initializer_list<int64_t> shape, std::string data,
                v1::Tensor& tensor) {
   tensor.set_dtype(ToProto(dtype));
@@ -96,10 +103,11 @@ StepCall::Action StepCall::Next() {
     current_reservation_ = std::move(read_reservation_);
   }
   if (!stop && !closed_ && !reading_ && !waiting_) {
-    reading_ = read_starting_ = action.read = true;
+    reading_ = action.read = true;
+    ++starting_read_count_;
   }
   // A read that waits for the client does not delay a drain: it ends with the call.
-  if (!busy_ && (stop || closed_) && !read_starting_) {
+  if (!busy_ && (stop || closed_) && starting_read_count_ == 0) {
     finished_ = action.finish = true;
     if (!end_.ok()) {
       action.status = end_;
@@ -126,11 +134,12 @@ void StepCall::Do(Action action) {
       return;
     }
     const MutexLock lock(mutex_);
-    if (action.read) read_starting_ = false;
+    if (action.read) --starting_read_count_;
     if (served.has_value()) {
       busy_ = false;
+      // Parts that are dropped do not complete a layer.
+      if (!refused_layer_.has_value()) idle_.Renew();
       partial_ = inputs_.part_count > 0;
-      idle_.Renew();
       end_.Update(*served);
     }
     action = Next();
@@ -156,6 +165,8 @@ void StepCall::OnReadDone(bool ok) {
 
 std::optional<absl::Status> StepCall::Serve() {
   const v1::StepRequest empty;
+  absl::StatusOr<MemoryReservation> reservation = std::move(current_reservation_);
+  current_reservation_ = MemoryReservation();
   if (absl::Status status =
           ParseMessage(current_, request_, /*inner=*/v1::StepRequest::kBeginFieldNumber);
       !status.ok()) {
@@ -167,7 +178,7 @@ std::optional<absl::Status> StepCall::Serve() {
         {{"message_count", absl::StrCat(served_count_)}});
   }
   ++served_count_;
-  const absl::Status charged = current_reservation_.status();
+  const absl::Status charged = reservation.status();
   if (request_.has_begin()) Begin(request_.begin(), charged);
   if (!request_.has_attend()) {
     const bool begins = request_.has_begin();
@@ -176,29 +187,28 @@ std::optional<absl::Status> StepCall::Serve() {
     return InvalidField("attend", "neither begin nor attend is set");
   }
   const int layer = request_.attend().layer();
+  // Only the parts that follow what was refused are dropped, not those of another attempt.
+  if (request_.attend().part_start() == 0 || refused_layer_ != layer) refused_layer_.reset();
+  const bool dropped = refused_layer_.has_value();
   absl::Status status = charged;
-  bool dropped = false;
-  if (request_.attend().part_start() > 0 && refused_layer_ == layer) {
-    dropped = true;
-  } else if (status.ok()) {
-    status = Collect(*request_.mutable_attend(), *std::move(current_reservation_));
+  if (status.ok() && !dropped) {
+    status = Collect(*request_.mutable_attend(), *std::move(reservation));
   }
   request_ = empty;  // frees its memory
-  current_reservation_ = MemoryReservation();
-  if (!status.ok() && !dropped) {
+  if (dropped) return absl::OkStatus();
+  if (!status.ok()) {
     refused_layer_ = layer;
     Refuse(layer, status);
     return std::nullopt;
   }
-  if (dropped || inputs_.part_count < step_->part_count()) return absl::OkStatus();
-  refused_layer_.reset();
+  if (inputs_.part_count < step_->part_count()) return absl::OkStatus();
   Attend();
   return std::nullopt;
 }
 
 void StepCall::Begin(const v1::DecodeStep& message, const absl::Status& charged) {
   step_.reset();
-  inputs_ = {};
+  Free(inputs_);
   refused_layer_.reset();
   trace_ = TraceOf(caller_, message);
   begun_ = charged;
@@ -331,6 +341,8 @@ void StepCall::Attend() {
     charged = Charge(bytes, outputs_.reservation, outputs_.charge);
   }
   if (!charged.ok()) return Refuse(inputs_.layer, charged);
+  outputs_.layer = inputs_.layer;
+  outputs_.dtype = inputs_.out_dtype;
   outputs_.out.assign(static_cast<size_t>(out_bytes), '\0');
   outputs_.lse.assign(static_cast<size_t>(heads) * sizeof(float), '\0');
   const StepShape shape = ShapeOf(*step_);
@@ -358,20 +370,21 @@ void StepCall::OnAttended(const absl::Status& status) {
   if (!status.ok()) outputs_.status = services_.status.ToRpc(status, trace_);
   outputs_.results = ResultsOf(step_->last(), services_.status, trace_);
   step_->DropLast();
+  Free(inputs_);
   Write();
 }
 
 void StepCall::Refuse(int layer, const absl::Status& status) {
-  inputs_ = {};
-  inputs_.layer = layer;
+  Free(inputs_);
+  Free(outputs_);
+  outputs_.layer = layer;
   outputs_.status = services_.status.ToRpc(status, trace_);
-  outputs_.results.Clear();
   Write();
 }
 
 void StepCall::Write() {
   answer_.Clear();
-  answer_.set_layer(inputs_.layer);
+  answer_.set_layer(outputs_.layer);
   if (outputs_.status.code() != 0) *answer_.mutable_status() = outputs_.status;
   const int count = outputs_.results.results_size(), start = outputs_.answered_count;
   if (count > 0) {
@@ -379,7 +392,7 @@ void StepCall::Write() {
     const int64_t tokens = step_->token_count(), heads = spec.query_head_count;
     const auto lse_bytes = static_cast<size_t>(tokens * heads) * sizeof(float);
     const auto out_bytes =
-        static_cast<size_t>(tokens * heads * spec.head_dim * DTypeBytes(inputs_.out_dtype));
+        static_cast<size_t>(tokens * heads * spec.head_dim * DTypeBytes(outputs_.dtype));
     auto room = static_cast<int64_t>(kMessageBytesMax - kAnswerFrameBytes -
                                      static_cast<int64_t>(outputs_.status.ByteSizeLong()));
     int end = start;
@@ -396,7 +409,7 @@ void StepCall::Write() {
                           static_cast<size_t>(end - start) * bytes);
     };
     answer_.set_part_start(start);
-    SetTensor(inputs_.out_dtype, {end - start, tokens, heads, spec.head_dim},
+    SetTensor(outputs_.dtype, {end - start, tokens, heads, spec.head_dim},
               share(outputs_.out, out_bytes), *answer_.mutable_out());
     SetTensor(DType::kF32, {end - start, tokens, heads}, share(outputs_.lse, lse_bytes),
               *answer_.mutable_lse());
@@ -417,8 +430,7 @@ void StepCall::OnWriteDone(bool ok) {
   }
   if (ok && outputs_.answered_count < outputs_.results.results_size()) return Write();
   answer_ = v1::StepResponse();  // frees its memory
-  inputs_ = {};
-  outputs_ = {};
+  Free(outputs_);
   Action action;
   {
     const MutexLock lock(mutex_);

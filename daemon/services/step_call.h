@@ -34,6 +34,8 @@ class StepCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, v1::Step
   };
   // What is left to answer for a layer.
   struct Outputs {
+    int layer = 0;
+    DType dtype = DType::kF32;
     google::rpc::Status status;
     v1::AttendResponse results;  // without tensors, of all parts; empty: the layer was refused
     std::string out, lse;
@@ -107,9 +109,10 @@ class StepCall final : public grpc::ServerBidiReactor<grpc::ByteBuffer, v1::Step
   grpc::ByteBuffer read_;  // being read, or read and waiting
   absl::StatusOr<MemoryReservation> read_reservation_ ABSL_GUARDED_BY(mutex_);
   bool reading_ ABSL_GUARDED_BY(mutex_) = false;
-  bool read_starting_ ABSL_GUARDED_BY(mutex_) = false;  // a read is decided on, but not started
-  bool waiting_ ABSL_GUARDED_BY(mutex_) = false;        // read_ is complete
-  bool busy_ ABSL_GUARDED_BY(mutex_) = false;           // a message is being served
+  int starting_read_count_ ABSL_GUARDED_BY(mutex_) =
+      0;                                          // reads that are decided on, but not started
+  bool waiting_ ABSL_GUARDED_BY(mutex_) = false;  // read_ is complete
+  bool busy_ ABSL_GUARDED_BY(mutex_) = false;     // a message is being served
   bool writing_ ABSL_GUARDED_BY(mutex_) = false;
   bool partial_ ABSL_GUARDED_BY(mutex_) = false;  // some parts of a layer have arrived
   bool closed_ ABSL_GUARDED_BY(mutex_) = false;   // the client sends no more messages

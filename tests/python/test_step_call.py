@@ -255,6 +255,14 @@ def test_the_rest_of_a_refused_layer_is_dropped(call: Call, client: Client, mode
     assert "attend.v" in failure(next(call.responses))[2]
     answer = next(call.responses)
     assert (answer.layer, answer.status.code) == (1, 0)
+    # Another attempt, after another refusal.
+    call.send(attend=wrong)
+    assert "attend.v" in failure(next(call.responses))[2]
+    for part in (0, 1, 2):
+        at = slice(part, part + 1)
+        call.send(attend=attend(0, q[at], k[at], v[at], start=part))
+    answer = next(call.responses)
+    assert (answer.layer, answer.status.code, len(answer.results)) == (0, 0, 3)
     # The same of a step that was refused.
     call.send(begin=step(sequences[:1] * 3, [0] * 3), attend=attend(0, q[:1], k[:1], v[:1]))
     call.send(attend=attend(0, q[1:], k[1:], v[1:], start=1))

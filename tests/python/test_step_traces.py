@@ -134,6 +134,8 @@ def test_a_trace_id_that_is_none_is_refused(target: str, trace_id: str) -> None:
         with pytest.raises(spillway_kv.InvalidArgument, match="trace_id") as caught:
             NativeStep(native, message.begin, sequence._described(), Carrier.DOORBELL)
         assert [violation.field for violation in caught.value.fields] == ["trace_id"]
+        with pytest.raises(spillway_kv.InvalidArgument, match="trace_id: .* is not 1 to 128"):
+            NativeStep(native, message.begin, sequence._described(), Carrier.MESSAGES)
         assert sequence.refresh().token_count == 0
 
 

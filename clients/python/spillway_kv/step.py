@@ -210,6 +210,9 @@ class DecodeStep(_Together):
         if self._closed:
             raise ValueError("the step is closed")
         kind = self._kind = self._kind or self._begun()
+        if self._closed:  # by another thread, which may not have seen it
+            kind.end()
+            raise ValueError("the step is closed")
         return self._unbroken(partial(kind.ask, layer, q, k, v, out_dtype, at_once=at_once))
 
     def _unbroken(self, call: Callable[[], T]) -> T:
@@ -357,5 +360,6 @@ class DecodeStep(_Together):
     def close(self) -> None:
         """Ends the step."""
         self._closed = True
-        if self._kind is not None:
-            self._kind.end()
+        kind = self._kind
+        if kind is not None:
+            kind.end()

@@ -92,7 +92,9 @@ class CallStep:
         try:
             while len(self._results) < q.shape[0] and (status is None or self._results):
                 answer = stream.receive()
-                if answer.layer != layer or answer.part_start != len(self._results):
+                end = len(self._results) + len(answer.results)
+                known = answer.results or answer.status.code
+                if answer.layer != layer or end > q.shape[0] or not known:
                     raise SpillwayError("the daemon's answer is not valid", code="INTERNAL")
                 self._results.extend(answer.results)
                 tensors["out"].append(answer.out)

@@ -96,22 +96,13 @@ class _Forward:
         """Appends K/V [B, H_kv, T, d] and attends with [B, H_q, T, d]. Returns [B, T, H_q, d]."""
         keys, values = (x.to("cpu", torch.bfloat16) for x in (key, value))
         queries = query.transpose(1, 2).to("cpu", torch.float32)
-        # All are asked before the first answer is waited for.
-        answers = [
-            group.step._asked(
-                module.layer_idx,
-                queries[group.rows],
-                keys[group.rows],
-                values[group.rows],
-                None,
-                at_once=True,
-            )
-            for group in self._groups
-        ]
         out = torch.empty_like(queries)
-        for group, answer in zip(self._groups, answers, strict=True):
-            out[group.rows], _ = answer()
-            for row, result in zip(group.rows, group.step.results(), strict=True):
+        for group in self._groups:
+            mine = group.rows
+            out[mine], _ = group.step.attend(
+                module.layer_idx, queries[mine], keys[mine], values[mine]
+            )
+            for row, result in zip(mine, group.step.results(), strict=True):
                 self.touched[row].append(result.touched_row_counts)
         return out.to(query.device, query.dtype)
 
