@@ -319,6 +319,10 @@ TEST_F(StepInCTest, RefusesWhatIsNoStepOfADaemon) {
     EXPECT_EQ(Failure().first, grpc::StatusCode::INVALID_ARGUMENT);
     EXPECT_THAT(Failure().second, HasSubstr(absl::StrCat("carrier ", carrier, " is not one of")));
   }
+  EXPECT_EQ(spillway_step_begin(channel, description_.data(), description_.size(), nullptr,
+                                SPILLWAY_BEST),
+            nullptr);
+  EXPECT_EQ(Failure().second, "shape: is NULL");
   carrier_ = SPILLWAY_IN_PLACE;
   EXPECT_EQ(Begin(channel), nullptr);
   EXPECT_EQ(Failure().first, grpc::StatusCode::UNIMPLEMENTED);

@@ -171,8 +171,9 @@ def test_a_stream_of_steps_is_counted_when_it_ends(watched: Watched) -> None:
     requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
     with spillway_kv.connect(watched.client.target, native=False) as client:
         answers = wire(client).stubs.attention.Step(iter(requests.get, None), timeout=30)
-        requests.put(attention_service_pb2.StepRequest())
-        assert next(answers).status.code == grpc.StatusCode.INVALID_ARGUMENT.value[0]
+        attend = attention_service_pb2.StepAttend()
+        requests.put(attention_service_pb2.StepRequest(attend=attend))
+        assert next(answers).status.code == grpc.StatusCode.FAILED_PRECONDITION.value[0]
         assert count() == before
         requests.put(None)
         assert list(answers) == []
