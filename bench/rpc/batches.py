@@ -23,17 +23,12 @@ from typing import Any
 import spillway_kv
 import torch
 from spillway_kv.lab import serving
+from streams import processor_time
 
 ROOT = Path(__file__).resolve().parents[2]
 HEADS, KV_HEADS, HEAD_DIM, LAYERS = 32, 8, 128, 28
 # Tokens of each sequence before a round, and steps of a round.
 TOKENS, STEPS = 64, 10
-
-
-def _cpu_seconds(process: int | str) -> float:
-    """User and system time of a process and all of its threads."""
-    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _random(*shape: int) -> torch.Tensor:
@@ -70,7 +65,7 @@ def measure(client: Any, daemon: int, batch: int, rounds: int) -> dict[str, floa
         for sequence in sequences:
             sequence.truncate(TOKENS)
         attends, beyond = [], []
-        before = _cpu_seconds("self"), _cpu_seconds(daemon)
+        before = processor_time(os.getpid()), processor_time(daemon)
         for _ in range(STEPS):
             with client.begin_step(sequences) as step:
                 for layer in range(LAYERS):
@@ -80,7 +75,7 @@ def measure(client: Any, daemon: int, batch: int, rounds: int) -> dict[str, floa
                     beyond.append(attends[-1] - max(r.device_time_us for r in step.results()))
                     if number == 0 and layer == 0 and len(attends) == 1:
                         _check(q, torch.cat([k, new_k], 2), torch.cat([v, new_v], 2), out)
-        after = _cpu_seconds("self"), _cpu_seconds(daemon)
+        after = processor_time(os.getpid()), processor_time(daemon)
         if number == 0:
             continue  # a warm-up
         taken["attend"].append(statistics.median(attends))

@@ -23,11 +23,7 @@ constexpr int64_t kStepMessageRest = 512;
 // Copies the elements of some of a step's sequences to a tensor of a message.
 void FillRows(const StepPlace<const std::byte>& from, const StepShape& shape, int64_t head_count,
               DType dtype, v1::Tensor& tensor) {
-  tensor.set_dtype(ToProto(dtype));
-  for (const int64_t each : {int64_t{shape.sequence_count}, int64_t{shape.token_count}, head_count,
-                             int64_t{shape.head_dim}}) {
-    tensor.add_shape(each);
-  }
+  SetShape(dtype, {shape.sequence_count, shape.token_count, head_count, shape.head_dim}, tensor);
   const StepRows rows = RowsOf(shape, head_count, dtype);
   std::string& data = *tensor.mutable_data();
   data.resize(
@@ -89,7 +85,7 @@ absl::StatusOr<std::vector<grpc::Slice>> MessageStep::Messages(int layer,
         kMessageBytesMax - kStepMessageRest - static_cast<int64_t>(request.begin().ByteSizeLong());
     if (part_bytes > room) {
       return absl::InvalidArgumentError(absl::StrCat("q, k and v of one sequence take ", part_bytes,
-                                                     " bytes; a message has room ", "for ", room));
+                                                     " bytes; a message has room for ", room));
     }
     StepShape shape = shape_;
     shape.sequence_count =

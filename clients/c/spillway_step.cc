@@ -68,7 +68,7 @@ absl::StatusOr<std::unique_ptr<spillway_step>> BeginBy(int carrier, spillway_cha
   std::unique_ptr<spillway::ClientStep> step;
   if (carrier == SPILLWAY_IN_PLACE) {
     ASSIGN_OR_RETURN(std::unique_ptr<spillway::Step> begun,
-                     channel.embedded->BeginStep(description.text, trace));
+                     channel.embedded->BeginStep(description.message, trace));
     RETURN_IF_ERROR(spillway::CheckShape(description.shape, spillway::ShapeOf(*begun)));
     step = std::make_unique<spillway::EmbeddedStep>(channel.embedded, std::move(begun), trace);
   } else if (carrier == SPILLWAY_DOORBELL) {

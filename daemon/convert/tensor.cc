@@ -259,10 +259,14 @@ absl::StatusOr<TensorPlace> PlaceTensor(const v1::RegionSlice& slice, int64_t co
   return place;
 }
 
-void FillTensor(std::span<const float> values, DType dtype, std::initializer_list<int64_t> shape,
-                v1::Tensor& tensor) {
+void SetShape(DType dtype, std::initializer_list<int64_t> shape, v1::Tensor& tensor) {
   tensor.set_dtype(ToProto(dtype));
   for (const int64_t size : shape) tensor.add_shape(size);
+}
+
+void FillTensor(std::span<const float> values, DType dtype, std::initializer_list<int64_t> shape,
+                v1::Tensor& tensor) {
+  SetShape(dtype, shape, tensor);
   std::string& data = *tensor.mutable_data();
   data.resize(values.size() * DTypeBytes(dtype));
   FromFloat(dtype, values.data(), static_cast<int64_t>(values.size()),
@@ -276,8 +280,7 @@ absl::Status FillTensor(std::span<const float> values, DType dtype,
     FillTensor(values, dtype, shape, tensor);
     return absl::OkStatus();
   }
-  tensor.set_dtype(ToProto(dtype));
-  for (const int64_t size : shape) tensor.add_shape(size);
+  SetShape(dtype, shape, tensor);
   *tensor.mutable_slice() = place.slice;
   const auto count = static_cast<int64_t>(values.size());
   std::byte* const to = place.region->bytes.data() + place.slice.offset();

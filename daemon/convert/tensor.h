@@ -73,6 +73,8 @@ struct TensorPlace {
 absl::StatusOr<TensorPlace> PlaceTensor(const v1::RegionSlice& slice, int64_t count, DType dtype,
                                         const CallerRegions& regions, const std::string& field);
 
+// Sets the element type and the dimensions of a new tensor.
+void SetShape(DType dtype, std::initializer_list<int64_t> shape, v1::Tensor& tensor);
 // Fills a tensor with values, rounded to nearest even if dtype is narrower.
 void FillTensor(std::span<const float> values, DType dtype, std::initializer_list<int64_t> shape,
                 v1::Tensor& tensor);

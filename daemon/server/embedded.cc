@@ -27,9 +27,8 @@ absl::StatusOr<std::unique_ptr<Embedded>> Embedded::Open(
 Embedded::Embedded(std::unique_ptr<Home> home, std::unique_ptr<Server> server)
     : home_(std::move(home)), server_(std::move(server)), channel_(server_->InProcessChannel()) {}
 
-absl::StatusOr<std::unique_ptr<Step>> Embedded::BeginStep(std::string_view description,
+absl::StatusOr<std::unique_ptr<Step>> Embedded::BeginStep(const v1::DecodeStep& step,
                                                           std::string& trace) {
-  ASSIGN_OR_RETURN(const v1::DecodeStep step, ParseDecodeStep(description));
   trace = TraceOf(server_->own_caller(), step);
   return StepFromProto(home_->engine(), server_->own_caller(), step);
 }

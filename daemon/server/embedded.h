@@ -14,7 +14,8 @@ namespace spillway {
 
 namespace v1 {
 class AttendResponse;
-}
+class DecodeStep;
+}  // namespace v1
 
 class Home;
 class Server;
@@ -39,10 +40,9 @@ class Embedded {
   // May be used by any number of clients.
   const std::shared_ptr<grpc::Channel>& channel() const { return channel_; }
 
-  // Begins a decode step without gRPC messages, described by a serialised v1::DecodeStep. The step
-  // must be destroyed before this object. trace: receives the id that the log uses for the step,
-  // also if it is refused.
-  absl::StatusOr<std::unique_ptr<Step>> BeginStep(std::string_view description, std::string& trace);
+  // Begins a decode step without gRPC messages. The step must be destroyed before this object.
+  // trace: receives the id that the log uses for the step, also if it is refused.
+  absl::StatusOr<std::unique_ptr<Step>> BeginStep(const v1::DecodeStep& step, std::string& trace);
   // Opens a decoder on streams of the caller, for the sequences in a serialised v1::DecodeStep. The
   // decoder must be destroyed before this object. trace: as for BeginStep().
   absl::StatusOr<std::unique_ptr<StreamDecoder>> OpenDecoder(std::string_view description,

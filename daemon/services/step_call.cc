@@ -25,13 +25,6 @@ void Free(T& of) {
   std::swap(of, fresh);
 }
 
-void SetTensor(DType dtype, std::initializer_list<int64_t> shape, std::string data,
-               v1::Tensor& tensor) {
-  tensor.set_dtype(ToProto(dtype));
-  for (const int64_t each : shape) tensor.add_shape(each);
-  tensor.set_data(std::move(data));
-}
-
 }  // namespace
 
 StepCall::StepCall(const ServiceContext& services, grpc::CallbackServerContext& context,
@@ -345,22 +338,14 @@ void StepCall::Attend() {
   outputs_.dtype = inputs_.out_dtype;
   outputs_.out.assign(static_cast<size_t>(out_bytes), '\0');
   outputs_.lse.assign(static_cast<size_t>(heads) * sizeof(float), '\0');
-  const StepShape shape = ShapeOf(*step_);
-  const auto place = [&](auto* data, int64_t head_count, DType dtype) {
-    return InCOrder(data, shape, head_count, spec.head_dim * DTypeBytes(dtype));
-  };
   const auto elements = [](const std::string& of) {
     return reinterpret_cast<const std::byte*>(of.data());
   };
-  StepTensors tensors;
-  tensors.q_dtype = inputs_.q_dtype;
-  tensors.q = place(elements(inputs_.q), spec.query_head_count, inputs_.q_dtype);
-  tensors.k = place(elements(inputs_.k), spec.kv_head_count, spec.dtype);
-  tensors.v = place(elements(inputs_.v), spec.kv_head_count, spec.dtype);
-  tensors.out_dtype = inputs_.out_dtype;
-  tensors.out = place(reinterpret_cast<std::byte*>(outputs_.out.data()), spec.query_head_count,
-                      inputs_.out_dtype);
-  tensors.lse = reinterpret_cast<float*>(outputs_.lse.data());
+  const StepData data = {elements(inputs_.q), elements(inputs_.k), elements(inputs_.v),
+                         reinterpret_cast<std::byte*>(outputs_.out.data()),
+                         reinterpret_cast<float*>(outputs_.lse.data())};
+  const StepTensors tensors =
+      InCOrder(data, ShapeOf(*step_), inputs_.q_dtype, spec.dtype, inputs_.out_dtype);
   step_->Start(inputs_.layer, tensors, cancel_,
                [this](const absl::Status& status) { OnAttended(status); });
 }
@@ -409,10 +394,10 @@ void StepCall::Write() {
                           static_cast<size_t>(end - start) * bytes);
     };
     answer_.set_part_start(start);
-    SetTensor(outputs_.dtype, {end - start, tokens, heads, spec.head_dim},
-              share(outputs_.out, out_bytes), *answer_.mutable_out());
-    SetTensor(DType::kF32, {end - start, tokens, heads}, share(outputs_.lse, lse_bytes),
-              *answer_.mutable_lse());
+    SetShape(outputs_.dtype, {end - start, tokens, heads, spec.head_dim}, *answer_.mutable_out());
+    answer_.mutable_out()->set_data(share(outputs_.out, out_bytes));
+    SetShape(DType::kF32, {end - start, tokens, heads}, *answer_.mutable_lse());
+    answer_.mutable_lse()->set_data(share(outputs_.lse, lse_bytes));
     outputs_.answered_count = end;
   }
   {

@@ -25,20 +25,24 @@ StepLayout::StepLayout(const StepShape& shape, DType q_dtype, DType row_dtype, D
 }
 
 StepTensors StepLayout::At(std::byte* data, bool with_lse) const {
-  const int64_t row_bytes = int64_t{shape.head_dim} * DTypeBytes(row_dtype);
-  const auto rows = [&](int64_t offset) {
-    return InCOrder<const std::byte>(data + offset, shape, shape.kv_head_count, row_bytes);
+  const StepData begins = {data, data + k_offset, data + v_offset, data + out_offset,
+                           with_lse ? reinterpret_cast<float*>(data + lse_offset) : nullptr};
+  return InCOrder(begins, shape, q_dtype, row_dtype, out_dtype);
+}
+
+StepTensors InCOrder(const StepData& data, const StepShape& shape, DType q_dtype, DType row_dtype,
+                     DType out_dtype) {
+  const auto place = [&shape](auto* begin, int64_t head_count, DType dtype) {
+    return InCOrder(begin, shape, head_count, int64_t{shape.head_dim} * DTypeBytes(dtype));
   };
   StepTensors tensors;
   tensors.q_dtype = q_dtype;
-  tensors.q = InCOrder<const std::byte>(data, shape, shape.query_head_count,
-                                        int64_t{shape.head_dim} * DTypeBytes(q_dtype));
-  tensors.k = rows(k_offset);
-  tensors.v = rows(v_offset);
+  tensors.q = place(data.q, shape.query_head_count, q_dtype);
+  tensors.k = place(data.k, shape.kv_head_count, row_dtype);
+  tensors.v = place(data.v, shape.kv_head_count, row_dtype);
   tensors.out_dtype = out_dtype;
-  tensors.out = InCOrder(data + out_offset, shape, shape.query_head_count,
-                         int64_t{shape.head_dim} * DTypeBytes(out_dtype));
-  if (with_lse) tensors.lse = reinterpret_cast<float*>(data + lse_offset);
+  tensors.out = place(data.out, shape.query_head_count, out_dtype);
+  tensors.lse = data.lse;
   return tensors;
 }
 

@@ -19,6 +19,18 @@ struct StepShape {
   uint32_t row_dtype;
 };
 
+// Where each tensor of a layer begins.
+struct StepData {
+  const std::byte* q;
+  const std::byte* k;
+  const std::byte* v;
+  std::byte* out;
+  float* lse;  // may be null
+};
+// The tensors of a layer, each in C order.
+StepTensors InCOrder(const StepData& data, const StepShape& shape, DType q_dtype, DType row_dtype,
+                     DType out_dtype);
+
 // Layout of a layer's tensors in one block of memory: q, k, v, out and lse one after the other,
 // each in C order and aligned to 64 bytes.
 struct StepLayout {

@@ -80,6 +80,18 @@ def step(sequences: list[Sequence], starts: list[int], tokens: int = 1, **fields
     return attention.DecodeStep(parts=parts, token_count=tokens, **fields)
 
 
+def two_sequences(client: Client) -> list[Sequence]:
+    """Sequences of a new model, for a daemon that has none."""
+    model = client.create_model(
+        layer_count=2,
+        query_head_count=HEADS,
+        kv_head_count=KV_HEADS,
+        head_dim=DIM,
+        dtype="float32",
+    )
+    return [client.create_sequence(model) for _ in range(2)]
+
+
 def values(tensor: tensor_pb2.Tensor) -> Any:
     return np.frombuffer(tensor.data, np.float32).reshape(tensor.shape)
 
@@ -321,10 +333,7 @@ def test_a_step_of_millions_of_parts_is_not_read(target: str) -> None:
 def test_a_client_that_does_not_complete_a_layer(tmp_path: Path) -> None:
     with running_daemon(tmp_path, "--stream-idle", "1") as target:
         with spillway_kv.connect(target) as client, grpc.insecure_channel(target) as channel:
-            model = client.create_model(
-                layer_count=2, query_head_count=4, kv_head_count=2, head_dim=16, dtype="float32"
-            )
-            sequences = [client.create_sequence(model) for _ in range(2)]
+            sequences = two_sequences(client)
             q, k, v = tensors(2)
             partial, between = Call(channel), Call(channel)
             between.ask(begin=step(sequences, [0, 0]), attend=attend(0, q, k, v))
@@ -447,10 +456,7 @@ def test_a_daemon_ends_while_streams_wait(tmp_path: Path) -> None:
             channel = stack.enter_context(grpc.insecure_channel(target))
             calls = [Call(channel) for _ in range(3)]
             with spillway_kv.connect(target) as client:
-                model = client.create_model(
-                    layer_count=2, query_head_count=4, kv_head_count=2, head_dim=16, dtype="float32"
-                )
-                sequences = [client.create_sequence(model) for _ in range(2)]
+                sequences = two_sequences(client)
                 q, k, v = tensors(2)
                 # One with a step, one with a part of a layer, and one with nothing.
                 calls[0].ask(begin=step(sequences, [0, 0]), attend=attend(0, q, k, v))

@@ -61,17 +61,12 @@ def _grouped(
     client: Client, rows: SequenceABC[Row], start: int, token_count: int
 ) -> Iterator[list[_Group]]:
     """Begins steps of all rows."""
-    kinds: list[tuple[str, Policy]] = []
-    members: list[list[int]] = []
+    kinds: dict[tuple[str, Policy], list[int]] = {}
     for i, row in enumerate(rows):
-        kind = row.sequence.model, row.policy
-        if kind not in kinds:
-            kinds.append(kind)
-            members.append([])
-        members[kinds.index(kind)].append(i)
+        kinds.setdefault((row.sequence.model, row.policy), []).append(i)
     with ExitStack() as stack:
         groups = []
-        for (_, policy), mine in zip(kinds, members, strict=True):
+        for (_, policy), mine in kinds.items():
             step = client.begin_step(
                 [rows[i].sequence for i in mine],
                 token_count=token_count,
