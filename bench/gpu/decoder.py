@@ -2,8 +2,8 @@
 
 Four layers in bf16 over model-like K/V (bench/trace_data.py), one sequence or several, with
 the default policy unless --top or --exact says otherwise, and 32 query heads over 8 KV heads
-of 128 unless --heads, --kv-heads or --dim does. These ways take turns in each round, over
-sequences with the same rows:
+of 128. --layers, --heads, --kv-heads and --dim change the shape. These ways take turns in each
+round, over sequences with the same rows:
 
 - job: `Client.begin_step` with tensors in host memory. Its time is that of the engine's
   kernels, between two events on the engine's own stream.
@@ -51,7 +51,6 @@ import spillway_kv
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-LAYERS = 4
 # The data's.
 KV_HEADS, GROUP, DIM = 8, 4, 128
 STEPS = 24
@@ -66,11 +65,12 @@ WAYS = ("job", "eager", "graph", "halves", "resident", "auto")
 
 @dataclass(frozen=True)
 class Shape:
-    """A layer's heads."""
+    """Layers, and the heads of each."""
 
     heads: int
     kv_heads: int
     dim: int
+    layers: int
 
     @property
     def group(self) -> int:
@@ -145,10 +145,11 @@ class Way:
     ) -> None:
         self.client = client
         self.room = room
+        self.layer_count = trace.shape.layers
         self.sequences = [client.create_sequence(model, policy=policy) for _ in range(count)]
         self.new: list[tuple[torch.Tensor, ...]] = []  # per layer: q, and k and v of all steps
         start = trace.tokens - DECODED
-        for layer in range(LAYERS):
+        for layer in range(self.layer_count):
             q, k, v = trace.layer(layer)
             for sequence in self.sequences:
                 sequence.append(layer, 0, k[:, :start], v[:, :start])
@@ -177,7 +178,7 @@ class Job(Way):
     def step(self) -> tuple[list[torch.Tensor], float]:
         outs, times, moved = [], [], []
         with self.client.begin_step(self.sequences) as step:
-            for layer in range(LAYERS):
+            for layer in range(self.layer_count):
                 out, _ = step.attend(layer, *self.inputs(layer, "cpu"))
                 outs.append(out)
                 results = step.results()
@@ -185,7 +186,7 @@ class Job(Way):
                 moved.append(sum(result.moved_row_count for result in results))
         self.moved_row_counts.append(statistics.mean(moved))
         self.step_count += 1
-        return outs, sum(times) / LAYERS
+        return outs, sum(times) / self.layer_count
 
 
 class Eager(Way):
@@ -198,7 +199,7 @@ class Eager(Way):
         super().close()
 
     def step(self) -> tuple[list[torch.Tensor], float]:
-        inputs = [self.inputs(layer, "cuda") for layer in range(LAYERS)]
+        inputs = [self.inputs(layer, "cuda") for layer in range(self.layer_count)]
         torch.cuda.synchronize()
         begin = time.perf_counter()
         self.decoder.next()
@@ -207,21 +208,23 @@ class Eager(Way):
 
         def attend() -> None:
             begin = time.perf_counter()
-            outs.extend(self.decoder.attend(layer, *inputs[layer])[0] for layer in range(LAYERS))
-            self.attend_us.append((time.perf_counter() - begin) * 1e6 / LAYERS)
+            outs.extend(
+                self.decoder.attend(layer, *inputs[layer])[0] for layer in range(self.layer_count)
+            )
+            self.attend_us.append((time.perf_counter() - begin) * 1e6 / self.layer_count)
 
         # Keep the GPU busy, so that the host is ahead of it, as in a model.
         torch.cuda._sleep(1_000_000)
         taken = timed(attend)
         self.step_count += 1
-        return outs, taken / LAYERS
+        return outs, taken / self.layer_count
 
 
 class Captured(Way):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.decoder = self.client.open_decoder(self.sequences, token_count_max=self.room)
-        self.held = [self.inputs(layer, "cuda") for layer in range(LAYERS)]
+        self.held = [self.inputs(layer, "cuda") for layer in range(self.layer_count)]
         self.graph = torch.cuda.CUDAGraph()
         self.outs: list[torch.Tensor] = []
 
@@ -238,9 +241,10 @@ class Captured(Way):
             self.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graph):
                 self.outs = [
-                    self.decoder.attend(layer, *self.held[layer])[0] for layer in range(LAYERS)
+                    self.decoder.attend(layer, *self.held[layer])[0]
+                    for layer in range(self.layer_count)
                 ]
-        for layer in range(LAYERS):
+        for layer in range(self.layer_count):
             for to, new in zip(self.held[layer], self.inputs(layer, "cuda"), strict=True):
                 to.copy_(new)
         torch.cuda.synchronize()
@@ -249,7 +253,7 @@ class Captured(Way):
     def step(self) -> tuple[list[torch.Tensor], float]:
         self.prepare()
         taken = timed(self.graph.replay)
-        return [out.clone() for out in self.outs], taken / LAYERS
+        return [out.clone() for out in self.outs], taken / self.layer_count
 
     def kernels(self) -> list[dict[str, Any]]:
         """Kernels of a layer by name: calls, microseconds, and those that others wait for it."""
@@ -278,7 +282,7 @@ class Captured(Way):
                 found["(pauses)"][0] += 1
                 found["(pauses)"][2] += start - last
             last = end
-        per_layer = KERNEL_STEPS * LAYERS
+        per_layer = KERNEL_STEPS * self.layer_count
         return sorted(
             (
                 {
@@ -322,7 +326,7 @@ class Halves(Way):
 
         taken = timed(both)
         outs = [torch.cat(pair) for pair in zip(*(half.outs for half in self.halves), strict=True)]
-        return outs, taken / LAYERS
+        return outs, taken / self.halves[0].layer_count
 
     def close(self) -> None:
         for half in self.halves:
@@ -334,7 +338,7 @@ class Sdpa:
 
     def __init__(self, trace: Trace, count: int) -> None:
         self.count = count
-        self.layers = [tuple(x.cuda() for x in trace.layer(i)) for i in range(LAYERS)]
+        self.layers = [tuple(x.cuda() for x in trace.layer(i)) for i in range(trace.shape.layers)]
         backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
         for self.backend in backends:
             try:
@@ -357,7 +361,7 @@ class Sdpa:
             ]
 
     def step(self) -> float:
-        return timed(self.graph.replay) / LAYERS
+        return timed(self.graph.replay) / len(self.layers)
 
 
 def exact(trace: Trace, layer: int, tokens: int) -> torch.Tensor:
@@ -385,7 +389,7 @@ def measure(
     shape = trace.shape
     models = {
         name: engine.create_model(
-            layer_count=LAYERS,
+            layer_count=shape.layers,
             query_head_count=shape.heads,
             kv_head_count=shape.kv_heads,
             head_dim=shape.dim,
@@ -410,12 +414,12 @@ def measure(
     start = trace.tokens - DECODED
     for step in range(2 * STEPS):  # warm-up, in which outputs are checked
         outs = {name: way.step()[0] for name, way in ways.items()}
-        for layer in range(LAYERS):
+        for layer in range(shape.layers):
             wanted = outs["job"][layer].cuda()
             for name in streams:
                 assert torch.equal(outs[name][layer], wanted), (step, layer, name)
     errors: dict[str, list[float]] = {name: [] for name in ("job", "auto") if name in ways}
-    for layer in range(LAYERS):
+    for layer in range(shape.layers):
         right = exact(trace, layer, start + 2 * STEPS)
         for name, of_way in errors.items():
             mine = outs[name][layer].cuda()[0, 0].float()
@@ -439,6 +443,7 @@ def measure(
         report(
             tokens=trace.tokens,
             sequences=count,
+            layers=shape.layers,
             heads=f"{shape.heads}/{shape.kv_heads} x {shape.dim}",
             way=name if name != "sdpa" else f"sdpa {sdpa.backend.name}",
             layer_us=round(statistics.median(all_of), 1),
@@ -469,7 +474,7 @@ def measure(
 
 def _row_bytes(shape: Shape) -> int:
     """Bytes of K/V of a token, in all layers."""
-    return LAYERS * shape.kv_heads * shape.dim * 4
+    return shape.layers * shape.kv_heads * shape.dim * 4
 
 
 def main() -> None:
@@ -480,6 +485,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=32, help="query heads")
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--dim", type=int, default=128, choices=(64, 128, 256))
+    parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--kernels", action="store_true", help="also times kernels by name")
     parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS, help="besides job")
     parser.add_argument("--top", type=float, help="this share of the rows, in place of the default")
@@ -493,7 +499,7 @@ def main() -> None:
         policy = spillway_kv.Policy(heavy=spillway_kv.TopK(fraction=arguments.top), tail="none")
     if arguments.exact:
         policy = spillway_kv.Policy(selector="all")
-    shape = Shape(arguments.heads, arguments.kv_heads, arguments.dim)
+    shape = Shape(arguments.heads, arguments.kv_heads, arguments.dim, arguments.layers)
     if shape.heads % shape.kv_heads != 0:
         raise SystemExit(f"--heads {shape.heads} is not a multiple of --kv-heads {shape.kv_heads}")
     report(gpu=torch.cuda.get_device_name(), torch=torch.__version__)

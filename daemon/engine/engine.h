@@ -104,7 +104,8 @@ struct ExpiredSequence {
 // other, in the order of the calls; operations on different sequences run in parallel. A function
 // that may wait answers through `done`. It is called exactly once: in the calling thread before the
 // call returns, or later in any thread. Requests are validated before they change anything, and a
-// request that fails has changed nothing. The engine has no threads of its own. Thread-safe.
+// request that fails has changed nothing. The engine has no threads of its own, except that of
+// a StreamDecoder. Thread-safe.
 class Engine {
  public:
   template <typename T>

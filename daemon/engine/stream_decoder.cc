@@ -1,6 +1,7 @@
 #include "daemon/engine/stream_decoder.h"
 
 #include <algorithm>
+#include <exception>
 #include <numeric>
 #include <utility>
 
@@ -16,6 +17,12 @@ namespace {
 
 // Pending steps, at most.
 constexpr int kPendingMax = 2;
+// Steps of a decoder before it works ahead. While prompts of other requests come, a runner may open
+// a decoder for two or three steps, and then closes it.
+constexpr int64_t kStepsBefore = 2;
+// (sequence, layer) pairs that the thread which works ahead serves alone. For so many it takes
+// about 1 ms, which is less than the step takes, and to wake other threads would take theirs.
+constexpr int64_t kPairsAlone = 1024;
 
 }  // namespace
 
@@ -34,7 +41,8 @@ absl::StatusOr<std::unique_ptr<StreamDecoder>> StreamDecoder::Create(Engine* eng
     return InvalidField("token_count_max", absl::StrCat("value ", token_count_max, " is not in [",
                                                         token_count, ", ", kTokenCountMax, "]"));
   }
-  std::unique_ptr<StreamDecoder> decoder(new StreamDecoder(engine, std::move(parts), token_count));
+  std::unique_ptr<StreamDecoder> decoder(
+      new StreamDecoder(engine, std::move(parts), token_count, token_count_max));
   ASSIGN_OR_RETURN(decoder->hold_, engine->Hold(std::move(sequences)));
   StreamStepOptions options;
   options.token_count = token_count;
@@ -55,7 +63,10 @@ absl::StatusOr<std::unique_ptr<StreamDecoder>> StreamDecoder::Create(Engine* eng
 }
 
 StreamDecoder::~StreamDecoder() {
+  ahead_.Cancel();
   if (step_ != nullptr && step_->pending_count() > 0) Finish(last_stream_).IgnoreError();
+  is_prepared_ |= is_half_done_;
+  DropAhead();
   step_.reset();
   if (!starts_.empty()) {
     // The device failed: tokens that are not known to be written are dropped.
@@ -107,24 +118,76 @@ absl::Status StreamDecoder::Prepare() {
   return *failed;
 }
 
+bool StreamDecoder::HasRoom() const {
+  return std::ranges::all_of(parts_, [&](const Part& part) {
+    return part.sequence->token_count() + token_count_ <= token_count_max_;
+  });
+}
+
+void StreamDecoder::WorkAhead() {
+  try {
+    TryToWorkAhead();
+  } catch (const std::exception&) {
+    // Lack of memory, which the caller's thread can report when it does the work.
+    is_half_done_ = true;
+  }
+}
+
+void StreamDecoder::MendAhead() {
+  if (!is_half_done_) return;
+  is_prepared_ = true;
+  is_half_done_ = false;
+  DropAhead();
+}
+
+void StreamDecoder::TryToWorkAhead() {
+  std::optional<SerialScope> alone;
+  if (part_count() * int64_t{model().spec.layer_count} <= kPairsAlone) alone.emplace();
+  if (!is_prepared_ && HasRoom() && Prepare().ok()) {
+    is_prepared_ = true;
+    is_half_done_ = !step_->PlanAhead().ok();
+  }
+  if (step_->pending_count() < kPendingMax) return;
+  const absl::StatusOr<StreamStep::Outcome>* const ended = step_->Collect();
+  if (ended == nullptr || !ended->ok()) return;
+  const StreamStep::Outcome& outcome = **ended;
+  if (outcome.ran && std::ranges::all_of(outcome.parts, &absl::Status::ok)) {
+    counted_ = Count(outcome);
+  }
+}
+
+void StreamDecoder::DropAhead() {
+  if (!std::exchange(is_prepared_, false)) return;
+  step_->DropPlan();
+  for (size_t i = 0; i < parts_.size(); ++i) Truncate(i, parts_[i].sequence->token_count());
+}
+
 absl::Status StreamDecoder::Next(void* stream) {
   RETURN_IF_ERROR(failure_);
   RETURN_IF_ERROR(step_->Conclude(stream));
+  ahead_.Wait();
+  MendAhead();
   last_stream_ = stream;
   if (step_->pending_count() == kPendingMax) RETURN_IF_ERROR(Settle());
   RETURN_IF_ERROR(CheckLayers());
-  RETURN_IF_ERROR(Prepare());
+  if (!is_prepared_) RETURN_IF_ERROR(Prepare());
   std::vector<int64_t> starts;
   for (const Part& part : parts_) {
     starts.push_back(part.sequence->token_count());
     engine_->Renew(*part.sequence);
   }
+  is_prepared_ = true;
   if (absl::Status status = step_->Announce(stream); !status.ok()) {
-    for (size_t i = 0; i < parts_.size(); ++i) Truncate(i, starts[i]);
+    // A plan that it has not taken serves the next call.
+    if (!step_->is_planned()) DropAhead();
     return status;
   }
+  is_prepared_ = false;
   starts_.push_back(std::move(starts));
   has_ended_ = false;
+  if (++announced_count_ >= kStepsBefore && step_->works_ahead()) {
+    ahead_.Start([this] { WorkAhead(); });
+  }
   return absl::OkStatus();
 }
 
@@ -145,6 +208,8 @@ absl::Status StreamDecoder::Run(StepGraph& graph, void* stream) {
 absl::Status StreamDecoder::Finish(void* stream) {
   RETURN_IF_ERROR(failure_);
   RETURN_IF_ERROR(step_->Conclude(stream));
+  ahead_.Cancel();
+  MendAhead();
   while (step_->pending_count() > 0) RETURN_IF_ERROR(Settle());
   return absl::OkStatus();
 }
@@ -153,20 +218,17 @@ absl::Status StreamDecoder::Settle() {
   const absl::StatusOr<StreamStep::Outcome> settled = step_->Settle();
   if (!settled.ok()) return Fail(settled.status());
   const StreamStep::Outcome& outcome = *settled;
+  if (outcome.ran) {
+    if (!counted_.has_value()) counted_ = Count(outcome);
+    for (size_t layer = 0; layer < sums_.size(); ++layer) sums_[layer].Add((*counted_)[layer]);
+    counted_.reset();
+  }
   const std::vector<int64_t> starts = std::move(starts_.front());
   starts_.pop_front();
   has_ended_ = true;
   absl::Status first;
-  std::vector<std::vector<AttendSums>> sums(parts_.size());
-  if (outcome.ran) {
-    InParallel([&](size_t i) {
-      if (outcome.parts[i].ok()) Count(i, starts[i] + token_count_, sums[i]);
-    });
-  }
   for (size_t i = 0; i < parts_.size() && outcome.ran; ++i) {
     engine_->NoteEnded(*parts_[i].sequence, outcome.parts[i]);
-    // In the order of the parts, on which sums of floats depend.
-    for (size_t layer = 0; layer < sums[i].size(); ++layer) sums_[layer].Add(sums[i][layer]);
     if (outcome.parts[i].ok() || !first.ok()) continue;
     const std::string& name = parts_[i].sequence->name;
     first = WithMessage(outcome.parts[i], absl::StrCat(name, ": ", outcome.parts[i].message()));
@@ -186,6 +248,7 @@ absl::Status StreamDecoder::Settle() {
     starts_.pop_front();
     later_ran |= later->ran;
   }
+  DropAhead();
   for (size_t i = 0; i < parts_.size(); ++i) {
     const bool kept = outcome.ran && outcome.parts[i].ok();
     Truncate(i, kept ? starts[i] + token_count_ : starts[i]);
@@ -214,6 +277,19 @@ void StreamDecoder::Truncate(size_t part, int64_t token_count) {
   sequence.Publish();
 }
 
+std::vector<AttendSums> StreamDecoder::Count(const StreamStep::Outcome& outcome) {
+  std::vector<std::vector<AttendSums>> by_part(parts_.size());
+  InParallel([&](size_t i) {
+    if (outcome.parts[i].ok()) Count(i, starts_.front()[i] + token_count_, by_part[i]);
+  });
+  // In the order of the parts, on which sums of floats depend.
+  std::vector<AttendSums> sums(sums_.size());
+  for (const std::vector<AttendSums>& of_part : by_part) {
+    for (size_t layer = 0; layer < of_part.size(); ++layer) sums[layer].Add(of_part[layer]);
+  }
+  return sums;
+}
+
 void StreamDecoder::Count(size_t part, int64_t token_count, std::vector<AttendSums>& sums) {
   Sequence& sequence = *parts_[part].sequence;
   const ModelSpec& spec = model().spec;
@@ -225,6 +301,7 @@ void StreamDecoder::Count(size_t part, int64_t token_count, std::vector<AttendSu
     }
   }
   engine_->CountAppend(sequence, token_count_ * spec.kv_head_count * spec.layer_count);
+  sums.reserve(static_cast<size_t>(spec.layer_count));
   AttendSums all;
   double time_us = 0;
   for (int layer = 0; layer < spec.layer_count; ++layer) {

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <deque>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -10,6 +11,7 @@
 #include "daemon/engine/attend_sums.h"
 #include "daemon/engine/engine.h"
 #include "daemon/engine/step.h"
+#include "host/base/task_thread.h"
 #include "host/device/stream_step.h"
 
 namespace spillway {
@@ -44,10 +46,10 @@ class StreamDecoder {
   Device& home() const { return engine_->device_->HomeOf(*parts_.front().sequence->device); }
 
   // Ends the current step, and announces the tokens of the next one on the stream. Waits only if
-  // the step before the current one has not ended. Errors of earlier steps are returned first, one
-  // per call. Then the sequences that failed lose the tokens of the failed step, and all sequences
-  // lose those of later steps. Else errors are those of Engine::Append() and
-  // StreamStep::Announce().
+  // the step before the current one has not ended, or for WorkAhead(). Errors of earlier steps are
+  // returned first, one per call. Then the sequences that failed lose the tokens of the failed
+  // step, and all sequences lose those of later steps. Else errors are those of Engine::Append()
+  // and StreamStep::Announce().
   absl::Status Next(void* stream);
   // See StreamStep::version().
   uint64_t version() const { return step_->version(); }
@@ -66,19 +68,37 @@ class StreamDecoder {
   const AttendSums& sums(int layer) const { return sums_[layer]; }
 
  private:
-  StreamDecoder(Engine* engine, std::vector<Part> parts, int64_t token_count)
-      : engine_(engine), parts_(std::move(parts)), token_count_(token_count) {
+  StreamDecoder(Engine* engine, std::vector<Part> parts, int64_t token_count,
+                int64_t token_count_max)
+      : engine_(engine),
+        parts_(std::move(parts)),
+        token_count_(token_count),
+        token_count_max_(token_count_max) {
     sums_.resize(model().spec.layer_count);
   }
 
   absl::Status CheckLayers() const;
   absl::Status Prepare();
+  // In a thread of its own, while the caller enqueues the attends of the step that was announced
+  // last: prepares and plans the next step, and counts the oldest one if it has ended. Does not
+  // wait for steps. Errors are left to the calls that would return them.
+  void WorkAhead();
+  void TryToWorkAhead();
+  // Gives up what WorkAhead() has left half done.
+  void MendAhead();
+  // Whether the next step is within token_count_max.
+  bool HasRoom() const;
+  // Gives up what WorkAhead() has prepared and planned.
+  void DropAhead();
   // Waits for the oldest step, and after an error for all steps.
   absl::Status Settle();
   // Records that the device failed. The destructor drops the tokens of the steps in starts_.
   absl::Status Fail(const absl::Status& status);
   void Truncate(size_t part, int64_t token_count);
-  // Keeps the tokens of a part's successful step, and counts the step; by layer in `sums`.
+  // Keeps the tokens of the parts that succeeded in the oldest step, and counts the step. Returns
+  // the sums by layer.
+  std::vector<AttendSums> Count(const StreamStep::Outcome& outcome);
+  // The same for one part.
   void Count(size_t part, int64_t token_count, std::vector<AttendSums>& sums);
   // How many threads share a loop over parts and layers.
   size_t Shares() const;
@@ -89,6 +109,7 @@ class StreamDecoder {
   Engine* const engine_;
   const std::vector<Part> parts_;
   const int64_t token_count_;
+  const int64_t token_count_max_;
   std::shared_ptr<Engine::HoldOperation> hold_;
   std::unique_ptr<StreamStep> step_;
   // Why the device failed; every later call returns it.
@@ -99,6 +120,12 @@ class StreamDecoder {
   std::vector<AttendSums> sums_;
   bool has_ended_ = false;
   void* last_stream_ = nullptr;
+  int64_t announced_count_ = 0;
+  // What WorkAhead() has done: pages of the next step, and the sums of the oldest one.
+  bool is_prepared_ = false;
+  bool is_half_done_ = false;
+  std::optional<std::vector<AttendSums>> counted_;
+  TaskThread ahead_;
 };
 
 }  // namespace spillway

@@ -376,7 +376,7 @@ absl::Status AppendPipeline::Enqueue(bool step_later, std::byte* stage) {
     if (!item.status.ok()) continue;
     const LayerRows& rows = item.append.has_value() ? *item.append->rows : *item.attend->rows;
     LayerIndex& index = context_->index(i);
-    RETURN_IF_ERROR(index.Update(rows, updates_));
+    RETURN_IF_ERROR(index.Update(rows, rows.token_count(), updates_));
     const bool on_gpu = item.append.has_value() && item.append->on_gpu;
     const bool indexes = item.append.has_value() && !on_gpu && spec().has_index() &&
                          rows.token_count() >= kCentreTokenCount;

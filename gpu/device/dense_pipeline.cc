@@ -1,6 +1,7 @@
 #include "gpu/device/dense_pipeline.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "host/base/status_macros.h"
 #include "host/device/errors.h"
@@ -44,6 +45,15 @@ int64_t DensePipeline::PartialBytesMax() const {
   return std::min(kPartialBytes, context_->step() == nullptr ? bytes : bytes / 2);
 }
 
+void DensePipeline::Clear() {
+  for (Part& part : parts_) {
+    part.blocks.clear();
+    spare_.push_back(std::move(part.blocks));
+  }
+  parts_.clear();
+  follows_append_ = false;
+}
+
 void DensePipeline::Add(size_t item, int64_t begin, int64_t end) {
   const AttendQuery& w = context_->attend(item);
   AttendResult& result = context_->item(item).result;
@@ -73,6 +83,10 @@ void DensePipeline::Add(size_t item, int64_t begin, int64_t end) {
       found = parts_.emplace(parts_.end());
       found->staged = staged;
       found->by_warps = by_warps;
+      if (!spare_.empty()) {
+        found->blocks = std::move(spare_.back());
+        spare_.pop_back();
+      }
     }
     Part& part = *found;
     if (!fits || !staged) {

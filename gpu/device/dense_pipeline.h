@@ -17,6 +17,8 @@ class DensePipeline {
  public:
   explicit DensePipeline(JobContext* context) : context_(context) {}
 
+  // Forgets all queries and keeps the memory, for the next announcement of the layer.
+  void Clear();
   // Adds queries [begin, end) of an item. Fills in the results that are known already.
   void Add(size_t item, int64_t begin, int64_t end);
   bool empty() const { return parts_.empty(); }
@@ -93,6 +95,7 @@ class DensePipeline {
 
   JobContext* const context_;
   std::vector<Part> parts_;
+  std::vector<std::vector<Block>> spare_;  // empty, with memory for blocks
   bool follows_append_ = false;
 };
 

@@ -98,6 +98,11 @@ class JobContext {
   absl::Status Mark(std::string_view stage);
   // Times of stages, except those between marks.
   StageTimes& stages() { return stages_; }
+  // Forgets marks and times, for the next announcement of the layer.
+  void ClearTimes() {
+    marks_.clear();
+    stages_ = {};
+  }
   // Adds the time between two events of the stream to a stage, once the GPU is done.
   void AddStage(JobStage stage, cudaEvent_t from, cudaEvent_t to);
   // Fills in the job's times, once the GPU is done and all stages were added.

@@ -79,7 +79,11 @@ absl::Status ResidentRowsOfLayer::Prepare(int64_t token_count) {
     if (counts[h] > head.row_count) {
       synced_pages_ = std::min(synced_pages_, first / kPageTokenCount);
     }
-    absl::Status status = head.rows.PrepareWrite(head.row_count, counts[h]);
+    // A page with room that a fork shares is replaced now, while nothing reads it, and not when a
+    // row is chosen: steps that are under way would go on to read it, and the fork may free it.
+    const bool has_room = head.row_count % kResidentPageRows != 0;
+    absl::Status status = head.rows.PrepareWrite(
+        head.row_count, std::max(counts[h], head.row_count + (has_room ? 1 : 0)));
     if (!status.ok()) {
       Truncate(first);
       return status;

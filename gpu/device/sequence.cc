@@ -120,8 +120,9 @@ void LayerIndex::ForgetTables() {
   tables_new_ = true;
 }
 
-absl::Status LayerIndex::Update(const LayerRows& rows, std::vector<TableUpdate>& updates) {
-  const int64_t row_pages = PagesFor(rows.token_count());
+absl::Status LayerIndex::Update(const LayerRows& rows, int64_t token_count,
+                                std::vector<TableUpdate>& updates) {
+  const int64_t row_pages = PagesFor(token_count);
   RETURN_IF_ERROR(Grow(row_pages));
   const int heads = rows.kv_head_count();
   auto* const slots = reinterpret_cast<uint64_t*>(tables_ ? tables_.data() : nullptr);

@@ -39,9 +39,10 @@ class LayerIndex {
   absl::Status Prepare(int64_t start, int64_t count, WholeRowsOfLayer::MakeRoom make_room);
   void Truncate(int64_t token_count);
 
-  // Adds the updates that the GPU's tables of row and index pages need. Room for the tables was
-  // prepared, or is made now. RESOURCE_EXHAUSTED.
-  absl::Status Update(const LayerRows& rows, std::vector<TableUpdate>& updates);
+  // Adds the updates that the GPU's tables of row and index pages need for token_count tokens. Room
+  // for the tables was prepared, or is made now. RESOURCE_EXHAUSTED.
+  absl::Status Update(const LayerRows& rows, int64_t token_count,
+                      std::vector<TableUpdate>& updates);
   // To be called if updates were handed out but did not run.
   void ForgetTables();
   // Calls `place` for the rows that the GPU is to hold, of tokens up to token_count that are not

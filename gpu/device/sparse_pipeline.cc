@@ -186,6 +186,12 @@ UnitRequest SparsePipeline::Request(size_t item, int64_t query) const {
   return r;
 }
 
+void SparsePipeline::Clear() {
+  waves_.clear();
+  unit_bytes_max_ = 0;
+  append_begins_ = nullptr;
+}
+
 void SparsePipeline::Add(size_t item, int64_t query) {
   const Policy& policy = context_->attend(item).policy;
   // All units of a query need the same amount of own memory.

@@ -17,6 +17,8 @@ class SparsePipeline {
  public:
   explicit SparsePipeline(JobContext* context) : context_(context) {}
 
+  // Forgets all queries, for the next announcement of the layer.
+  void Clear();
   // Adds a query of an item, whose policy CheckServed() accepts.
   void Add(size_t item, int64_t query);
   bool empty() const { return waves_.empty(); }

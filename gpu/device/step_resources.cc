@@ -18,7 +18,7 @@ constexpr std::string_view kWhat = "a step on a stream";
 constexpr int64_t kGranuleMin = int64_t{1} << 20;
 constexpr int64_t kPinnedRoomMax = int64_t{64} << 20;
 // Kept memory is at most this part of the host memory's limit.
-constexpr int64_t kHostShare = 64;
+constexpr int64_t kHostShare = 40;
 // Steps whose memory is kept.
 constexpr size_t kKeptMax = 4;
 

@@ -17,8 +17,8 @@ namespace spillway::cuda {
 // What a step on a stream takes from CUDA, apart from its graphs and from an event for each
 // announcement.
 struct StepResources {
-  // Announcements in flight, each with pinned memory of its own.
-  static constexpr int kSlotCount = 2;
+  // Two announcements in flight and one that is planned, each with pinned memory of its own.
+  static constexpr int kSlotCount = 3;
 
   // What a step may use of it.
   StepMemory memory() const;

@@ -11,6 +11,7 @@
 #include <string_view>
 #include <utility>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
 #include "gpu/cuda/buffer.h"
 #include "gpu/cuda/current_device.h"
@@ -54,7 +55,8 @@ struct LayerRun {
   StepLength* lengths = nullptr;  // the same
 };
 
-// An announcement, and the pinned memory in which it is written.
+// An announcement, and the pinned memory in which it is written. The layers are planned anew for
+// each announcement of the slot, in the memory of the one before.
 struct Slot {
   std::byte* memory = nullptr;
   Event done;
@@ -86,6 +88,15 @@ struct LayerFill {
   std::vector<TableUpdate> updates;
   std::vector<Wave> waves;
   std::vector<DenseWave> dense_waves;
+};
+
+// The next announcement, written to its slot.
+struct NextPlan {
+  std::vector<int64_t> lengths;  // of the parts, with its tokens
+  std::vector<TableUpdate> updates;
+  std::vector<Wave> waves;
+  std::vector<DenseWave> dense_waves;
+  bool has_new_launches = false;  // other ones than the announcement before
 };
 
 // Bytes of one layer: what is uploaded, and what is returned.
@@ -129,6 +140,11 @@ class CudaStreamStep final : public StreamStep {
   bool keeps_lengths() const override {
     return options_.parts.front().rows->front().length_word() != nullptr;
   }
+  bool works_ahead() const override { return true; }
+  absl::Status PlanAhead() override;
+  bool is_planned() const override { return plan_.has_value(); }
+  void DropPlan() override;
+  const absl::StatusOr<Outcome>* Collect() override;
   absl::StatusOr<Outcome> Settle() override;
   const Job& settled(int layer) const override { return settled_->layers[layer]->job; }
 
@@ -141,6 +157,8 @@ class CudaStreamStep final : public StreamStep {
   const Slot& newest() const { return slots_[(announced_count_ - 1) % kSlotCount]; }
   Slot& newest() { return slots_[(announced_count_ - 1) % kSlotCount]; }
   Slot& oldest() { return slots_[(announced_count_ - pending_count_) % kSlotCount]; }
+  // Of the next announcement.
+  Slot& next() { return slots_[announced_count_ % kSlotCount]; }
 
   // Whether a layer's sparse and dense attends run at the same time: the first wait for the link,
   // and the second read copies of rows. Without such copies there are few dense attends.
@@ -148,8 +166,8 @@ class CudaStreamStep final : public StreamStep {
 
   // Plans a layer whose attends see up to lengths[i] tokens of part i. dense: parts that are dense
   // whatever their policies say.
-  std::unique_ptr<LayerRun> Plan(int layer, const std::vector<int64_t>& lengths,
-                                 const StepContext& step, const std::vector<bool>& dense) const;
+  void PlanLayer(int layer, const std::vector<int64_t>& lengths, const StepContext& step,
+                 const std::vector<bool>& dense, LayerRun& run) const;
   // Returns the most bytes that a layer takes; raises the bytes of the workspaces to the largest.
   LayerBytes Measure(bool dense);
   // Which parts are dense because all their rows are in GPU memory and that is faster.
@@ -158,12 +176,19 @@ class CudaStreamStep final : public StreamStep {
   // Does what no step can do: indexes first pages of parts, and copies rows that are to be in GPU
   // memory.
   absl::Status CatchUp(cudaStream_t stream);
-  // Whether the layer's first pages exist and are not indexed.
-  bool LacksIndex(const StreamStepPart& part, int layer) const;
+  // Whether a layer needs that: its first pages exist and are not indexed, or have no copies.
+  bool Lacks(const StreamStepPart& part, int layer) const;
   // Whether a planned layer has room. request_bytes: taken already.
   absl::Status CheckFits(LayerRun& run, int64_t request_bytes) const;
-  // Writes an announcement to a slot, and updates the tables.
-  absl::Status Fill(Slot& slot, cudaStream_t stream);
+  // Writes the next announcement to its slot. Sets plan_; after an error there is none.
+  absl::Status Plan();
+  absl::Status Fill(NextPlan& plan);
+  // What the GPU knows of the parts is what it knows of their rows now. forget: table updates were
+  // handed out that do not run.
+  void Undo(bool forget);
+  // Brings what the slot has to the GPU.
+  absl::Status Upload(Slot& slot, NextPlan plan, cudaStream_t stream);
+  absl::StatusOr<Outcome> CollectOldest();
   // Writes a planned layer.
   absl::Status FillLayer(Slot& slot, LayerRun& run, LayerFill& filled);
   // Calls f(layer) for all layers, which several threads share if there is much to do.
@@ -200,6 +225,8 @@ class CudaStreamStep final : public StreamStep {
   std::array<Slot, kSlotCount> slots_;
   uint64_t announced_count_ = 0;
   int pending_count_ = 0;
+  std::optional<NextPlan> plan_;
+  std::optional<absl::StatusOr<Outcome>> collected_;  // of the oldest announcement
   uint64_t version_ = 0;
   // The launches of all layers in the newest announcement.
   std::vector<Wave> waves_;
@@ -210,39 +237,47 @@ class CudaStreamStep final : public StreamStep {
   const Slot* settled_ = nullptr;
 };
 
-std::unique_ptr<LayerRun> CudaStreamStep::Plan(int layer, const std::vector<int64_t>& lengths,
-                                               const StepContext& step,
-                                               const std::vector<bool>& dense) const {
-  auto run = std::make_unique<LayerRun>(home_.gpu, step);
-  Job& job = run->job;
-  job.model = home_.model;
-  job.layer = layer;
-  job.items.resize(options_.parts.size());
+void CudaStreamStep::PlanLayer(int layer, const std::vector<int64_t>& lengths,
+                               const StepContext& step, const std::vector<bool>& dense,
+                               LayerRun& run) const {
+  run.step = step;
+  run.context.ClearTimes();
+  run.sparse.Clear();
+  run.dense.Clear();
+  Job& job = run.job;
   const int64_t count = options_.token_count;
+  if (job.items.empty()) {
+    job.model = home_.model;
+    job.layer = layer;
+    job.items.resize(options_.parts.size());
+    for (size_t i = 0; i < job.items.size(); ++i) {
+      const StreamStepPart& part = options_.parts[i];
+      JobItem& item = job.items[i];
+      item.sequence = part.sequence;
+      item.append.emplace();
+      item.append->rows = &(*part.rows)[layer];
+      item.append->count = count;
+      AttendQuery& attend = item.attend.emplace();
+      attend.rows = item.append->rows;
+      attend.policy = part.policy;
+      attend.query_count = count;
+      attend.visible.resize(static_cast<size_t>(count));
+    }
+  }
   for (size_t i = 0; i < job.items.size(); ++i) {
-    const StreamStepPart& part = options_.parts[i];
     JobItem& item = job.items[i];
-    item.sequence = part.sequence;
-    item.append.emplace();
-    item.append->rows = &(*part.rows)[layer];
+    item.status = absl::OkStatus();
     item.append->start = lengths[i] - count;
-    item.append->count = count;
-    AttendQuery& attend = item.attend.emplace();
-    attend.rows = item.append->rows;
-    attend.policy = part.policy;
-    if (dense[i]) attend.policy.selector = Selector::kAll;
-    attend.query_count = count;
-    for (int64_t t = 1; t <= count; ++t) attend.visible.push_back(lengths[i] - count + t);
-    item.result.certificates.resize(static_cast<size_t>(count * spec().query_head_count));
-    item.result.touched_row_counts.resize(static_cast<size_t>(count * spec().kv_head_count));
-  }
-  for (size_t i = 0; i < job.items.size(); ++i) {
+    item.attend->policy.selector = dense[i] ? Selector::kAll : options_.parts[i].policy.selector;
+    for (int64_t t = 0; t < count; ++t) item.attend->visible[t] = lengths[i] - count + t + 1;
+    item.result.certificates.assign(static_cast<size_t>(count * spec().query_head_count), {});
+    item.result.touched_row_counts.assign(static_cast<size_t>(count * spec().kv_head_count), 0);
+    item.result.moved_row_count = 0;
     CutQueries(
-        spec(), *job.items[i].attend, layer,
-        [&](int64_t begin, int64_t end) { run->dense.Add(i, begin, end); },
-        [&](int64_t query) { run->sparse.Add(i, query); });
+        spec(), *item.attend, layer,
+        [&](int64_t begin, int64_t end) { run.dense.Add(i, begin, end); },
+        [&](int64_t query) { run.sparse.Add(i, query); });
   }
-  return run;
 }
 
 std::vector<bool> CudaStreamStep::FasterDense(const std::vector<int64_t>& lengths) const {
@@ -276,12 +311,12 @@ LayerBytes CudaStreamStep::Measure(bool dense) {
       options_.parts, [](const StreamStepPart& part) { return part.policy.dense_layers.empty(); });
   LayerBytes most;
   for (int layer = 0; layer < spec().layer_count; ++layer) {
-    const std::unique_ptr<LayerRun> run =
-        Plan(layer, lengths, step, std::vector<bool>(lengths.size(), dense));
+    LayerRun run(home_.gpu, step);
+    PlanLayer(layer, lengths, step, std::vector<bool>(lengths.size(), dense), run);
     Carver requests, results;
-    run->sparse.Reserve(requests, results);
-    sparse_bytes_ = std::max(sparse_bytes_, run->sparse.WorkspaceMax());
-    dense_bytes_ = std::max(dense_bytes_, run->dense.Reserve(requests, results));
+    run.sparse.Reserve(requests, results);
+    sparse_bytes_ = std::max(sparse_bytes_, run.sparse.WorkspaceMax());
+    dense_bytes_ = std::max(dense_bytes_, run.dense.Reserve(requests, results));
     most.requests = std::max(most.requests, requests.bytes());
     most.results = std::max(most.results, results.bytes());
     // Otherwise layers differ: the policy makes some of them dense.
@@ -345,6 +380,9 @@ absl::Status CudaStreamStep::Open() {
     std::memset(slot.memory, 0, sizeof(StepHeader));
     std::memset(slot.memory + results_at, 0, static_cast<size_t>(updates_at - results_at));
     ASSIGN_OR_RETURN(slot.done, Event::Create(/*timing=*/false));
+    for (int layer = 0; layer < spec().layer_count; ++layer) {
+      slot.layers.push_back(std::make_unique<LayerRun>(home_.gpu, StepContext()));
+    }
     slot.header = reinterpret_cast<StepHeader*>(slot.memory);
     slot.results = slot.memory + results_at;
     slot.updates = reinterpret_cast<TableUpdate*>(slot.memory + updates_at);
@@ -365,9 +403,12 @@ absl::Status CudaStreamStep::Open() {
   return absl::OkStatus();
 }
 
-bool CudaStreamStep::LacksIndex(const StreamStepPart& part, int layer) const {
-  return spec().has_index() && (*part.rows)[layer].token_count() >= kCentreTokenCount &&
-         index(part, layer).indexed_token_count() == 0;
+bool CudaStreamStep::Lacks(const StreamStepPart& part, int layer) const {
+  const int64_t token_count = (*part.rows)[layer].token_count();
+  const LayerIndex& of_layer = index(part, layer);
+  return (spec().has_index() && token_count >= kCentreTokenCount &&
+          of_layer.indexed_token_count() == 0) ||
+         of_layer.whole().LacksRows(token_count);
 }
 
 // Announcements, and whatever waits, cannot be part of a graph.
@@ -405,21 +446,22 @@ absl::Status CudaStreamStep::CheckLengths() const {
 
 absl::Status CudaStreamStep::CatchUp(cudaStream_t stream) {
   for (int layer = 0; layer < spec().layer_count; ++layer) {
-    auto job = std::make_unique<Job>();
-    job->model = home_.model;
-    job->layer = layer;
+    std::unique_ptr<Job> job;
     for (const StreamStepPart& part : options_.parts) {
-      LayerRows& rows = (*part.rows)[layer];
-      if (!LacksIndex(part, layer) && !index(part, layer).whole().LacksRows(rows.token_count())) {
-        continue;
+      if (!Lacks(part, layer)) continue;
+      if (job == nullptr) {
+        job = std::make_unique<Job>();
+        job->model = home_.model;
+        job->layer = layer;
       }
+      LayerRows& rows = (*part.rows)[layer];
       JobItem& item = job->items.emplace_back();
       item.sequence = part.sequence;
       item.append.emplace();
       item.append->rows = &rows;
       item.append->start = rows.token_count();
     }
-    if (job->items.empty()) continue;
+    if (job == nullptr) continue;
     // The rows may not have been written yet.
     SPILLWAY_CUDA_RETURN_IF_ERROR(cudaStreamSynchronize(stream));
     std::promise<absl::Status> done;
@@ -452,7 +494,7 @@ absl::Status CudaStreamStep::AppendLayer(LayerRun& run, std::vector<TableUpdate>
     const AppendWork& append = *run.job.items[i].append;
     const LayerRows& rows = *append.rows;
     LayerIndex& index = run.context.index(i);
-    RETURN_IF_ERROR(index.Update(rows, updates));
+    RETURN_IF_ERROR(index.Update(rows, append.start + count, updates));
     static_assert(sizeof(*StepLength::word) == sizeof(*rows.length_word()));
     run.lengths[i] = {reinterpret_cast<unsigned long long*>(rows.length_word()),
                       LayerRecord::LengthWord(append.start),
@@ -502,25 +544,62 @@ absl::Status CudaStreamStep::Announce(void* on) {
   RETURN_IF_ERROR(current.status());
   auto* const stream = static_cast<cudaStream_t>(on);
   RETURN_IF_ERROR(CheckNotCaptured(stream));
-  RETURN_IF_ERROR(CheckLengths());
-  RETURN_IF_ERROR(CatchUp(stream));
-  Slot& slot = slots_[announced_count_ % kSlotCount];
-  if (absl::Status status = Fill(slot, stream); !status.ok()) {
+  if (!plan_.has_value()) {
+    RETURN_IF_ERROR(CheckLengths());
+    RETURN_IF_ERROR(CatchUp(stream));
+    RETURN_IF_ERROR(Plan());
+  }
+  const std::vector<int64_t> lengths = plan_->lengths;
+  Slot& slot = next();
+  if (absl::Status status = Upload(slot, *std::exchange(plan_, std::nullopt), stream);
+      !status.ok()) {
     failed_ = true;
-    for (const StreamStepPart& part : options_.parts) {
-      for (int layer = 0; layer < spec().layer_count; ++layer) {
-        LayerRows& rows = (*part.rows)[layer];
-        rows.Truncate(rows.token_count() - options_.token_count);
-        index(part, layer).Truncate(rows.token_count());
-        index(part, layer).ForgetTables();
-      }
-    }
+    Undo(/*forget=*/true);
     return status;
+  }
+  for (size_t i = 0; i < lengths.size(); ++i) {
+    for (LayerRows& rows : *options_.parts[i].rows) rows.Commit(lengths[i]);
   }
   slot.concluded = false;
   ++announced_count_;
   ++pending_count_;
   return absl::OkStatus();
+}
+
+absl::Status CudaStreamStep::PlanAhead() {
+  const CurrentDevice current(home_.ordinal);
+  RETURN_IF_ERROR(current.status());
+  if (plan_.has_value() || !CheckLengths().ok()) return absl::OkStatus();
+  for (const StreamStepPart& part : options_.parts) {
+    for (int layer = 0; layer < spec().layer_count; ++layer) {
+      if (Lacks(part, layer)) return absl::OkStatus();
+    }
+  }
+  return Plan();
+}
+
+void CudaStreamStep::DropPlan() {
+  if (!plan_.has_value()) return;
+  const NextPlan plan = *std::exchange(plan_, std::nullopt);
+  // While nothing reads the tables, the updates can be made: pages that come later replace them.
+  bool made = false;
+  const CurrentDevice current(home_.ordinal);
+  if (pending_count_ == 0 && current.status().ok()) {
+    cudaStream_t stream = resources_->side.get();
+    made = UpdateTables(next(), plan.updates, stream).ok() &&
+           cudaStreamSynchronize(stream) == cudaSuccess;
+  }
+  Undo(/*forget=*/!made);
+}
+
+void CudaStreamStep::Undo(bool forget) {
+  for (const StreamStepPart& part : options_.parts) {
+    for (int layer = 0; layer < spec().layer_count; ++layer) {
+      LayerIndex& of_layer = index(part, layer);
+      of_layer.Truncate((*part.rows)[layer].token_count());
+      if (forget) of_layer.ForgetTables();
+    }
+  }
 }
 
 template <typename F>
@@ -552,54 +631,63 @@ absl::Status CudaStreamStep::FillLayer(Slot& slot, LayerRun& run, LayerFill& fil
   return absl::OkStatus();
 }
 
-absl::Status CudaStreamStep::Fill(Slot& slot, cudaStream_t stream) {
-  const auto number = static_cast<uint32_t>(announced_count_ + 1);
+absl::Status CudaStreamStep::Plan() {
+  NextPlan plan;
+  // Also after an exception, for lack of memory.
+  absl::Cleanup undo = [this] { Undo(/*forget=*/true); };
+  RETURN_IF_ERROR(Fill(plan));
+  plan_ = std::move(plan);
+  std::move(undo).Cancel();
+  return absl::OkStatus();
+}
+
+absl::Status CudaStreamStep::Fill(NextPlan& plan) {
+  Slot& slot = next();
   StepContext step;
   step.token_count_max = options_.token_count_max;
   step.workspace_bytes = home_.workspace_bytes;
   step.upload_offset = memory_ - slot.memory;
-  step.number = number;
+  step.number = static_cast<uint32_t>(announced_count_ + 1);
   step.side_stream = resources_->side.get();
   step.fork = resources_->fork.get();
   step.join = resources_->join.get();
-  std::vector<int64_t> lengths;
   for (const StreamStepPart& part : options_.parts) {
-    lengths.push_back(part.rows->front().token_count() + options_.token_count);
-    for (LayerRows& rows : *part.rows) rows.Commit(lengths.back());
+    plan.lengths.push_back(part.rows->front().token_count() + options_.token_count);
   }
-  const std::vector<bool> dense = FasterDense(lengths);
+  const std::vector<bool> dense = FasterDense(plan.lengths);
   // Layers have nothing in common, so threads share them.
-  const auto layer_count = static_cast<size_t>(spec().layer_count);
-  std::vector<LayerFill> filled(layer_count);
-  slot.layers.resize(layer_count);
+  std::vector<LayerFill> filled(slot.layers.size());
   InParallel([&](size_t layer) {
-    slot.layers[layer] = Plan(static_cast<int>(layer), lengths, step, dense);
-    filled[layer].status = FillLayer(slot, *slot.layers[layer], filled[layer]);
+    LayerRun& run = *slot.layers[layer];
+    PlanLayer(static_cast<int>(layer), plan.lengths, step, dense, run);
+    filled[layer].status = FillLayer(slot, run, filled[layer]);
   });
-  std::vector<TableUpdate> updates;
-  std::vector<Wave> waves;
-  std::vector<DenseWave> dense_waves;
   for (LayerFill& of_layer : filled) {
     RETURN_IF_ERROR(of_layer.status);
-    std::ranges::move(of_layer.updates, std::back_inserter(updates));
-    std::ranges::move(of_layer.waves, std::back_inserter(waves));
-    std::ranges::move(of_layer.dense_waves, std::back_inserter(dense_waves));
+    std::ranges::move(of_layer.updates, std::back_inserter(plan.updates));
+    std::ranges::move(of_layer.waves, std::back_inserter(plan.waves));
+    std::ranges::move(of_layer.dense_waves, std::back_inserter(plan.dense_waves));
   }
-  if (version_ == 0 || waves != waves_ || dense_waves != dense_waves_) {
+  plan.has_new_launches = version_ == 0 || plan.waves != waves_ || plan.dense_waves != dense_waves_;
+  return absl::OkStatus();
+}
+
+absl::Status CudaStreamStep::Upload(Slot& slot, NextPlan plan, cudaStream_t stream) {
+  if (plan.has_new_launches) {
     version_ = home_.resources->NextVersion();
     for (std::vector<LayerGraph>& of_layer : graphs_) of_layer.clear();
     runs_.clear();
   }
-  waves_ = std::move(waves);
-  dense_waves_ = std::move(dense_waves);
-  *slot.header = {version_, number, 0};
+  waves_ = std::move(plan.waves);
+  dense_waves_ = std::move(plan.dense_waves);
+  *slot.header = {version_, static_cast<uint32_t>(announced_count_ + 1), 0};
   for (int layer = 0; layer < spec().layer_count; ++layer) {
     StepCheck& check = slot.layers[layer]->step.tensors.check;
     check.header = reinterpret_cast<const StepHeader*>(memory_);
     check.version = version_;
     check.bad = bad_ + layer * item_count();
   }
-  RETURN_IF_ERROR(UpdateTables(slot, updates, stream));
+  RETURN_IF_ERROR(UpdateTables(slot, plan.updates, stream));
   return ToStatus(cudaMemcpyAsync(memory_, slot.memory, static_cast<size_t>(upload_bytes_),
                                   cudaMemcpyHostToDevice, stream),
                   "cudaMemcpyAsync");
@@ -768,10 +856,28 @@ absl::Status CudaStreamStep::Conclude(void* stream) {
   return absl::OkStatus();
 }
 
+const absl::StatusOr<StreamStep::Outcome>* CudaStreamStep::Collect() {
+  if (!collected_.has_value()) {
+    const CurrentDevice current(home_.ordinal);
+    if (cudaEventQuery(oldest().done.get()) == cudaErrorNotReady) {
+      cudaGetLastError();
+      return nullptr;
+    }
+    collected_ = CollectOldest();
+  }
+  return &*collected_;
+}
+
 absl::StatusOr<StreamStep::Outcome> CudaStreamStep::Settle() {
-  const CurrentDevice current(home_.ordinal);
-  Slot& slot = oldest();
+  absl::StatusOr<Outcome> outcome =
+      collected_.has_value() ? *std::exchange(collected_, std::nullopt) : CollectOldest();
   --pending_count_;
+  return outcome;
+}
+
+absl::StatusOr<StreamStep::Outcome> CudaStreamStep::CollectOldest() {
+  const CurrentDevice current(home_.ordinal);
+  const Slot& slot = oldest();
   settled_ = &slot;
   SPILLWAY_CUDA_RETURN_IF_ERROR(cudaEventSynchronize(slot.done.get()));
   Outcome outcome;

@@ -28,8 +28,8 @@ struct StreamStepOptions {
 // tensors in the device's memory. New tokens are announced for all layers at once. The launches of
 // a layer do not depend on the announcement. So they can be captured once and replayed for each
 // announcement, as long as version() stays the same. Two announcements can be pending. Streams are
-// the device's own handles (cudaStream_t). One thread at a time; nothing else may use the
-// sequences.
+// the device's own handles (cudaStream_t). One thread at a time, except as works_ahead() says;
+// nothing else may use the sequences.
 class StreamStep {
  public:
   // The outcome of an announcement.
@@ -51,6 +51,17 @@ class StreamStep {
   // UNIMPLEMENTED for tokens that only a job (Submit()) can append. REQUIRES: fewer than two
   // announcements are pending.
   virtual absl::Status Announce(void* stream) = 0;
+
+  // Whether PlanAhead() and Collect() make the next Announce() and Settle() short. One other thread
+  // may call these two, in turn, beside Attend(), Run() and Conclude() of the latest announcement.
+  virtual bool works_ahead() const { return false; }
+  // Plans the announcement that is made next, whose pages were prepared. Enqueues nothing. Plans
+  // nothing if the announcement would be refused or needs a job. After an error there is no plan,
+  // and the pages must be given back.
+  virtual absl::Status PlanAhead() { return absl::OkStatus(); }
+  virtual bool is_planned() const { return false; }
+  // Drops the plan, if there is one, before its pages are given back. May wait for a copy.
+  virtual void DropPlan() {}
   // Changes with an announcement whose launches differ from those before. Launches that were
   // captured earlier must not run for it: then outputs are NaN, and the outcome says so.
   virtual uint64_t version() const = 0;
@@ -78,8 +89,11 @@ class StreamStep {
   // Waits for the oldest announcement, which must be concluded. An error status is a failure of the
   // device; errors of parts are in the outcome.
   virtual absl::StatusOr<Outcome> Settle() = 0;
-  // The results of a layer of the last settled announcement: certificates and counts of its items.
-  // Valid until the next announcement.
+  // For a step that works ahead: does not wait, and returns what Settle() will. Null: the oldest
+  // announcement has not ended.
+  virtual const absl::StatusOr<Outcome>* Collect() { return nullptr; }
+  // The results of a layer of the announcement that was settled or collected last: certificates and
+  // counts of its items. Valid until the next announcement.
   virtual const Job& settled(int layer) const = 0;
 };
 

@@ -1,10 +1,18 @@
 #include "daemon/engine/stream_decoder.h"
 
+#include <atomic>
 #include <deque>
+#include <functional>
+#include <new>
+#include <optional>
 #include <string>
+#include <thread>
+#include <utility>
+#include <vector>
 
 #include "daemon/engine/errors.h"
 #include "gmock/gmock.h"
+#include "host/base/mutex.h"
 #include "tests/daemon/engine_fixture.h"
 
 namespace spillway {
@@ -19,6 +27,11 @@ struct Script {
   std::deque<absl::StatusOr<StreamStep::Outcome>>
       outcomes;  // of the steps, in order; if empty: success
   std::vector<std::string> calls;
+  Mutex mutex;  // of calls, while a decoder works ahead
+  // Of PlanningStep: the plans that it made and dropped, and what the next ones do instead.
+  std::atomic<int> planned_count = 0;
+  int dropped_count = 0;
+  std::deque<std::function<absl::Status()>> plans;
 };
 
 // A step that follows the script. Streams are plain numbers.
@@ -61,8 +74,15 @@ class ScriptedStep final : public StreamStep {
   }
   int pending_count() const override { return pending_; }
   absl::StatusOr<Outcome> Settle() override {
-    --pending_;
-    script_->calls.push_back("settle");
+    EndOldest();
+    return TakeOutcome();
+  }
+  void EndOldest() { --pending_; }
+  absl::StatusOr<Outcome> TakeOutcome() {
+    {
+      const MutexLock lock(script_->mutex);
+      script_->calls.push_back("settle");
+    }
     if (script_->outcomes.empty()) {
       return Outcome{true, std::vector<absl::Status>(options_.parts.size())};
     }
@@ -74,6 +94,7 @@ class ScriptedStep final : public StreamStep {
 
  private:
   void Note(const std::string& what, void* stream) {
+    const MutexLock lock(script_->mutex);
     script_->calls.push_back(what + " on " + std::to_string(reinterpret_cast<intptr_t>(stream)));
   }
 
@@ -363,6 +384,235 @@ TEST_F(StreamDecoderTest, LayersAreOfOneLength) {
   const auto decoder = Open({PartOf(sequence)});
   EXPECT_THAT(std::string(decoder->Next(nullptr).message()),
               HasSubstr("layers with 6 and with 5 tokens"));
+}
+
+// A step that plans the next one and collects ended ones in another thread, as the decoder asks. It
+// fails the test if it is used in a way that a device need not bear.
+class PlanningStep final : public StreamStep {
+ public:
+  PlanningStep(StreamStepOptions options, Script* script)
+      : lengths_(Lengths(options)), step_(std::move(options), script), script_(script) {}
+
+  absl::Status Announce(void* stream) override {
+    if (planned_.has_value()) EXPECT_EQ(*planned_, lengths_());
+    const absl::Status status = step_.Announce(stream);
+    if (status.ok()) planned_.reset();
+    return status;
+  }
+  bool works_ahead() const override { return true; }
+  absl::Status PlanAhead() override {
+    EXPECT_FALSE(planned_.has_value());
+    if (!script_->plans.empty()) {
+      const std::function<absl::Status()> plan = std::move(script_->plans.front());
+      script_->plans.pop_front();
+      if (plan != nullptr) return plan();
+    }
+    planned_ = lengths_();
+    ++script_->planned_count;
+    return absl::OkStatus();
+  }
+  bool is_planned() const override { return planned_.has_value(); }
+  void DropPlan() override {
+    if (!planned_.has_value()) return;
+    // The rows are as they were when it was planned.
+    EXPECT_EQ(*planned_, lengths_());
+    planned_.reset();
+    ++script_->dropped_count;
+  }
+  const absl::StatusOr<Outcome>* Collect() override {
+    if (++collect_count_ % 3 == 0) return nullptr;
+    if (!collected_.has_value()) collected_ = step_.TakeOutcome();
+    return &*collected_;
+  }
+  absl::StatusOr<Outcome> Settle() override {
+    step_.EndOldest();
+    return collected_.has_value() ? *std::exchange(collected_, std::nullopt) : step_.TakeOutcome();
+  }
+  uint64_t version() const override { return step_.version(); }
+  absl::Status Attend(int layer, const StepTensors& tensors, void* stream) override {
+    return step_.Attend(layer, tensors, stream);
+  }
+  absl::Status Conclude(void* stream) override { return step_.Conclude(stream); }
+  int pending_count() const override { return step_.pending_count(); }
+  const Job& settled(int layer) const override { return step_.settled(layer); }
+
+ private:
+  static std::function<std::vector<int64_t>()> Lengths(const StreamStepOptions& options) {
+    std::vector<const std::vector<LayerRows>*> rows;
+    for (const StreamStepPart& part : options.parts) rows.push_back(part.rows);
+    return [rows] {
+      std::vector<int64_t> lengths;
+      for (const auto* of_part : rows) lengths.push_back(of_part->front().token_count());
+      return lengths;
+    };
+  }
+
+  const std::function<std::vector<int64_t>()> lengths_;
+  ScriptedStep step_;
+  Script* const script_;
+  std::optional<std::vector<int64_t>> planned_;
+  std::optional<absl::StatusOr<Outcome>> collected_;
+  int collect_count_ = 0;  // the third finds that the step has not ended
+};
+
+class DecoderAheadTest : public StreamDecoderTest {
+ protected:
+  DecoderAheadTest() {
+    device.make_stream_step = [this](StreamStepOptions options) {
+      return std::make_unique<PlanningStep>(std::move(options), &script_);
+    };
+  }
+  static StreamStep::Outcome Ran(std::vector<absl::Status> parts) {
+    return {true, std::move(parts)};
+  }
+  // So that Finish() does not come before the thread has begun.
+  void WaitForPlans(int count) const {
+    while (script_.planned_count < count) std::this_thread::yield();
+  }
+};
+
+TEST_F(DecoderAheadTest, StepsArePlannedFromTheThirdOn) {
+  const auto sequence = Filled("s", 5);
+  {
+    const auto decoder = Open({PartOf(sequence)}, 2);
+    for (int step = 0; step < 5; ++step) {
+      ASSERT_TRUE(decoder->Next(Stream(7)).ok());
+      ASSERT_TRUE(decoder->Attend(1, {}, Stream(7)).ok());
+    }
+    WaitForPlans(4);
+    ASSERT_TRUE(decoder->Finish(Stream(7)).ok());
+    EXPECT_EQ(script_.planned_count, 4);
+    EXPECT_EQ(script_.dropped_count, 0);
+    EXPECT_THAT(Counts(*sequence), ElementsAre(15, 15));
+    EXPECT_EQ(sequence->work.appended_row_count, 5 * 2 + 5 * 2 * 2);
+    EXPECT_EQ(sequence->work.attend_count, 5 * 2 * 2);
+    EXPECT_EQ(decoder->sums(0).attend_count, 5 * 2);
+    EXPECT_NE(decoder->ended(0), nullptr);
+    // The plan holds after Finish().
+    ASSERT_TRUE(decoder->Next(Stream(7)).ok());
+    EXPECT_EQ(decoder->ended(0), nullptr);
+    WaitForPlans(5);
+    ASSERT_TRUE(decoder->Finish(Stream(7)).ok());
+    EXPECT_EQ(script_.planned_count, 5);
+    EXPECT_EQ(script_.dropped_count, 0);
+  }
+  EXPECT_EQ(script_.dropped_count, 1);
+  EXPECT_THAT(Counts(*sequence), ElementsAre(17, 17));
+}
+
+TEST_F(DecoderAheadTest, PagesOfAStepThatNeverComesAreGivenBack) {
+  const auto sequence = Filled("s", 126);
+  EXPECT_EQ(model->row_pool.used_page_count(), 2);
+  {
+    StreamDecoder::Part part = PartOf(sequence);
+    auto decoder = StreamDecoder::Create(&*engine, {part}, 1, 1000);
+    ASSERT_TRUE(decoder.ok());
+    ASSERT_TRUE((*decoder)->Next(nullptr).ok());
+    ASSERT_TRUE((*decoder)->Next(nullptr).ok());
+    WaitForPlans(1);
+    ASSERT_TRUE((*decoder)->Finish(nullptr).ok());
+    // Token 128 begins a page in both layers.
+    EXPECT_EQ(model->row_pool.used_page_count(), 4);
+    EXPECT_EQ(ToyDevice::RoomOf(*sequence->device), 129);
+  }
+  EXPECT_EQ(model->row_pool.used_page_count(), 2);
+  EXPECT_EQ(ToyDevice::RoomOf(*sequence->device), 128);
+  EXPECT_THAT(Counts(*sequence), ElementsAre(128, 128));
+}
+
+TEST_F(DecoderAheadTest, AnErrorDropsThePlanOfALaterStep) {
+  const auto good = Filled("good", 5), bad = Filled("bad", 9);
+  const auto decoder = Open({PartOf(good), PartOf(bad)});
+  script_.outcomes.push_back(Ran({absl::OkStatus(), absl::OkStatus()}));
+  script_.outcomes.push_back(Ran({absl::OkStatus(), absl::OutOfRangeError("NaN at layer 1")}));
+  for (int step = 0; step < 3; ++step) ASSERT_TRUE(decoder->Next(nullptr).ok());
+  const absl::Status status = decoder->Next(nullptr);
+  EXPECT_EQ(std::string(status.message()), "sequences/bad: NaN at layer 1");
+  EXPECT_THAT(Counts(*good), ElementsAre(7, 7));
+  EXPECT_THAT(Counts(*bad), ElementsAre(10, 10));
+  EXPECT_EQ(good->work.attend_count, 2 * 2);
+  EXPECT_EQ(bad->work.attend_count, 1 * 2);
+  EXPECT_EQ(script_.planned_count, 2);
+  EXPECT_EQ(script_.dropped_count, 1);
+  EXPECT_EQ(ToyDevice::RoomOf(*bad->device), 10);
+  ASSERT_TRUE(decoder->Next(nullptr).ok());
+  ASSERT_TRUE(decoder->Next(nullptr).ok());
+  ASSERT_TRUE(decoder->Finish(nullptr).ok());
+  EXPECT_THAT(Counts(*good), ElementsAre(9, 9));
+  EXPECT_THAT(Counts(*bad), ElementsAre(12, 12));
+  EXPECT_EQ(decoder->sums(1).attend_count, 3 + 4);
+}
+
+TEST_F(DecoderAheadTest, WhatCannotBePreparedAheadIsTriedAgain) {
+  const auto sequence = Filled("s", 5), other = Filled("o", 5);
+  const auto decoder = Open({PartOf(sequence), PartOf(other)});
+  // Four calls for each of two steps; the third is prepared ahead.
+  device.FailPrepare(absl::ResourceExhaustedError("full"), 2 * 4 + 3);
+  for (int step = 0; step < 4; ++step) ASSERT_TRUE(decoder->Next(nullptr).ok());
+  WaitForPlans(2);
+  ASSERT_TRUE(decoder->Finish(nullptr).ok());
+  EXPECT_EQ(script_.planned_count, 2);
+  EXPECT_THAT(Counts(*other), ElementsAre(9, 9));
+}
+
+TEST_F(DecoderAheadTest, APlanThatIsNotTakenServesTheNextCall) {
+  const auto sequence = Filled("s", 5);
+  const auto decoder = Open({PartOf(sequence)});
+  for (int step = 0; step < 2; ++step) ASSERT_TRUE(decoder->Next(nullptr).ok());
+  script_.announces.push_back(absl::FailedPreconditionError("captured"));
+  EXPECT_EQ(decoder->Next(nullptr).code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(ToyDevice::RoomOf(*sequence->device), 8);
+  ASSERT_TRUE(decoder->Next(nullptr).ok());
+  WaitForPlans(2);
+  ASSERT_TRUE(decoder->Finish(nullptr).ok());
+  EXPECT_EQ(script_.planned_count, 2);
+  EXPECT_EQ(script_.dropped_count, 0);
+  EXPECT_THAT(Counts(*sequence), ElementsAre(8, 8));
+}
+
+TEST_F(DecoderAheadTest, WhatFailsAheadIsDoneByTheCaller) {
+  const auto sequence = Filled("s", 5);
+  const std::function<absl::Status()> failing[] = {
+      [] { return absl::InternalError("no plan"); },
+      []() -> absl::Status { throw std::bad_alloc(); }};
+  for (const auto& plan : failing) {
+    const int64_t before = sequence->snapshot().token_count;
+    {
+      const auto decoder = Open({PartOf(sequence)});
+      script_.plans = {plan, nullptr, plan};
+      for (int step = 0; step < 3; ++step) ASSERT_TRUE(decoder->Next(nullptr).ok());
+      ASSERT_TRUE(decoder->Next(nullptr).ok());
+    }
+    EXPECT_EQ(sequence->snapshot().token_count, before + 4);
+    EXPECT_EQ(ToyDevice::RoomOf(*sequence->device), before + 4);
+  }
+}
+
+TEST_F(DecoderAheadTest, NothingIsPlannedBeyondTheCapacity) {
+  const auto sequence = Filled("s", 5);
+  auto decoder = StreamDecoder::Create(&*engine, {PartOf(sequence)}, 1, 8);
+  ASSERT_TRUE(decoder.ok());
+  for (int step = 0; step < 3; ++step) ASSERT_TRUE((*decoder)->Next(nullptr).ok());
+  WaitForPlans(1);
+  ASSERT_TRUE((*decoder)->Finish(nullptr).ok());
+  EXPECT_EQ(script_.planned_count, 1);
+  EXPECT_EQ(ToyDevice::RoomOf(*sequence->device), 8);
+}
+
+TEST_F(DecoderAheadTest, ALostDeviceLeavesNoPlan) {
+  const auto sequence = Filled("s", 5);
+  const absl::Status lost = absl::InternalError("the GPU is lost");
+  {
+    const auto decoder = Open({PartOf(sequence)});
+    script_.outcomes.push_back(Ran({absl::OkStatus()}));
+    script_.outcomes.push_back(lost);
+    for (int step = 0; step < 3; ++step) ASSERT_TRUE(decoder->Next(nullptr).ok());
+    EXPECT_EQ(decoder->Next(nullptr), lost);
+    EXPECT_EQ(decoder->Finish(nullptr), lost);
+  }
+  EXPECT_EQ(script_.dropped_count, 1);
+  EXPECT_THAT(Counts(*sequence), ElementsAre(6, 6));
+  EXPECT_EQ(ToyDevice::RoomOf(*sequence->device), 6);
 }
 
 }  // namespace

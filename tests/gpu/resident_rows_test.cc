@@ -211,6 +211,26 @@ TEST(ResidentRows, HoldTheNewestTokensOfADecodingSequence) {
   EXPECT_EQ(layer.held_bytes(), 0);
 }
 
+TEST(ResidentRows, PagesOfAForkAreItsOwnFromTheFirstTokenOn) {
+  Memory memory;
+  std::mt19937 random(5);
+  Layer source(&memory);
+  source.Append(1000, random);
+  Layer fork(source, 1000);
+  const int64_t shared = memory.resident_pool.used_page_count();
+  // The last page of both heads has room. Token 1,000 is not in the sample.
+  fork.PrepareOnly(1);
+  EXPECT_EQ(memory.resident_pool.used_page_count(), shared + 2);
+  fork.Append(200, random);
+  const int64_t own = memory.resident_pool.used_page_count();
+  source.Append(200, random);
+  fork.Sync();
+  fork.Check("fork");
+  source.Sync();
+  source.Check("source");
+  EXPECT_GE(own, shared + 2);
+}
+
 TEST(ResidentRows, WithoutRoomNothingChanges) {
   Memory memory;
   std::mt19937 random(7);

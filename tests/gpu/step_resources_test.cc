@@ -80,14 +80,14 @@ TEST_F(StepResourcePoolTest, KeepsNoLargePartOfTheHostMemory) {
   StepResources first = *pool_.Take(kMiB, kMiB);
   StepResources second = *pool_.Take(2 * kMiB, 2 * kMiB);
   pool_.Keep(std::move(first));
-  EXPECT_EQ(host_budget_.used_bytes(), 6 * kMiB);
-  // A 64th of the limit is 4 MiB.
+  EXPECT_EQ(host_budget_.used_bytes(), 9 * kMiB);
+  // A 40th of the limit is 6.4 MiB.
   pool_.Keep(std::move(second));
-  EXPECT_EQ(host_budget_.used_bytes(), 4 * kMiB);
+  EXPECT_EQ(host_budget_.used_bytes(), 6 * kMiB);
   EXPECT_EQ(device_budget_.used_bytes(), 2 * kMiB);
   // What is too large by itself takes no other's place.
   pool_.Keep(*pool_.Take(kMiB, 3 * kMiB));
-  EXPECT_EQ(host_budget_.used_bytes(), 4 * kMiB);
+  EXPECT_EQ(host_budget_.used_bytes(), 6 * kMiB);
 }
 
 TEST_F(StepResourcePoolTest, NoTwoStepsHaveOneVersion) {

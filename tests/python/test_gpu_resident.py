@@ -256,6 +256,6 @@ def test_the_idle_give_theirs_up_and_get_them_back(plain: Client, resident: Clie
 
 
 def test_a_limit_that_leaves_nothing_is_refused() -> None:
-    text = "--gpu-resident-limit: 3221225472 bytes are more than 2415919104"
+    text = "--gpu-resident-limit: 3221225472 bytes are more than 2684354562"
     with pytest.raises(spillway_kv.InvalidArgument, match=re.escape(text)):
         connect(3 << 30)
