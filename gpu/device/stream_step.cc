@@ -4,11 +4,8 @@
 #include <array>
 #include <cstring>
 #include <future>
-#include <iterator>
 #include <optional>
 #include <span>
-#include <string>
-#include <string_view>
 #include <utility>
 
 #include "absl/cleanup/cleanup.h"
@@ -16,17 +13,10 @@
 #include "gpu/cuda/buffer.h"
 #include "gpu/cuda/current_device.h"
 #include "gpu/device/carver.h"
-#include "gpu/device/dense_pipeline.h"
-#include "gpu/device/sparse_pipeline.h"
 #include "gpu/device/step_checks.h"
 #include "gpu/device/step_graph.h"
-#include "gpu/device/wave_kernels.h"
-#include "gpu/kernels/step_append.h"
-#include "host/base/parallel.h"
+#include "gpu/device/step_planner.h"
 #include "host/base/status_macros.h"
-#include "host/device/results.h"
-#include "host/memory/layer_record.h"
-#include "host/policy/dense_choice.h"
 
 namespace spillway::cuda {
 namespace {
@@ -40,31 +30,14 @@ constexpr int kLaunchesBefore = 2;
 // Callers' graphs that a step keeps with its attends in them.
 constexpr size_t kRunsMax = 4;
 
-// One layer of an announcement.
-struct LayerRun {
-  LayerRun(Gpu gpu, StepContext step_context)
-      : step(step_context), context(&job, &step, gpu), sparse(&context), dense(&context) {}
-
-  Job job;
-  StepContext step;
-  JobContext context;
-  SparsePipeline sparse;
-  DensePipeline dense;
-  RowTarget* targets = nullptr;   // pinned, [B][T][H]
-  StepEncode* encodes = nullptr;  // pinned, [B]
-  StepLength* lengths = nullptr;  // the same
-};
-
-// An announcement, and the pinned memory in which it is written. The layers are planned anew for
-// each announcement of the slot, in the memory of the one before.
+// An announcement, and its pinned memory.
 struct Slot {
   std::byte* memory = nullptr;
   Event done;
   bool concluded = false;
   StepHeader* header = nullptr;
-  std::byte* results = nullptr;
   TableUpdate* updates = nullptr;
-  std::vector<std::unique_ptr<LayerRun>> layers;
+  PlannedLayers layers;
 };
 
 // A layer's launches for certain tensors. Callers that enqueue attends one by one pass the same
@@ -82,33 +55,10 @@ struct StepRun {
   Graph graph;
 };
 
-// What comes of writing one layer of an announcement.
-struct LayerFill {
-  absl::Status status;
-  std::vector<TableUpdate> updates;
-  std::vector<Wave> waves;
-  std::vector<DenseWave> dense_waves;
-};
-
-// The next announcement, written to its slot.
-struct NextPlan {
-  std::vector<int64_t> lengths;  // of the parts, with its tokens
-  std::vector<TableUpdate> updates;
-  std::vector<Wave> waves;
-  std::vector<DenseWave> dense_waves;
-  bool has_new_launches = false;  // other ones than the announcement before
-};
-
-// Bytes of one layer: what is uploaded, and what is returned.
-struct LayerBytes {
-  int64_t requests = 0;
-  int64_t results = 0;
-};
-
 class CudaStreamStep final : public StreamStep {
  public:
   CudaStreamStep(const StreamStepHome& home, StreamStepOptions options)
-      : home_(home), options_(std::move(options)) {
+      : home_(home), options_(std::move(options)), planner_(home_, options_) {
     for (const StreamStepPart& part : options_.parts) {
       uses_.push_back(static_cast<CudaSequence&>(*part.sequence).Use());
     }
@@ -146,55 +96,25 @@ class CudaStreamStep final : public StreamStep {
   void DropPlan() override;
   const absl::StatusOr<Outcome>* Collect() override;
   absl::StatusOr<Outcome> Settle() override;
-  const Job& settled(int layer) const override { return settled_->layers[layer]->job; }
+  const Job& settled(int layer) const override { return settled_->layers.runs[layer]->job; }
 
  private:
   const ModelSpec& spec() const { return home_.model->spec(); }
   int64_t item_count() const { return static_cast<int64_t>(options_.parts.size()); }
-  LayerIndex& index(const StreamStepPart& part, int layer) const {
-    return static_cast<CudaSequence&>(*part.sequence).layers[layer];
-  }
   const Slot& newest() const { return slots_[(announced_count_ - 1) % kSlotCount]; }
   Slot& newest() { return slots_[(announced_count_ - 1) % kSlotCount]; }
   Slot& oldest() { return slots_[(announced_count_ - pending_count_) % kSlotCount]; }
   // Of the next announcement.
   Slot& next() { return slots_[announced_count_ % kSlotCount]; }
 
-  // Whether a layer's sparse and dense attends run at the same time: the first wait for the link,
-  // and the second read copies of rows. Without such copies there are few dense attends.
-  bool runs_beside() const { return home_.model->whole_pool() != nullptr; }
-
-  // Plans a layer whose attends see up to lengths[i] tokens of part i. dense: parts that are dense
-  // whatever their policies say.
-  void PlanLayer(int layer, const std::vector<int64_t>& lengths, const StepContext& step,
-                 const std::vector<bool>& dense, LayerRun& run) const;
-  // Returns the most bytes that a layer takes; raises the bytes of the workspaces to the largest.
-  LayerBytes Measure(bool dense);
-  // Which parts are dense because all their rows are in GPU memory and that is faster.
-  std::vector<bool> FasterDense(const std::vector<int64_t>& lengths) const;
-  absl::Status CheckLengths() const;
   // Does what no step can do: indexes first pages of parts, and copies rows that are to be in GPU
   // memory.
   absl::Status CatchUp(cudaStream_t stream);
-  // Whether a layer needs that: its first pages exist and are not indexed, or have no copies.
-  bool Lacks(const StreamStepPart& part, int layer) const;
-  // Whether a planned layer has room. request_bytes: taken already.
-  absl::Status CheckFits(LayerRun& run, int64_t request_bytes) const;
   // Writes the next announcement to its slot. Sets plan_; after an error there is none.
   absl::Status Plan();
-  absl::Status Fill(NextPlan& plan);
-  // What the GPU knows of the parts is what it knows of their rows now. forget: table updates were
-  // handed out that do not run.
-  void Undo(bool forget);
   // Brings what the slot has to the GPU.
-  absl::Status Upload(Slot& slot, NextPlan plan, cudaStream_t stream);
+  absl::Status Upload(Slot& slot, StepPlan plan, cudaStream_t stream);
   absl::StatusOr<Outcome> CollectOldest();
-  // Writes a planned layer.
-  absl::Status FillLayer(Slot& slot, LayerRun& run, LayerFill& filled);
-  // Calls f(layer) for all layers, which several threads share if there is much to do.
-  template <typename F>
-  void InParallel(F f) const;
-  absl::Status AppendLayer(LayerRun& run, std::vector<TableUpdate>& updates);
   absl::Status UpdateTables(Slot& slot, const std::vector<TableUpdate>& updates,
                             cudaStream_t stream) const;
   // Puts a layer's kernels on the stream.
@@ -210,10 +130,8 @@ class CudaStreamStep final : public StreamStep {
   const StreamStepHome home_;
   const StreamStepOptions options_;
   std::vector<ResidencyUse> uses_;  // so that the sequences keep their rows
-  LayerBytes layer_bytes_;
+  StepPlanner planner_;
   int64_t upload_bytes_ = 0;
-  // Bytes of the workspaces of a layer's sparse and of its dense attends.
-  int64_t sparse_bytes_ = 0, dense_bytes_ = 0;
   std::optional<StepResources> resources_;
   // The stream of the last attend since the announcement; none if all are in graphs of the caller.
   std::optional<cudaStream_t> ran_on_;
@@ -225,7 +143,7 @@ class CudaStreamStep final : public StreamStep {
   std::array<Slot, kSlotCount> slots_;
   uint64_t announced_count_ = 0;
   int pending_count_ = 0;
-  std::optional<NextPlan> plan_;
+  std::optional<StepPlan> plan_;                      // of the next announcement, in its slot
   std::optional<absl::StatusOr<Outcome>> collected_;  // of the oldest announcement
   uint64_t version_ = 0;
   // The launches of all layers in the newest announcement.
@@ -237,132 +155,19 @@ class CudaStreamStep final : public StreamStep {
   const Slot* settled_ = nullptr;
 };
 
-void CudaStreamStep::PlanLayer(int layer, const std::vector<int64_t>& lengths,
-                               const StepContext& step, const std::vector<bool>& dense,
-                               LayerRun& run) const {
-  run.step = step;
-  run.context.ClearTimes();
-  run.sparse.Clear();
-  run.dense.Clear();
-  Job& job = run.job;
-  const int64_t count = options_.token_count;
-  if (job.items.empty()) {
-    job.model = home_.model;
-    job.layer = layer;
-    job.items.resize(options_.parts.size());
-    for (size_t i = 0; i < job.items.size(); ++i) {
-      const StreamStepPart& part = options_.parts[i];
-      JobItem& item = job.items[i];
-      item.sequence = part.sequence;
-      item.append.emplace();
-      item.append->rows = &(*part.rows)[layer];
-      item.append->count = count;
-      AttendQuery& attend = item.attend.emplace();
-      attend.rows = item.append->rows;
-      attend.policy = part.policy;
-      attend.query_count = count;
-      attend.visible.resize(static_cast<size_t>(count));
-    }
-  }
-  for (size_t i = 0; i < job.items.size(); ++i) {
-    JobItem& item = job.items[i];
-    item.status = absl::OkStatus();
-    item.append->start = lengths[i] - count;
-    item.attend->policy.selector = dense[i] ? Selector::kAll : options_.parts[i].policy.selector;
-    for (int64_t t = 0; t < count; ++t) item.attend->visible[t] = lengths[i] - count + t + 1;
-    item.result.certificates.assign(static_cast<size_t>(count * spec().query_head_count), {});
-    item.result.touched_row_counts.assign(static_cast<size_t>(count * spec().kv_head_count), 0);
-    item.result.moved_row_count = 0;
-    CutQueries(
-        spec(), *item.attend, layer,
-        [&](int64_t begin, int64_t end) { run.dense.Add(i, begin, end); },
-        [&](int64_t query) { run.sparse.Add(i, query); });
-  }
-}
-
-std::vector<bool> CudaStreamStep::FasterDense(const std::vector<int64_t>& lengths) const {
-  if (home_.reproducible) return std::vector<bool>(lengths.size(), false);
-  std::vector<DenseCandidate> candidates;
-  for (size_t i = 0; i < lengths.size(); ++i) {
-    const StreamStepPart& part = options_.parts[i];
-    DenseCandidate& candidate = candidates.emplace_back();
-    candidate.token_count = lengths[i];
-    // Without a tail, the caller asks for the rows that a selector finds.
-    candidate.may_be_dense = part.policy.tail != Tail::kNone;
-    candidate.is_dense = true;
-    for (int layer = 0; layer < spec().layer_count; ++layer) {
-      candidate.is_dense = candidate.is_dense &&
-                           part.policy.IsDense(spec(), layer, options_.token_count, lengths[i]);
-      candidate.may_be_dense =
-          candidate.may_be_dense && index(part, layer).whole().end() >= lengths[i];
-    }
-  }
-  const int64_t code_bytes = CudaModel::IndexPageBytes(spec()) / kPageTokenCount;
-  return ChooseDense(spec(), {home_.gpu.memory_bytes_per_us, home_.gpu.sm_count, kDenseQueryRows},
-                     code_bytes, options_.token_count, candidates);
-}
-
-LayerBytes CudaStreamStep::Measure(bool dense) {
-  StepContext step;
-  step.token_count_max = options_.token_count_max;
-  step.workspace_bytes = home_.workspace_bytes;
-  const std::vector<int64_t> lengths(options_.parts.size(), options_.token_count_max);
-  const bool alike = std::ranges::all_of(
-      options_.parts, [](const StreamStepPart& part) { return part.policy.dense_layers.empty(); });
-  LayerBytes most;
-  for (int layer = 0; layer < spec().layer_count; ++layer) {
-    LayerRun run(home_.gpu, step);
-    PlanLayer(layer, lengths, step, std::vector<bool>(lengths.size(), dense), run);
-    Carver requests, results;
-    run.sparse.Reserve(requests, results);
-    sparse_bytes_ = std::max(sparse_bytes_, run.sparse.WorkspaceMax());
-    dense_bytes_ = std::max(dense_bytes_, run.dense.Reserve(requests, results));
-    most.requests = std::max(most.requests, requests.bytes());
-    most.results = std::max(most.results, results.bytes());
-    // Otherwise layers differ: the policy makes some of them dense.
-    if (alike) break;
-  }
-  return most;
-}
-
 absl::Status CudaStreamStep::Open() {
   const CurrentDevice current(home_.ordinal);
   RETURN_IF_ERROR(current.status());
-  if (home_.model->methods_encode()) {
-    return absl::UnimplementedError(
-        absl::StrCat("steps on a stream of ", std::string(home_.gpu.name),
-                     ": not for models with this kind of hash weights"));
-  }
-  for (const StreamStepPart& part : options_.parts) {
-    const Policy& policy = part.policy;
-    RETURN_IF_ERROR(CheckServed(policy, home_.gpu.name));
-    const bool of_core = policy.selector == Selector::kAll ||
-                         policy.selector == Selector::kOracle ||
-                         policy.selector == Selector::kAsymmetric;
-    if (!of_core || policy.candidate_selector.has_value() || !IsPlanned(policy.tail)) {
-      return absl::UnimplementedError(
-          absl::StrCat("steps on a stream of ", std::string(home_.gpu.name),
-                       " serve the selectors all, asymmetric and oracle, without a first "
-                       "selection, and the tails none, uniform and stratified"));
-    }
-  }
-  // A layer may be dense or sparse, depending on the length of its sequences and on what is in GPU
-  // memory.
-  const LayerBytes sparse = Measure(/*dense=*/false);
-  const LayerBytes dense = Measure(/*dense=*/true);
-  Carver requests, uploaded, pinned, device;
-  requests.Take<std::byte>(sparse.requests);
-  requests.Take<std::byte>(dense.requests);
-  requests.Take<RowTarget>(item_count() * options_.token_count * spec().kv_head_count);
-  requests.Take<StepEncode>(item_count());
-  requests.Take<StepLength>(item_count());
-  layer_bytes_ = {requests.bytes(), RoundUp(sparse.results, 256) + RoundUp(dense.results, 256)};
+  RETURN_IF_ERROR(planner_.Check());
+  const PlanBytes bytes = planner_.Measure();
+  Carver uploaded, pinned, device;
   uploaded.Take<StepHeader>(1);
-  uploaded.Take<std::byte>(layer_bytes_.requests * spec().layer_count);
+  const int64_t requests_at = uploaded.bytes();
+  uploaded.Take<std::byte>(bytes.requests * spec().layer_count);
   upload_bytes_ = uploaded.bytes();
   pinned.Take<std::byte>(upload_bytes_);
   const int64_t results_at = pinned.bytes();
-  pinned.Take<std::byte>(layer_bytes_.results * spec().layer_count);
+  pinned.Take<std::byte>(bytes.results * spec().layer_count);
   const int64_t updates_at = pinned.bytes();
   pinned.Take<TableUpdate>(kUpdatesMax);
   graphs_.resize(static_cast<size_t>(spec().layer_count));
@@ -370,8 +175,7 @@ absl::Status CudaStreamStep::Open() {
   const int64_t bad_at = device.bytes();
   device.Take<BadElement>(spec().layer_count * item_count());
   const int64_t workspace_at = device.bytes();
-  device.Take<std::byte>(runs_beside() ? RoundUp(sparse_bytes_, 256) + dense_bytes_
-                                       : std::max(sparse_bytes_, dense_bytes_));
+  device.Take<std::byte>(bytes.workspace);
   ASSIGN_OR_RETURN(resources_, home_.resources->Take(device.bytes(), pinned.bytes()));
   for (int i = 0; i < kSlotCount; ++i) {
     Slot& slot = slots_[i];
@@ -380,11 +184,8 @@ absl::Status CudaStreamStep::Open() {
     std::memset(slot.memory, 0, sizeof(StepHeader));
     std::memset(slot.memory + results_at, 0, static_cast<size_t>(updates_at - results_at));
     ASSIGN_OR_RETURN(slot.done, Event::Create(/*timing=*/false));
-    for (int layer = 0; layer < spec().layer_count; ++layer) {
-      slot.layers.push_back(std::make_unique<LayerRun>(home_.gpu, StepContext()));
-    }
     slot.header = reinterpret_cast<StepHeader*>(slot.memory);
-    slot.results = slot.memory + results_at;
+    slot.layers = {slot.memory + requests_at, slot.memory + results_at, planner_.MakeRuns()};
     slot.updates = reinterpret_cast<TableUpdate*>(slot.memory + updates_at);
   }
   memory_ = resources_->device.data();
@@ -403,14 +204,6 @@ absl::Status CudaStreamStep::Open() {
   return absl::OkStatus();
 }
 
-bool CudaStreamStep::Lacks(const StreamStepPart& part, int layer) const {
-  const int64_t token_count = (*part.rows)[layer].token_count();
-  const LayerIndex& of_layer = index(part, layer);
-  return (spec().has_index() && token_count >= kCentreTokenCount &&
-          of_layer.indexed_token_count() == 0) ||
-         of_layer.whole().LacksRows(token_count);
-}
-
 // Announcements, and whatever waits, cannot be part of a graph.
 absl::Status CheckNotCaptured(cudaStream_t stream) {
   ASSIGN_OR_RETURN(const bool captured, IsCaptured(stream));
@@ -420,35 +213,11 @@ absl::Status CheckNotCaptured(cudaStream_t stream) {
       "the graph is replayed");
 }
 
-absl::Status CudaStreamStep::CheckLengths() const {
-  for (size_t i = 0; i < options_.parts.size(); ++i) {
-    const StreamStepPart& part = options_.parts[i];
-    const int64_t start = part.rows->front().token_count();
-    const int64_t end = start + options_.token_count;
-    if (end > options_.token_count_max) {
-      return absl::OutOfRangeError(absl::StrCat("parts[", i, "]: ", end,
-                                                " tokens are beyond token_count_max ",
-                                                options_.token_count_max, " of the step"));
-    }
-    // The step that completes the first pages has no index yet, so it must be dense.
-    if (!spec().has_index() || start >= kCentreTokenCount || end < kCentreTokenCount) continue;
-    for (int layer = 0; layer < spec().layer_count; ++layer) {
-      if (part.policy.IsDense(spec(), layer, options_.token_count, end)) continue;
-      return absl::UnimplementedError(
-          absl::StrCat("parts[", i, "]: the step to ", kCentreTokenCount,
-                       " tokens is sparse by its policy: "
-                       "append them by a request, or let dense_token_count be at least ",
-                       kCentreTokenCount + kSparseQueryCountMax));
-    }
-  }
-  return absl::OkStatus();
-}
-
 absl::Status CudaStreamStep::CatchUp(cudaStream_t stream) {
   for (int layer = 0; layer < spec().layer_count; ++layer) {
     std::unique_ptr<Job> job;
     for (const StreamStepPart& part : options_.parts) {
-      if (!Lacks(part, layer)) continue;
+      if (!planner_.Lacks(part, layer)) continue;
       if (job == nullptr) {
         job = std::make_unique<Job>();
         job->model = home_.model;
@@ -475,57 +244,6 @@ absl::Status CudaStreamStep::CatchUp(cudaStream_t stream) {
   return absl::OkStatus();
 }
 
-absl::Status CudaStreamStep::CheckFits(LayerRun& run, int64_t request_bytes) const {
-  Carver requests, results;
-  requests.Take<std::byte>(request_bytes);
-  const int64_t sparse_bytes = run.sparse.Reserve(requests, results);
-  const int64_t dense_bytes = run.dense.Reserve(requests, results);
-  if (requests.bytes() <= layer_bytes_.requests && results.bytes() <= layer_bytes_.results &&
-      sparse_bytes <= sparse_bytes_ && dense_bytes <= dense_bytes_) {
-    return absl::OkStatus();
-  }
-  return absl::InternalError("a layer of a step takes more than was measured");
-}
-
-absl::Status CudaStreamStep::AppendLayer(LayerRun& run, std::vector<TableUpdate>& updates) {
-  const int64_t count = options_.token_count;
-  const int heads = spec().kv_head_count;
-  for (size_t i = 0; i < run.job.items.size(); ++i) {
-    const AppendWork& append = *run.job.items[i].append;
-    const LayerRows& rows = *append.rows;
-    LayerIndex& index = run.context.index(i);
-    RETURN_IF_ERROR(index.Update(rows, append.start + count, updates));
-    static_assert(sizeof(*StepLength::word) == sizeof(*rows.length_word()));
-    run.lengths[i] = {reinterpret_cast<unsigned long long*>(rows.length_word()),
-                      LayerRecord::LengthWord(append.start),
-                      LayerRecord::LengthWord(append.start + count)};
-    RowTarget* const targets = run.targets + static_cast<int64_t>(i) * count * heads;
-    for (int64_t t = 0; t < count; ++t) {
-      for (int h = 0; h < heads; ++h) {
-        RowTarget& target = targets[t * heads + h] = {};
-        target.row = const_cast<std::byte*>(rows.Row(h, append.start + t));
-        target.whole = index.whole().Row(h, append.start + t);
-      }
-    }
-    index.whole().SetFilled(append.start + count);
-    StepEncode& encode = run.encodes[i];
-    encode = {};
-    if (!spec().has_index() || index.indexed_token_count() == 0) continue;
-    if (home_.model->has_rotation()) {
-      encode.work = index.Work(index.coded_page_count() * kPageTokenCount,
-                               ClosedPages(append.start + count) * kPageTokenCount);
-      encode.heads = index.heads();
-    }
-    index.FillResident(append.start + count,
-                       [&](int kv_head, int64_t token, std::byte* to, bool recent) {
-                         RowTarget& target = targets[(token - append.start) * heads + kv_head];
-                         (recent ? target.recent : target.resident) = to;
-                       });
-    index.SetIndexed(append.start + count);
-  }
-  return absl::OkStatus();
-}
-
 absl::Status CudaStreamStep::UpdateTables(Slot& slot, const std::vector<TableUpdate>& updates,
                                           cudaStream_t stream) const {
   for (size_t at = 0; at < updates.size(); at += kUpdatesMax) {
@@ -545,7 +263,7 @@ absl::Status CudaStreamStep::Announce(void* on) {
   auto* const stream = static_cast<cudaStream_t>(on);
   RETURN_IF_ERROR(CheckNotCaptured(stream));
   if (!plan_.has_value()) {
-    RETURN_IF_ERROR(CheckLengths());
+    RETURN_IF_ERROR(planner_.CheckLengths());
     RETURN_IF_ERROR(CatchUp(stream));
     RETURN_IF_ERROR(Plan());
   }
@@ -554,7 +272,7 @@ absl::Status CudaStreamStep::Announce(void* on) {
   if (absl::Status status = Upload(slot, *std::exchange(plan_, std::nullopt), stream);
       !status.ok()) {
     failed_ = true;
-    Undo(/*forget=*/true);
+    planner_.Undo(/*forget=*/true);
     return status;
   }
   for (size_t i = 0; i < lengths.size(); ++i) {
@@ -569,10 +287,10 @@ absl::Status CudaStreamStep::Announce(void* on) {
 absl::Status CudaStreamStep::PlanAhead() {
   const CurrentDevice current(home_.ordinal);
   RETURN_IF_ERROR(current.status());
-  if (plan_.has_value() || !CheckLengths().ok()) return absl::OkStatus();
+  if (plan_.has_value() || !planner_.CheckLengths().ok()) return absl::OkStatus();
   for (const StreamStepPart& part : options_.parts) {
     for (int layer = 0; layer < spec().layer_count; ++layer) {
-      if (Lacks(part, layer)) return absl::OkStatus();
+      if (planner_.Lacks(part, layer)) return absl::OkStatus();
     }
   }
   return Plan();
@@ -580,7 +298,7 @@ absl::Status CudaStreamStep::PlanAhead() {
 
 void CudaStreamStep::DropPlan() {
   if (!plan_.has_value()) return;
-  const NextPlan plan = *std::exchange(plan_, std::nullopt);
+  const StepPlan plan = *std::exchange(plan_, std::nullopt);
   // While nothing reads the tables, the updates can be made: pages that come later replace them.
   bool made = false;
   const CurrentDevice current(home_.ordinal);
@@ -589,59 +307,10 @@ void CudaStreamStep::DropPlan() {
     made = UpdateTables(next(), plan.updates, stream).ok() &&
            cudaStreamSynchronize(stream) == cudaSuccess;
   }
-  Undo(/*forget=*/!made);
-}
-
-void CudaStreamStep::Undo(bool forget) {
-  for (const StreamStepPart& part : options_.parts) {
-    for (int layer = 0; layer < spec().layer_count; ++layer) {
-      LayerIndex& of_layer = index(part, layer);
-      of_layer.Truncate((*part.rows)[layer].token_count());
-      if (forget) of_layer.ForgetTables();
-    }
-  }
-}
-
-template <typename F>
-void CudaStreamStep::InParallel(F f) const {
-  const int64_t units =
-      spec().layer_count * item_count() * options_.token_count * spec().kv_head_count;
-  const auto layer_count = static_cast<size_t>(spec().layer_count);
-  const size_t shares = ShareCount(units, home_.workers->max_concurrency());
-  if (shares == 1) return InShares(1, layer_count, f);
-  home_.workers->execute([&] { InShares(shares, layer_count, f); });
-}
-
-absl::Status CudaStreamStep::FillLayer(Slot& slot, LayerRun& run, LayerFill& filled) {
-  const int layer = run.job.layer;
-  Carver requests(reinterpret_cast<std::byte*>(slot.header) + 256 + layer * layer_bytes_.requests);
-  Carver results(slot.results + layer * layer_bytes_.results);
-  run.targets =
-      requests.Take<RowTarget>(item_count() * options_.token_count * spec().kv_head_count);
-  run.encodes = requests.Take<StepEncode>(item_count());
-  run.lengths = requests.Take<StepLength>(item_count());
-  RETURN_IF_ERROR(CheckFits(run, requests.bytes()));
-  RETURN_IF_ERROR(AppendLayer(run, filled.updates));
-  run.sparse.Prepare(requests, results, workspace_);
-  run.dense.Prepare(requests, results,
-                    runs_beside() ? workspace_ + RoundUp(sparse_bytes_, 256) : workspace_);
-  if (run.sparse.empty()) run.dense.FollowAppend();
-  filled.waves = run.sparse.Views();
-  filled.dense_waves = run.dense.Views();
-  return absl::OkStatus();
+  planner_.Undo(/*forget=*/!made);
 }
 
 absl::Status CudaStreamStep::Plan() {
-  NextPlan plan;
-  // Also after an exception, for lack of memory.
-  absl::Cleanup undo = [this] { Undo(/*forget=*/true); };
-  RETURN_IF_ERROR(Fill(plan));
-  plan_ = std::move(plan);
-  std::move(undo).Cancel();
-  return absl::OkStatus();
-}
-
-absl::Status CudaStreamStep::Fill(NextPlan& plan) {
   Slot& slot = next();
   StepContext step;
   step.token_count_max = options_.token_count_max;
@@ -651,28 +320,16 @@ absl::Status CudaStreamStep::Fill(NextPlan& plan) {
   step.side_stream = resources_->side.get();
   step.fork = resources_->fork.get();
   step.join = resources_->join.get();
-  for (const StreamStepPart& part : options_.parts) {
-    plan.lengths.push_back(part.rows->front().token_count() + options_.token_count);
-  }
-  const std::vector<bool> dense = FasterDense(plan.lengths);
-  // Layers have nothing in common, so threads share them.
-  std::vector<LayerFill> filled(slot.layers.size());
-  InParallel([&](size_t layer) {
-    LayerRun& run = *slot.layers[layer];
-    PlanLayer(static_cast<int>(layer), plan.lengths, step, dense, run);
-    filled[layer].status = FillLayer(slot, run, filled[layer]);
-  });
-  for (LayerFill& of_layer : filled) {
-    RETURN_IF_ERROR(of_layer.status);
-    std::ranges::move(of_layer.updates, std::back_inserter(plan.updates));
-    std::ranges::move(of_layer.waves, std::back_inserter(plan.waves));
-    std::ranges::move(of_layer.dense_waves, std::back_inserter(plan.dense_waves));
-  }
+  // Also after an exception, for lack of memory.
+  absl::Cleanup undo = [this] { planner_.Undo(/*forget=*/true); };
+  ASSIGN_OR_RETURN(StepPlan plan, planner_.Plan(step, workspace_, slot.layers));
   plan.has_new_launches = version_ == 0 || plan.waves != waves_ || plan.dense_waves != dense_waves_;
+  plan_ = std::move(plan);
+  std::move(undo).Cancel();
   return absl::OkStatus();
 }
 
-absl::Status CudaStreamStep::Upload(Slot& slot, NextPlan plan, cudaStream_t stream) {
+absl::Status CudaStreamStep::Upload(Slot& slot, StepPlan plan, cudaStream_t stream) {
   if (plan.has_new_launches) {
     version_ = home_.resources->NextVersion();
     for (std::vector<LayerGraph>& of_layer : graphs_) of_layer.clear();
@@ -682,7 +339,7 @@ absl::Status CudaStreamStep::Upload(Slot& slot, NextPlan plan, cudaStream_t stre
   dense_waves_ = std::move(plan.dense_waves);
   *slot.header = {version_, static_cast<uint32_t>(announced_count_ + 1), 0};
   for (int layer = 0; layer < spec().layer_count; ++layer) {
-    StepCheck& check = slot.layers[layer]->step.tensors.check;
+    StepCheck& check = slot.layers.runs[layer]->step.tensors.check;
     check.header = reinterpret_cast<const StepHeader*>(memory_);
     check.version = version_;
     check.bad = bad_ + layer * item_count();
@@ -773,7 +430,7 @@ absl::StatusOr<Graph> CudaStreamStep::Compose(const CudaStepGraph& graph) {
 }
 
 absl::Status CudaStreamStep::Enqueue(int layer, const StepTensors& tensors, cudaStream_t stream) {
-  LayerRun& run = *newest().layers[layer];
+  LayerRun& run = *newest().layers.runs[layer];
   run.step.stream = stream;
   CallerTensors& of_step = run.step.tensors;
   of_step.q_dtype = tensors.q_dtype;
@@ -815,7 +472,7 @@ absl::Status CudaStreamStep::Enqueue(int layer, const StepTensors& tensors, cuda
                   [&](cudaStream_t side) { return EnqueueRest(run, side, /*overlap=*/false); });
   }
   RETURN_IF_ERROR(EnqueueRest(run, stream, home_.gpu.hopper));
-  if (runs_beside() && !run.sparse.empty() && !run.dense.empty()) {
+  if (planner_.runs_beside() && !run.sparse.empty() && !run.dense.empty()) {
     return beside([&] { return run.sparse.Launch({}); },
                   [&](cudaStream_t side) { return run.dense.Launch(side); });
   }
@@ -882,12 +539,12 @@ absl::StatusOr<StreamStep::Outcome> CudaStreamStep::CollectOldest() {
   SPILLWAY_CUDA_RETURN_IF_ERROR(cudaEventSynchronize(slot.done.get()));
   Outcome outcome;
   outcome.parts.resize(options_.parts.size());
-  InParallel([&](size_t layer) {
-    const LayerRun& run = *slot.layers[layer];
+  planner_.InParallel([&](size_t layer) {
+    const LayerRun& run = *slot.layers.runs[layer];
     run.sparse.Collect();
     run.dense.Collect();
   });
-  for (const std::unique_ptr<LayerRun>& run : slot.layers) {
+  for (const std::unique_ptr<LayerRun>& run : slot.layers.runs) {
     run->context.CollectTimes();
     outcome.ran |= run->step.ran;
     for (size_t i = 0; i < outcome.parts.size(); ++i) {
