@@ -25,6 +25,11 @@ class SerialScope {
   const bool outer_;
 };
 
+// Most threads of a loop.
+inline int LoopThreads() {
+  return SerialScope::active() ? 1 : tbb::this_task_arena::max_concurrency();
+}
+
 // Calls f(i) for every i in [begin, end), on the workers of the current TBB task arena.
 template <typename Index, typename F>
 void ParallelFor(Index begin, Index end, const F& f) {

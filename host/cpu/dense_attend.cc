@@ -6,6 +6,7 @@
 #include <numeric>
 
 #include "host/base/elements.h"
+#include "host/base/parallel.h"
 #include "host/cpu/attend_context.h"
 #include "host/cpu/group_sums.h"
 #include "host/device/errors.h"
@@ -31,8 +32,18 @@ struct Partial {
   absl::Status status;
 };
 
-void AttendRange(const AttendContext& c, int kv_head, int64_t query_begin, int64_t query_end,
-                 const GroupQueries& q, int64_t row_begin, int64_t row_end, Partial& partial) {
+// Rows [begin, end) of a KV head.
+struct Range {
+  int kv_head;
+  int64_t begin;
+  int64_t end;
+};
+
+// following: the range that this thread probably takes next. Its first rows are fetched while the
+// last ones of this range are folded: otherwise each range begins with a wait for memory.
+void AttendRange(const AttendContext& c, const Range& range, const Range& following,
+                 int64_t query_begin, int64_t query_end, const GroupQueries& q, Partial& partial) {
+  const auto [kv_head, row_begin, row_end] = range;
   const ModelSpec& spec = c.spec();
   const LayerRows& rows = *c.attend->rows;
   const int group = spec.group();
@@ -45,9 +56,9 @@ void AttendRange(const AttendContext& c, int kv_head, int64_t query_begin, int64
   const std::byte* buffers[2][kRowBlock];
   const std::byte** pointers = buffers[0];
   const std::byte** next = buffers[1];
-  const auto point = [&](int64_t base, const std::byte** out) {
-    const std::byte* first = rows.Row(kv_head, base);
-    const int64_t last = row_end - 1 - base;
+  const auto point = [&](const Range& of, int64_t base, const std::byte** out) {
+    const std::byte* first = rows.Row(of.kv_head, base);
+    const int64_t last = of.end - 1 - base;
     for (int64_t i = 0; i < kRowBlock; ++i) out[i] = first + std::min(i, last) * rows.row_bytes();
   };
   for (int64_t base = row_begin; base < row_end; base += kRowBlock) {
@@ -57,14 +68,17 @@ void AttendRange(const AttendContext& c, int kv_head, int64_t query_begin, int64
     }
     const int count = static_cast<int>(std::min<int64_t>(kRowBlock, row_end - base));
     std::swap(pointers, next);
-    if (base == row_begin) point(base, pointers);
-    const bool more = base + kRowBlock < row_end;
-    if (more) point(base + kRowBlock, next);
+    if (base == row_begin) point(range, base, pointers);
+    if (base + kRowBlock < row_end) {
+      point(range, base + kRowBlock, next);
+    } else {
+      point(following, following.begin, next);
+    }
     for (int h = 0; h < heads; ++h) {
       const int64_t visible = c.attend->visible[query_begin + h / group];
       counts[h] = static_cast<int>(std::clamp<int64_t>(visible - base, 0, count));
     }
-    if (!RowLogits(spec.dtype, pointers, more ? next : nullptr, count, q.rows(), logits.data())) {
+    if (!RowLogits(spec.dtype, pointers, next, count, q.rows(), logits.data())) {
       std::vector<uint32_t> tokens(count);
       std::iota(tokens.begin(), tokens.end(), static_cast<uint32_t>(base));
       // Rows beyond a query's visible length may have any logit.
@@ -74,8 +88,8 @@ void AttendRange(const AttendContext& c, int kv_head, int64_t query_begin, int64
       }
       if (!partial.status.ok()) return;
     }
-    FoldRows(spec.dtype, pointers, more ? next : nullptr, count, counts.data(), heads, d,
-             logits.data(), partial.sums.sums.data(), partial.sums.Target({}));
+    FoldRows(spec.dtype, pointers, next, count, counts.data(), heads, d, logits.data(),
+             partial.sums.sums.data(), partial.sums.Target({}));
   }
 }
 
@@ -148,12 +162,17 @@ absl::Status AttendDense(const AttendContext& c, int64_t query_begin, int64_t qu
     const auto [begin, end] = bounds(task % blocks);
     q[task] = GroupQueries(c, static_cast<int>(task / blocks), begin, end);
   }
+  const auto range_of = [&](int64_t i) -> Range {
+    const int64_t begin = (i % ranges) * range_rows;
+    return {static_cast<int>(i / ranges / blocks), begin, std::min(begin + range_rows, n)};
+  };
+  // Threads take ranges in turn.
+  const int threads = LoopThreads();
   const auto run = [&](int64_t i) {
     const int64_t task = i / ranges;
-    const int64_t row_begin = (i % ranges) * range_rows;
     const auto [begin, end] = bounds(task % blocks);
-    AttendRange(c, static_cast<int>(task / blocks), begin, end, q[task], row_begin,
-                std::min(row_begin + range_rows, n), partials[i]);
+    const int64_t following = std::min(i + threads, static_cast<int64_t>(partials.size()) - 1);
+    AttendRange(c, range_of(i), range_of(following), begin, end, q[task], partials[i]);
   };
   c.loops.Run(static_cast<int64_t>(partials.size()), run);
   for (int64_t task = 0; task < kv_heads * blocks; ++task) {

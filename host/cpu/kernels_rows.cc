@@ -243,12 +243,11 @@ HWY_INLINE float Exponentials(float* logits, int count, bool moments, RowSums* s
   return sums->Merge(block).keep;
 }
 
-// The weights x of a block's rows, [head][kRowBlock], and x^2 with moments; the factors by which
-// the heads' earlier sums are multiplied first; and the inverse of the unit of values.
+// The weights x of a block's rows, [head][kRowBlock], and x^2 with moments, both times the inverse
+// of the unit of values; and the factors by which the heads' earlier sums are multiplied first.
 struct FoldWeights {
   float factor[4];
-  float inverse_unit;
-  const float* x;
+  HWY_ALIGN float x[4 * kRowBlock];
   HWY_ALIGN float x_sq[4 * kRowBlock];
 };
 
@@ -278,10 +277,10 @@ HWY_INLINE void FoldColumns(const std::byte* const* rows, const std::byte* const
     VF vc[kColumns];
     for (int c = 0; c < kColumns; ++c) vc[c] = LoadRow(v + c * n);
     for (int h = 0; h < kHeads; ++h) {
-      const auto x = hn::Set(df, w.x[h * kRowBlock + r] * w.inverse_unit);
+      const auto x = hn::Set(df, w.x[h * kRowBlock + r]);
       for (int c = 0; c < kColumns; ++c) first[h][c] = hn::MulAdd(vc[c], x, first[h][c]);
       if constexpr (kMoments) {
-        const auto x_sq = hn::Set(df, w.x_sq[h * kRowBlock + r] * w.inverse_unit);
+        const auto x_sq = hn::Set(df, w.x_sq[h * kRowBlock + r]);
         for (int c = 0; c < kColumns; ++c) second[h][c] = hn::MulAdd(vc[c], x_sq, second[h][c]);
       }
     }
@@ -394,6 +393,14 @@ HWY_INLINE float SquareWeights(const float* x, const float* norms, float* x_sq) 
   return hn::GetLane(hn::SumOfLanes(df, sum));
 }
 
+HWY_INLINE void ScaleBlock(const float* from, float by, float* to) {
+  const DF df;
+  const auto factor = hn::Set(df, by);
+  for (int i = 0; i < kRowBlock; i += static_cast<int>(hn::Lanes(df))) {
+    hn::Store(hn::Mul(hn::LoadU(df, from + i), factor), df, to + i);
+  }
+}
+
 template <typename T, bool kMoments>
 void FoldTyped(const std::byte* const* rows, const std::byte* const* next, int count,
                const int* counts, int head_count, int dim, float* logits, RowSums* sums,
@@ -407,8 +414,6 @@ void FoldTyped(const std::byte* const* rows, const std::byte* const* next, int c
   for (int h0 = 0; h0 < head_count; h0 += 4) {
     const int heads = std::min(4, head_count - h0);
     FoldWeights w;
-    w.x = logits + h0 * kRowBlock;
-    w.inverse_unit = values.inverse_unit;
     int most = 0;
     for (int h = 0; h < heads; ++h) {
       const int rows_of = counts == nullptr ? count : counts[h0 + h];
@@ -424,7 +429,9 @@ void FoldTyped(const std::byte* const* rows, const std::byte* const* next, int c
         sums[h0 + h].sum_sq_norm += SquareWeights(x, norms, w.x_sq + h * kRowBlock);
         FoldProjected(y, count, w.x_sq + h * kRowBlock, w.factor[h],
                       values.projected + (h0 + h) * kProjectionEntries);
+        ScaleBlock(w.x_sq + h * kRowBlock, values.inverse_unit, w.x_sq + h * kRowBlock);
       }
+      ScaleBlock(x, values.inverse_unit, w.x + h * kRowBlock);
     }
     const std::byte* const* ahead = h0 == 0 ? next : nullptr;
     float* out = values.value + h0 * dim;
