@@ -78,7 +78,7 @@ class Shape:
 
 
 class Trace:
-    """K, V and a query at one length. Each layer has the KV heads in another order."""
+    """K, V and a query at one length. Up to 8 layers have the KV heads in another order each."""
 
     def __init__(self, folder: Path, tokens: int, shape: Shape) -> None:
         meta = json.loads((folder / "meta.json").read_text())
@@ -500,6 +500,8 @@ def main() -> None:
     if arguments.exact:
         policy = spillway_kv.Policy(selector="all")
     shape = Shape(arguments.heads, arguments.kv_heads, arguments.dim, arguments.layers)
+    if shape.layers < 1:
+        raise SystemExit(f"--layers {shape.layers} is less than 1")
     if shape.heads % shape.kv_heads != 0:
         raise SystemExit(f"--heads {shape.heads} is not a multiple of --kv-heads {shape.kv_heads}")
     report(gpu=torch.cuda.get_device_name(), torch=torch.__version__)

@@ -20,9 +20,9 @@ constexpr int kPendingMax = 2;
 // Steps of a decoder before it works ahead. While prompts of other requests come, a runner may open
 // a decoder for two or three steps, and then closes it.
 constexpr int64_t kStepsBefore = 2;
-// (sequence, layer) pairs that the thread which works ahead serves alone. For so many it takes
-// about 1 ms, which is less than the step takes, and to wake other threads would take theirs.
-constexpr int64_t kPairsAlone = 1024;
+// (sequence, layer) pairs that the thread which works ahead serves alone. For so many it takes 1 to
+// 2 ms, which is less than the step takes, and to wake other threads would take theirs.
+constexpr int64_t kPairsAlone = 512;
 
 }  // namespace
 
@@ -177,7 +177,11 @@ absl::Status StreamDecoder::Next(void* stream) {
     engine_->Renew(*part.sequence);
   }
   is_prepared_ = true;
-  if (absl::Status status = step_->Announce(stream); !status.ok()) {
+  // Until it returns: an exception leaves pages without a plan.
+  is_half_done_ = true;
+  const absl::Status status = step_->Announce(stream);
+  is_half_done_ = false;
+  if (!status.ok()) {
     // A plan that it has not taken serves the next call.
     if (!step_->is_planned()) DropAhead();
     return status;

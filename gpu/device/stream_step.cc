@@ -300,9 +300,9 @@ void CudaStreamStep::DropPlan() {
   if (!plan_.has_value()) return;
   const StepPlan plan = *std::exchange(plan_, std::nullopt);
   // While nothing reads the tables, the updates can be made: pages that come later replace them.
-  bool made = false;
+  bool made = plan.updates.empty();
   const CurrentDevice current(home_.ordinal);
-  if (pending_count_ == 0 && current.status().ok()) {
+  if (!made && pending_count_ == 0 && current.status().ok()) {
     cudaStream_t stream = resources_->side.get();
     made = UpdateTables(next(), plan.updates, stream).ok() &&
            cudaStreamSynchronize(stream) == cudaSuccess;

@@ -1,6 +1,6 @@
 #include "host/base/task_thread.h"
 
-#include <system_error>
+#include <exception>
 #include <utility>
 
 namespace spillway {
@@ -19,8 +19,8 @@ void TaskThread::Start(std::function<void()> task) {
   if (!thread_.joinable()) {
     try {
       thread_ = std::thread([this] { Run(); });
-    } catch (const std::system_error&) {
-      // The process may have no more threads.
+    } catch (const std::exception&) {
+      // The process may have no more threads, or no memory.
     }
   }
   {

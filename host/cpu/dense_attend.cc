@@ -39,9 +39,9 @@ struct Range {
   int64_t end;
 };
 
-// following: the range that this thread probably takes next. Its first rows are fetched while the
-// last ones of this range are folded: otherwise each range begins with a wait for memory.
-void AttendRange(const AttendContext& c, const Range& range, const Range& following,
+// following: the range that this thread probably takes next; null: none. Its first rows are fetched
+// while the last ones of this range are folded: otherwise each range begins with a wait for memory.
+void AttendRange(const AttendContext& c, const Range& range, const Range* following,
                  int64_t query_begin, int64_t query_end, const GroupQueries& q, Partial& partial) {
   const auto [kv_head, row_begin, row_end] = range;
   const ModelSpec& spec = c.spec();
@@ -69,16 +69,18 @@ void AttendRange(const AttendContext& c, const Range& range, const Range& follow
     const int count = static_cast<int>(std::min<int64_t>(kRowBlock, row_end - base));
     std::swap(pointers, next);
     if (base == row_begin) point(range, base, pointers);
-    if (base + kRowBlock < row_end) {
+    const bool more = base + kRowBlock < row_end;
+    if (more) {
       point(range, base + kRowBlock, next);
-    } else {
-      point(following, following.begin, next);
+    } else if (following != nullptr) {
+      point(*following, following->begin, next);
     }
+    const std::byte* const* ahead = more || following != nullptr ? next : nullptr;
     for (int h = 0; h < heads; ++h) {
       const int64_t visible = c.attend->visible[query_begin + h / group];
       counts[h] = static_cast<int>(std::clamp<int64_t>(visible - base, 0, count));
     }
-    if (!RowLogits(spec.dtype, pointers, next, count, q.rows(), logits.data())) {
+    if (!RowLogits(spec.dtype, pointers, ahead, count, q.rows(), logits.data())) {
       std::vector<uint32_t> tokens(count);
       std::iota(tokens.begin(), tokens.end(), static_cast<uint32_t>(base));
       // Rows beyond a query's visible length may have any logit.
@@ -88,7 +90,7 @@ void AttendRange(const AttendContext& c, const Range& range, const Range& follow
       }
       if (!partial.status.ok()) return;
     }
-    FoldRows(spec.dtype, pointers, next, count, counts.data(), heads, d, logits.data(),
+    FoldRows(spec.dtype, pointers, ahead, count, counts.data(), heads, d, logits.data(),
              partial.sums.sums.data(), partial.sums.Target({}));
   }
 }
@@ -171,8 +173,9 @@ absl::Status AttendDense(const AttendContext& c, int64_t query_begin, int64_t qu
   const auto run = [&](int64_t i) {
     const int64_t task = i / ranges;
     const auto [begin, end] = bounds(task % blocks);
-    const int64_t following = std::min(i + threads, static_cast<int64_t>(partials.size()) - 1);
-    AttendRange(c, range_of(i), range_of(following), begin, end, q[task], partials[i]);
+    const bool is_last = i + threads >= static_cast<int64_t>(partials.size());
+    const Range following = range_of(is_last ? i : i + threads);
+    AttendRange(c, range_of(i), is_last ? nullptr : &following, begin, end, q[task], partials[i]);
   };
   c.loops.Run(static_cast<int64_t>(partials.size()), run);
   for (int64_t task = 0; task < kv_heads * blocks; ++task) {

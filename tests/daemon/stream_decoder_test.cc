@@ -1,6 +1,8 @@
 #include "daemon/engine/stream_decoder.h"
 
+#include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <deque>
 #include <functional>
 #include <new>
@@ -28,7 +30,9 @@ struct Script {
       outcomes;  // of the steps, in order; if empty: success
   std::vector<std::string> calls;
   Mutex mutex;  // of calls, while a decoder works ahead
-  // Of PlanningStep: the plans that it made and dropped, and what the next ones do instead.
+  // Of PlanningStep: the calls to plan, the plans that it made and dropped, and what the next calls
+  // do instead.
+  std::atomic<int> plan_call_count = 0;
   std::atomic<int> planned_count = 0;
   int dropped_count = 0;
   std::deque<std::function<absl::Status()>> plans;
@@ -402,6 +406,7 @@ class PlanningStep final : public StreamStep {
   bool works_ahead() const override { return true; }
   absl::Status PlanAhead() override {
     EXPECT_FALSE(planned_.has_value());
+    ++script_->plan_call_count;
     if (!script_->plans.empty()) {
       const std::function<absl::Status()> plan = std::move(script_->plans.front());
       script_->plans.pop_front();
@@ -465,9 +470,20 @@ class DecoderAheadTest : public StreamDecoderTest {
   static StreamStep::Outcome Ran(std::vector<absl::Status> parts) {
     return {true, std::move(parts)};
   }
-  // So that Finish() does not come before the thread has begun.
+  // Waits until the thread has come so far. Otherwise Finish() may come before it has begun.
+  static void WaitUntil(const std::function<bool()>& is_so_far) {
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(30);
+    while (!is_so_far()) {
+      ASSERT_LT(std::chrono::steady_clock::now(), deadline);
+      std::this_thread::yield();
+    }
+  }
   void WaitForPlans(int count) const {
-    while (script_.planned_count < count) std::this_thread::yield();
+    WaitUntil([&] { return script_.planned_count >= count; });
+  }
+  int CallCount(const std::string& call) {
+    const MutexLock lock(script_.mutex);
+    return static_cast<int>(std::ranges::count(script_.calls, call));
   }
 };
 
@@ -577,11 +593,13 @@ TEST_F(DecoderAheadTest, WhatFailsAheadIsDoneByTheCaller) {
       []() -> absl::Status { throw std::bad_alloc(); }};
   for (const auto& plan : failing) {
     const int64_t before = sequence->snapshot().token_count;
+    script_.plan_call_count = 0;
     {
       const auto decoder = Open({PartOf(sequence)});
       script_.plans = {plan, nullptr, plan};
       for (int step = 0; step < 3; ++step) ASSERT_TRUE(decoder->Next(nullptr).ok());
       ASSERT_TRUE(decoder->Next(nullptr).ok());
+      WaitUntil([&] { return script_.plan_call_count == 3; });
     }
     EXPECT_EQ(sequence->snapshot().token_count, before + 4);
     EXPECT_EQ(ToyDevice::RoomOf(*sequence->device), before + 4);
@@ -593,7 +611,8 @@ TEST_F(DecoderAheadTest, NothingIsPlannedBeyondTheCapacity) {
   auto decoder = StreamDecoder::Create(&*engine, {PartOf(sequence)}, 1, 8);
   ASSERT_TRUE(decoder.ok());
   for (int step = 0; step < 3; ++step) ASSERT_TRUE((*decoder)->Next(nullptr).ok());
-  WaitForPlans(1);
+  // The oldest step is collected after the next one would be planned.
+  WaitUntil([&] { return CallCount("settle") == 2; });
   ASSERT_TRUE((*decoder)->Finish(nullptr).ok());
   EXPECT_EQ(script_.planned_count, 1);
   EXPECT_EQ(ToyDevice::RoomOf(*sequence->device), 8);

@@ -690,8 +690,8 @@ def test_gives_its_memory_back(engine: Client, wide: Model) -> None:
     before_shared = shared()
     # Tables stay with the sequence, and the engine keeps the memory of both for the next ones.
     other = filled(engine, wide, 40)
-    for each in (sequence, other):
-        engine.open_decoder([each]).close()
+    with engine.open_decoder([sequence]), engine.open_decoder([other]):
+        pass
     # A daemon frees shared memory a little later.
     wait_for(lambda: shared() == before_shared)
     before = used()

@@ -22,7 +22,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from spillway_kv.quality import policy_of
-from spillway_kv.vllm import flash, layers, memory
+from spillway_kv.vllm import flash, graphs, layers, memory
 from spillway_kv.vllm.backend import SpillwayBackend
 from spillway_kv.vllm.metrics import SpillwayMetrics, SpillwayStats
 from spillway_kv.vllm.requests import Requests, Scheduled
@@ -104,6 +104,8 @@ class SpillwayConnector(KVConnectorBase_V1, SupportsHMA):
             alone = len(names) == _layer_count(kv_cache_config)
             self._requests = Requests(self._settings.kept_sequence_count, reuses=alone)
             self._running: set[str] = set()
+            # To list a request's blocks takes the longer, the more tokens it has.
+            self._needs_blocks = not graphs.names_requests(vllm_config)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -219,10 +221,12 @@ class SpillwayConnector(KVConnectorBase_V1, SupportsHMA):
         computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
         scheduled = []
         for name, count in scheduler_output.num_scheduled_tokens.items():
-            blocks = state.resolve_block_ids(name)[self._group]
-            newest = (computed[name] + count - 1) // self._block_size
+            block = None
+            if self._needs_blocks:
+                newest = (computed[name] + count - 1) // self._block_size
+                block = state.resolve_block_ids(name)[self._group][newest]
             drafts = len(scheduler_output.scheduled_spec_decode_tokens.get(name, ()))
-            scheduled.append(Scheduled(name, computed[name], count, blocks[newest], drafts))
+            scheduled.append(Scheduled(name, computed[name], count, block, drafts))
         preempted = set(scheduler_output.preempted_req_ids or ())
         self._running -= preempted | scheduler_output.finished_req_ids
         self._running.update(computed)

@@ -17,16 +17,25 @@ from spillway_kv.vllm.model_graph import ModelGraph
 _MARK = "_spillway_captures"
 
 
-def supported(config: Any) -> bool:
-    """Whether steps can be captured: with vLLM's V2 model runner, and libspillway with CUDA.
+def names_requests(config: Any) -> bool:
+    """Whether vLLM tells the connector which requests are in the batch before the model runs.
 
-    The V2 runner tells the connector which requests are in the batch before it runs the graph.
+    Its V2 model runner does, on CUDA.
 
     Args:
         config: The complete `VllmConfig`.
     """
-    on_cuda: bool = current_platform.is_cuda() and config.use_v2_model_runner
-    return on_cuda and _native_graph.available()
+    on_cuda: bool = current_platform.is_cuda()
+    return on_cuda and bool(config.use_v2_model_runner)
+
+
+def supported(config: Any) -> bool:
+    """Whether steps can be captured: with libspillway with CUDA, where vLLM names the requests.
+
+    Args:
+        config: The complete `VllmConfig`.
+    """
+    return names_requests(config) and _native_graph.available()
 
 
 def install() -> None:

@@ -124,11 +124,13 @@ def begins_of(plan: StepPlan, batch: Batch) -> dict[int, int]:
     """
     rows = batch.newest_blocks()
     starts = dict(rows)
-    begins = {r.key: starts[r.block] for r in plan.requests if r.block in starts}
+    begins = {
+        r.key: starts[r.block] for r in plan.requests if r.block is not None and r.block in starts
+    }
     if len(starts) != len(rows) or len(begins) != len(rows) or len(rows) != len(plan.requests):
         raise RuntimeError(
             f"the batch has rows with the blocks {sorted(block for block, _ in rows)}, the plan "
-            f"{sorted(request.block for request in plan.requests)}"
+            f"{[request.block for request in plan.requests]}"
         )
     return begins
 

@@ -41,14 +41,14 @@ class Scheduled:
         name: vLLM's id of the request.
         start: Number of tokens computed before.
         token_count: Number of new tokens.
-        block: Block of its newest token in the pool.
+        block: Block of its newest token in the pool. None where nothing asks for it.
         draft_count: How many of the new tokens are drafts of speculative decoding.
     """
 
     name: str
     start: int
     token_count: int
-    block: int
+    block: int | None
     draft_count: int = 0
 
 

@@ -35,6 +35,7 @@ class PlannedRequest:
         decodes: Whether the policy of decode steps applies, to one token or to one and drafts after
             it. A prompt is attended exactly.
         block: Block of its newest token in the pool. No other request of the step has this block.
+            None where vLLM says which requests are in the batch.
         source: The sequence from which its first rows are taken. None: its own.
         name: vLLM's id of the request.
         prompt_token_count: Number of tokens of its prompt. 0: not known.
@@ -45,7 +46,7 @@ class PlannedRequest:
     start: int
     token_count: int
     decodes: bool
-    block: int
+    block: int | None
     source: Source | None = None
     name: str = ""
     prompt_token_count: int = 0
