@@ -2,6 +2,10 @@
 
 A program that contains both would use the functions of one for objects of the other (the one
 definition rule), without an error of compiler or linker. libspillway contains daemon and client.
+
+Nor may two files of the host or of the daemon have a constant of one name at the beginning of a
+line, in namespaces without a name: `make demo` compiles many files as one, and which ones changes
+whenever a file is added.
 """
 
 from __future__ import annotations
@@ -17,7 +21,15 @@ FOLDERS = ("clients/c", "clients/cpp/spillway", "clients/cpp/cli", "daemon", "gp
 SUFFIXES = {".h", ".cc", ".cu", ".cuh"}
 # A definition at the beginning of a line: not a nested class, and no declaration.
 _CLASS = re.compile(r"(?:class|struct) (?:alignas\(\w+\) )?(\w+)(?: final)?(?: :| \{)")
+_CONSTANT = re.compile(r"(?:inline )?constexpr [\w:<>, ]*?(k[A-Z]\w*)\b")
+# Compiled as they are, file by file.
+_APART = ("host/methods/",)
 _NAMESPACE = re.compile(r"namespace ([\w:]+ )?\{")
+
+
+def constants_of(text: str) -> list[str]:
+    """Returns the constants that a file defines at the beginning of a line."""
+    return [found[1] for line in text.splitlines() if (found := _CONSTANT.match(line))]
 
 
 def classes_of(text: str) -> list[str]:
@@ -42,7 +54,11 @@ def main() -> int:
     places: dict[str, list[str]] = defaultdict(list)
     for name in listed.stdout.split():
         if Path(name).suffix in SUFFIXES and (ROOT / name).exists():
-            for each in classes_of((ROOT / name).read_text()):
+            text = (ROOT / name).read_text()
+            joined = name.endswith(".cc") and name.startswith(("host/", "daemon/"))
+            constants = constants_of(text) if joined and not name.startswith(_APART) else []
+            of_library = [f"{name.split('/')[0]}: {constant}" for constant in constants]
+            for each in classes_of(text) + of_library:
                 places[each].append(name)
     twice = {name: files for name, files in places.items() if len(set(files)) > 1}
     for name, files in sorted(twice.items()):

@@ -12,7 +12,7 @@
 namespace spillway {
 namespace {
 
-constexpr int64_t kFileBytesMax = int64_t{1} << 20;
+constexpr int64_t kConfigFileBytesMax = int64_t{1} << 20;
 
 std::string ValueText(const toml::value& value) {
   if (value.is_string()) return value.as_string().str;
@@ -26,7 +26,7 @@ std::string ValueText(const toml::value& value) {
 
 absl::Status ReadConfigFile(const std::string& path, const Topology& topology, Config& config) {
   ASSIGN_OR_RETURN(const RegularFile read,
-                   WatchedFile(path, kFileBytesMax).Read(WatchedFile::kNeeded));
+                   WatchedFile(path, kConfigFileBytesMax).Read(WatchedFile::kNeeded));
   ASSIGN_OR_RETURN(const toml::value file, ParseToml(read.text, path));
   for (const auto& [section, value] : file.as_table()) {
     if (!value.is_table()) {

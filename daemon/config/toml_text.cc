@@ -12,7 +12,7 @@
 namespace spillway {
 namespace {
 
-constexpr int kDepthMax = 16;
+constexpr int kTomlDepthMax = 16;
 // The parser searches the whole line for each value on it.
 constexpr size_t kLineBytesMax = 4096;
 // Of an error of the parser, which shows the line.
@@ -80,9 +80,9 @@ absl::Status CheckDepth(std::string_view text, const std::string& name) {
     } else if (std::string_view("[]{}=,\n").find(c) != std::string_view::npos) {
       dots = 0;
     }
-    if (brackets + dots > kDepthMax) {
-      return Malformed(
-          name, absl::StrCat("line ", line, " is nested more than ", kDepthMax, " levels deep"));
+    if (brackets + dots > kTomlDepthMax) {
+      return Malformed(name, absl::StrCat("line ", line, " is nested more than ", kTomlDepthMax,
+                                          " levels deep"));
     }
     ++at;
   }

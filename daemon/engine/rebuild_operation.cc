@@ -12,7 +12,7 @@ namespace {
 // Sequences that are rebuilt at the same time, and layers of each: a device encodes one layer while
 // the rows of the next one arrive.
 constexpr int kSequencesAtOnce = 4;
-constexpr size_t kLayersAtOnce = 2;
+constexpr size_t kRebuiltAtOnce = 2;
 // Tokens of one job. Stop() waits until the running jobs have ended.
 constexpr int64_t kTokensAtOnce = 64 << 10;
 
@@ -125,7 +125,7 @@ void Engine::RebuildOperation::Run() {
   if (engine_->rebuilder_->stopping()) return End(Stopping(*sequence_));
   if (absl::Status status = Prepare(); !status.ok()) return End(std::move(status));
   if (layers_.empty()) return End(absl::OkStatus());
-  const size_t first = std::min(layers_.size(), kLayersAtOnce);
+  const size_t first = std::min(layers_.size(), kRebuiltAtOnce);
   {
     const MutexLock lock(mutex_);
     running_ = next_ = first;

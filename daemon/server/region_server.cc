@@ -25,7 +25,7 @@ namespace {
 constexpr size_t kNameBytesMax = 256;
 constexpr std::string_view kCollection = "regions/";
 // Pause between two attempts to accept while too few descriptors are free.
-constexpr int kRetryMs = 50;
+constexpr int kFullRetryMs = 50;
 
 using Clock = std::chrono::steady_clock;
 
@@ -151,7 +151,7 @@ class RegionServer::Loop {
   }
 
   int TimeoutMs() const {
-    if (is_short_) return kRetryMs;
+    if (is_short_) return kFullRetryMs;
     if (new_.empty()) return -1;
     const auto wait =
         std::chrono::ceil<std::chrono::milliseconds>(new_.begin()->second - Clock::now());

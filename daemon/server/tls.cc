@@ -18,7 +18,7 @@ namespace spillway {
 namespace {
 
 constexpr unsigned kReadSeconds = 1;
-constexpr int64_t kFileBytesMax = int64_t{4} << 20;
+constexpr int64_t kPemFileBytesMax = int64_t{4} << 20;
 constexpr std::array<const char*, 3> kSettings = {"tls.certificate (--tls-certificate)",
                                                   "tls.key (--tls-key)",
                                                   "tls.client_ca (--tls-client-ca)"};
@@ -107,9 +107,9 @@ absl::Status Tls::Take(const Texts& texts) {
 
 absl::StatusOr<std::unique_ptr<Tls>> Tls::Open(const Config& config) {
   if (config.tls_certificate.empty()) return nullptr;
-  std::unique_ptr<Tls> tls(new Tls({WatchedFile(config.tls_certificate, kFileBytesMax),
-                                    WatchedFile(config.tls_key, kFileBytesMax),
-                                    WatchedFile(config.tls_client_ca, kFileBytesMax)}));
+  std::unique_ptr<Tls> tls(new Tls({WatchedFile(config.tls_certificate, kPemFileBytesMax),
+                                    WatchedFile(config.tls_key, kPemFileBytesMax),
+                                    WatchedFile(config.tls_client_ca, kPemFileBytesMax)}));
   tls->seen_ = tls->Read(WatchedFile::kNeeded);
   RETURN_IF_ERROR(tls->seen_.status());
   RETURN_IF_ERROR(tls->Take(*tls->seen_));

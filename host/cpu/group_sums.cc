@@ -11,7 +11,7 @@ namespace spillway {
 namespace {
 
 // Rows that one task folds.
-constexpr int64_t kTaskRows = 512;
+constexpr int64_t kFoldTaskRows = 512;
 
 // Folds tokens into `sums`, which are empty at first, in this thread. first: index of tokens[0]
 // among all folded tokens.
@@ -89,14 +89,14 @@ absl::Status FoldTokens(const AttendContext& context, int kv_head, const GroupQu
                         const ValueTerms& values, std::span<const uint32_t> tokens, GroupSums& into,
                         const RowWeigher* weigher) {
   const auto count = static_cast<int64_t>(tokens.size());
-  const int64_t tasks = (count + kTaskRows - 1) / kTaskRows;
+  const int64_t tasks = (count + kFoldTaskRows - 1) / kFoldTaskRows;
   std::vector<GroupSums> parts(
       tasks, GroupSums(static_cast<int>(into.sums.size()), into.head_dim, into.moments()));
   std::vector<absl::Status> statuses(tasks);
   ParallelFor(int64_t{0}, tasks, [&](int64_t task) {
-    const int64_t first = task * kTaskRows;
+    const int64_t first = task * kFoldTaskRows;
     statuses[task] = FoldTask(context, kv_head, queries, values,
-                              tokens.subspan(first, std::min(kTaskRows, count - first)), first,
+                              tokens.subspan(first, std::min(kFoldTaskRows, count - first)), first,
                               weigher, parts[task]);
   });
   for (int64_t task = 0; task < tasks; ++task) {
