@@ -22,7 +22,7 @@ SUFFIXES = {".h", ".cc", ".cu", ".cuh"}
 # A definition at the beginning of a line: not a nested class, and no declaration.
 _CLASS = re.compile(r"(?:class|struct) (?:alignas\(\w+\) )?(\w+)(?: final)?(?: :| \{)")
 _CONSTANT = re.compile(r"(?:inline )?constexpr [\w:<>, ]*?(k[A-Z]\w*)\b")
-# Compiled as they are, file by file.
+# Not in the build of `make demo`.
 _APART = ("host/methods/",)
 _NAMESPACE = re.compile(r"namespace ([\w:]+ )?\{")
 
