@@ -134,6 +134,30 @@ def test_medians() -> None:
     assert bench.medians(runs) == {"a": 2.0, "b": None}
 
 
+def test_engines_take_turns() -> None:
+    """The first run of each engine is not counted, and memory is that of all processes."""
+    order: list[tuple[str, int]] = []
+
+    class FakeProcess:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def run(self, case: dict[str, Any]) -> dict[str, Any]:
+            order.append((self.name, case["seed"]))
+            return {"seconds": float(len(order)), "gpu_bytes_in_use": 5}
+
+    results: list[dict[str, Any]] = []
+    engines: Any = [FakeProcess("stock"), FakeProcess("default")]
+    bench._measure(engines, {"tokens": 8, "requests": 1}, 2, results)
+    assert order == [(name, seed) for seed in (0, 1, 2) for name in ("stock", "default")]
+    assert [(each["engine"], each["runs"]) for each in results] == [
+        ("stock", [{"seconds": 3.0}, {"seconds": 5.0}]),
+        ("default", [{"seconds": 4.0}, {"seconds": 6.0}]),
+    ]
+    bench._measure(engines[:1], {"tokens": 8, "requests": 1}, 1, results)
+    assert results[2]["runs"] == [{"seconds": 8.0, "gpu_bytes_in_use": 5}]
+
+
 def _result(engine: str, **median: Any) -> dict[str, Any]:
     case = {"tokens": 4096, "requests": 16, "new_tokens": 8}
     return {"engine": engine, "case": case, "median": median}

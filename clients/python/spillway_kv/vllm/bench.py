@@ -7,7 +7,8 @@ Each engine runs in a process of its own: `stock` is vLLM as it is, `default`, `
 Python's standard library (`--text` takes other files), no two the same. Each case is measured
 `--repeats` times after one that is not counted, and the medians are printed: time to the first
 token of the first and of the last request, decode tokens per second while all requests decode,
-milliseconds of a step, GPU memory in use, and the rows and errors that Spillway reports.
+milliseconds of a step, GPU memory in use (of all processes; not with `--together`), and the rows
+and errors that Spillway reports.
 """
 
 from __future__ import annotations
@@ -418,7 +419,8 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--together",
         action="store_true",
-        help="start all engines at once; needs kv_cache_memory_bytes in --options",
+        help="start all engines at once and measure them in turn, which is fairer on a machine "
+        "whose speed varies; needs kv_cache_memory_bytes in --options",
     )
     parser.add_argument("--text", type=Path, nargs="*", default=[], help="files for the prompts")
     parser.add_argument("--output", type=Path, default=Path("vllm-bench.json"))
@@ -475,34 +477,40 @@ def main(arguments: Sequence[str] | None = None) -> None:
             environment["VLLM_CACHE_ROOT"] = f"{root}/bench-{name}"
         return Process(name, given, parsed.output.with_suffix(f".{name}.log"), environment)
 
-    with ExitStack() as stack:
-        started: dict[str, Process] = {}
-        for name in names if parsed.together else ():
-            started[name] = start(name)
-            stack.callback(started[name].close)
-        with _all_interrupted(started.values()):
-            for process in started.values():
-                process.wait()
-        for name in names:
-            process = started.get(name) or start(name)
-            with closing(process), _all_interrupted(started.values()):
-                if not parsed.together:
+    for group in [names] if parsed.together else [[name] for name in names]:
+        with ExitStack() as stack:
+            started: list[Process] = []
+            for name in group:
+                started.append(start(name))
+                stack.callback(started[-1].close)
+            with _all_interrupted(started):
+                for process in started:
                     process.wait()
                 # The arrivals follow from what the cases before them have shown.
                 for case in chain(cases, _arriving(parsed, cases, results)):
-                    _measure(process, case, parsed.repeats, results)
+                    _measure(started, case, parsed.repeats, results)
                     made = {"options": options, "results": results}
                     parsed.output.write_text(json.dumps(made, indent=1))
     print(table(results))
 
 
 def _measure(
-    process: Process, case: dict[str, Any], repeats: int, results: list[dict[str, Any]]
+    engines: list[Process], case: dict[str, Any], repeats: int, results: list[dict[str, Any]]
 ) -> None:
-    # The first run is not counted.
-    runs = [process.run({**case, "seed": seed}) for seed in range(repeats + 1)][1:]
-    results.append({"engine": process.name, "case": case, "median": medians(runs), "runs": runs})
-    print(table(results[-1:]), file=sys.stderr, flush=True)
+    # Engines take turns, because a machine is not equally fast at all times. The first run of each
+    # is not counted.
+    runs: dict[str, list[dict[str, Any]]] = {engine.name: [] for engine in engines}
+    for seed in range(repeats + 1):
+        for engine in engines:
+            runs[engine.name].append(engine.run({**case, "seed": seed}))
+    for name, made in runs.items():
+        counted = made[1:]
+        if len(engines) > 1:
+            # What a process sees is the memory of all of them.
+            for run in counted:
+                run.pop("gpu_bytes_in_use", None)
+        results.append({"engine": name, "case": case, "median": medians(counted), "runs": counted})
+    print(table(results[-len(engines) :]), file=sys.stderr, flush=True)
 
 
 def _arriving(
