@@ -70,7 +70,7 @@ absl::StatusOr<Response> Called(spillway_channel* channel, const char* method,
   if (call == nullptr) return LastError();
   for (const Request& request : requests) {
     const std::string text = request.SerializeAsString();
-    spillway_call_send(call.get(), text.data(), text.size());
+    spillway_call_send(call.get(), text.data(), text.size(), -1);
   }
   spillway_call_send_end(call.get());
   Response response;

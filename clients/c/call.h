@@ -48,11 +48,17 @@ struct spillway_call {
     }
   }
 
-  int Send(const void* message, size_t size) {
-    grpc::Slice slice(message, size);
+  int Send(const void* message, size_t size, double timeout_seconds) {
+    const spillway::SteadyTime deadline = spillway::After(timeout_seconds);
     const spillway::MutexLock lock(mutex_);
+    // Without a limit, a fast sender would keep all its messages in memory.
+    while (!broken_ && unsent_bytes_ > 0 && unsent_bytes_ + size > SPILLWAY_UNSENT_BYTES_MAX) {
+      if (!Await(deadline)) return SPILLWAY_TIMED_OUT;
+    }
     if (broken_) return -1;
-    to_write_.push_back({grpc::ByteBuffer(&slice, 1), grpc::WriteOptions()});
+    grpc::Slice slice(message, size);
+    unsent_bytes_ += size;
+    to_write_.push_back({grpc::ByteBuffer(&slice, 1), grpc::WriteOptions(), size});
     WriteNext();
     // Handles events that have already arrived: usually the write is complete, and the next message
     // can be written at once.
@@ -68,7 +74,8 @@ struct spillway_call {
     for (grpc::Slice& message : messages) {
       grpc::WriteOptions options;
       if (&message != &messages.back()) options.set_buffer_hint();
-      to_write_.push_back({grpc::ByteBuffer(&message, 1), options});
+      unsent_bytes_ += message.size();
+      to_write_.push_back({grpc::ByteBuffer(&message, 1), options, message.size()});
     }
     WriteNext();
     // gRPC allows only one write at a time, so wait for each write before the next one.
@@ -92,12 +99,7 @@ struct spillway_call {
     const spillway::MutexLock lock(mutex_);
     wanted_ = true;
     ReadNext();
-    while (!arrived_ && !ended_) {
-      if (driven_) {
-        if (!changed_.WaitUntil(mutex_, deadline)) break;
-      } else if (!Drive(deadline)) {
-        break;
-      }
+    while (!arrived_ && !ended_ && Await(deadline)) {
     }
     if (arrived_) {
       arrived_ = false;
@@ -120,6 +122,7 @@ struct spillway_call {
   struct Message {
     grpc::ByteBuffer bytes;
     grpc::WriteOptions options;
+    size_t size;
   };
   enum class Event : intptr_t { kStarted = 1, kWritten, kRead, kFinished };
   static void* Tag(Event event) { return reinterpret_cast<void*>(event); }
@@ -139,6 +142,7 @@ struct spillway_call {
       return call_->WritesDone(Tag(Event::kWritten));
     }
     writing_ = true;
+    writing_bytes_ = to_write_.front().size;
     call_->Write(to_write_.front().bytes, to_write_.front().options, Tag(Event::kWritten));
     to_write_.pop_front();
   }
@@ -161,6 +165,11 @@ struct spillway_call {
     if (finishing_) return;
     finishing_ = true;
     call_->Finish(&status_, Tag(Event::kFinished));
+  }
+
+  // Waits for an event, which another thread may handle. Returns false at the deadline.
+  bool Await(spillway::SteadyTime deadline) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    return driven_ ? changed_.WaitUntil(mutex_, deadline) : Drive(deadline);
   }
 
   // Waits for one event of the queue, without holding the lock. Returns false at the deadline.
@@ -187,6 +196,7 @@ struct spillway_call {
         return ReadNext();
       case Event::kWritten:
         writing_ = false;
+        unsent_bytes_ -= std::exchange(writing_bytes_, 0);
         // The pending read fails too, and then Finish() gets the status of the stream.
         if (!ok) Break();
         return WriteNext();
@@ -212,6 +222,8 @@ struct spillway_call {
   spillway::Mutex mutex_;
   spillway::CondVar changed_;
   std::deque<Message> to_write_ ABSL_GUARDED_BY(mutex_);
+  size_t unsent_bytes_ ABSL_GUARDED_BY(mutex_) = 0;   // of to_write_, and of what is being written
+  size_t writing_bytes_ ABSL_GUARDED_BY(mutex_) = 0;  // of the latter
   grpc::ByteBuffer incoming_ ABSL_GUARDED_BY(mutex_);
   grpc::Slice received_ ABSL_GUARDED_BY(mutex_);  // last message that Receive returned
   // May be read without the lock after the stream has ended.

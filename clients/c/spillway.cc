@@ -62,8 +62,9 @@ spillway_call* spillway_call_open(spillway_channel* channel, const char* method,
   });
 }
 
-int spillway_call_send(spillway_call* call, const void* message, size_t size) {
-  return call->Send(message, size);
+int spillway_call_send(spillway_call* call, const void* message, size_t size,
+                       double timeout_seconds) {
+  return call->Send(message, size, timeout_seconds);
 }
 
 void spillway_call_send_end(spillway_call* call) { call->SendEnd(); }

@@ -98,20 +98,29 @@ typedef struct spillway_call spillway_call;
 SPILLWAY_EXPORT spillway_call* spillway_call_open(spillway_channel* channel, const char* method,
                                                   double timeout_seconds, const char* trace_id);
 
-/* Sends a copy of a message, in order, without waiting. Data that cannot be
- * written yet is kept, without a limit, and is written when a later function sends
- * or receives. Returns 0, or -1 if the call has ended: receive then tells how. */
-SPILLWAY_EXPORT int spillway_call_send(spillway_call* call, const void* message, size_t size);
+enum {
+  SPILLWAY_RECEIVED = 0,
+  SPILLWAY_TIMED_OUT = 1, /* the call continues */
+  SPILLWAY_ENDED = 2      /* no more messages; spillway_call_status tells why */
+};
+
+/* Bytes of messages that a call keeps until they can be written. */
+#define SPILLWAY_UNSENT_BYTES_MAX (8u << 20)
+
+/* Sends a copy of a message, in order. Messages that cannot be written yet are kept, up to
+ * SPILLWAY_UNSENT_BYTES_MAX, or one that is larger, and are written when a later function sends
+ * or receives. Beyond that it waits, at most timeout_seconds (less than 0: forever). A method
+ * that answers each message reads no more while its answers are not received: then send with a
+ * timeout, or receive in another thread.
+ *
+ * Returns 0; SPILLWAY_TIMED_OUT if the message was not taken and may be sent again; or -1 if
+ * the call has ended: receive then tells how. */
+SPILLWAY_EXPORT int spillway_call_send(spillway_call* call, const void* message, size_t size,
+                                       double timeout_seconds);
 
 /* Ends the client's messages. A method that takes a single message answers only
  * after this. */
 SPILLWAY_EXPORT void spillway_call_send_end(spillway_call* call);
-
-enum {
-  SPILLWAY_RECEIVED = 0,
-  SPILLWAY_TIMED_OUT = 1, /* no message yet; the call continues */
-  SPILLWAY_ENDED = 2      /* no more messages; spillway_call_status tells why */
-};
 
 /* Waits for the next message, at most timeout_seconds (less than 0: forever).
  * The message is valid until the next receive or close. */

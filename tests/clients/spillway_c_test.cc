@@ -39,12 +39,12 @@ class CallInCTest : public ::testing::Test {
                                nullptr);
   }
 
-  int Send(int layer, size_t padding = 0) {
+  int Send(int layer, size_t padding = 0, double timeout_seconds = kForEver) {
     v1::StepRequest request;
     request.mutable_attend()->set_layer(layer);
     request.mutable_attend()->mutable_q()->set_data(std::string(padding, 'q'));
     const std::string message = request.SerializeAsString();
-    return spillway_call_send(call_, message.data(), message.size());
+    return spillway_call_send(call_, message.data(), message.size(), timeout_seconds);
   }
 
   int Receive(double timeout_seconds = kForEver) {
@@ -96,11 +96,57 @@ TEST_F(CallInCTest, ManySendsBeforeOneReceive) {
   daemon_.Start();
   Open();
   // More than the transport buffers: what cannot be sent yet is kept.
-  for (int id = 1; id <= 300; ++id) ASSERT_EQ(Send(2 * id, 100'000), 0);
-  for (int id = 1; id <= 300; ++id) {
+  for (int id = 1; id <= 60; ++id) ASSERT_EQ(Send(2 * id, 100'000), 0);
+  for (int id = 1; id <= 60; ++id) {
     ASSERT_EQ(Receive(), SPILLWAY_RECEIVED);
     EXPECT_EQ(response_.layer(), 2 * id);
   }
+}
+
+TEST_F(CallInCTest, KeepsNoMoreThanItsLimit) {
+  // Answers that nobody receives keep the daemon from reading on.
+  daemon_.answer_bytes = 1'000'000;
+  daemon_.Start();
+  Open();
+  int sent = 0;
+  while (sent < 400 && Send(2 * (sent + 1), 1'000'000, 0.2) == 0) ++sent;
+  // What the call keeps, and what the transport and the daemon buffer.
+  EXPECT_GE(sent, 8);
+  EXPECT_LT(sent, 60);
+  EXPECT_EQ(Send(2 * (sent + 1), 1'000'000, 0), SPILLWAY_TIMED_OUT);
+  for (int id = 1; id <= sent; ++id) {
+    ASSERT_EQ(Receive(), SPILLWAY_RECEIVED);
+    EXPECT_EQ(response_.layer(), 2 * id);
+  }
+  // A message that was not taken is not sent, and the call goes on.
+  EXPECT_EQ(Receive(0.05), SPILLWAY_TIMED_OUT);
+  ASSERT_EQ(Send(7002, 1'000'000), 0);
+  ASSERT_EQ(Receive(), SPILLWAY_RECEIVED);
+  EXPECT_EQ(response_.layer(), 7002);
+}
+
+TEST_F(CallInCTest, TakesAMessageLargerThanItsLimit) {
+  daemon_.Start();
+  Open();
+  ASSERT_EQ(Send(2, (8 << 20) + 1, 0), 0);
+  EXPECT_EQ(Send(4, 10, 0), SPILLWAY_TIMED_OUT);
+}
+
+TEST_F(CallInCTest, ASendThatWaitsEndsWithTheCall) {
+  daemon_.silent = true;
+  daemon_.Start();
+  Open();
+  std::thread canceller([this] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(200));
+    spillway_call_cancel(call_);
+  });
+  int sent = 0, result = 0;
+  while (sent < 400 && (result = Send(2, 1'000'000)) == 0) ++sent;
+  EXPECT_EQ(result, -1);
+  EXPECT_LT(sent, 60);
+  canceller.join();
+  EXPECT_EQ(Receive(), SPILLWAY_ENDED);
+  EXPECT_EQ(End().code(), grpc::StatusCode::CANCELLED);
 }
 
 TEST_F(CallInCTest, OneThreadSendsWhileAnotherReceives) {
@@ -211,7 +257,7 @@ TEST_F(CallInCTest, EndsWhenAllWasSent) {
 std::string Unary(spillway_channel* channel, const char* method, const std::string& request,
                   int& code) {
   spillway_call* const call = spillway_call_open(channel, method, kNoLimit, nullptr);
-  EXPECT_EQ(spillway_call_send(call, request.data(), request.size()), 0);
+  EXPECT_EQ(spillway_call_send(call, request.data(), request.size(), kForEver), 0);
   spillway_call_send_end(call);
   const void* data = nullptr;
   size_t size = 0;
@@ -550,7 +596,7 @@ bool Settles(const std::function<bool()>& condition) {
 void Ask(spillway_channel* channel) {
   spillway_call* const call =
       spillway_call_open(channel, "/spillway.v1.AdminService/GetServerInfo", 60, nullptr);
-  EXPECT_EQ(spillway_call_send(call, "", 0), 0);
+  EXPECT_EQ(spillway_call_send(call, "", 0, kForEver), 0);
   spillway_call_send_end(call);
   const void* message = nullptr;
   size_t size = 0;

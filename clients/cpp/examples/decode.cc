@@ -54,7 +54,7 @@ absl::Status LastError() {
 template <typename Response, typename Request>
 absl::StatusOr<Response> Ask(spillway_call* call, const Request& request) {
   const std::string sent = request.SerializeAsString();
-  spillway_call_send(call, sent.data(), sent.size());  // if this fails, receive tells why
+  spillway_call_send(call, sent.data(), sent.size(), -1);  // if this fails, receive tells why
   spillway_call_send_end(call);
   const void* data = nullptr;
   size_t size = 0;

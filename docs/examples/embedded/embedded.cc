@@ -27,7 +27,7 @@ Response Call(spillway_channel* channel, const std::string& method, const Reques
   spillway_call* call =
       spillway_call_open(channel, ("/spillway.v1." + method).c_str(), 60, nullptr);
   const std::string sent = request.SerializeAsString();
-  spillway_call_send(call, sent.data(), sent.size());
+  spillway_call_send(call, sent.data(), sent.size(), -1);
   spillway_call_send_end(call);
   Response response;
   const void* message = nullptr;
