@@ -91,7 +91,7 @@ class Run:
     def call(self) -> None:
         """Calls as another client does."""
         with spillway_kv.connect(
-            self.daemon.address, token=TOKEN, native=False, ca=self.authority or None
+            self.daemon.address, token=TOKEN, ca=self.authority or None
         ) as client:
             while not self.ended.is_set():
                 begin = time.monotonic()

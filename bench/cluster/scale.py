@@ -218,7 +218,7 @@ def hops() -> dict[str, Any]:
                 if number >= 100:
                     times.append(time.perf_counter() - begin)
             rows.append({"socket": kind, **microseconds(times)})
-    return {"what": "grpc.health.v1.Health.Check by grpcio", "rows": rows}
+    return {"what": "grpc.health.v1.Health.Check by the client", "rows": rows}
 
 
 def directory() -> dict[str, Any]:

@@ -22,15 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from google.protobuf import message_factory
 from spillway_kv._proto import (
     admin_service_pb2,
-    admin_service_pb2_grpc,
     attention_service_pb2,
-    attention_service_pb2_grpc,
     model_service_pb2,
-    model_service_pb2_grpc,
     sequence_service_pb2,
-    sequence_service_pb2_grpc,
 )
 from spillway_kv.tensors import dtype_number
 
@@ -224,28 +221,37 @@ async def serve(target: str, seconds: float) -> None:
     """Serves until cancelled. Prints a line when it is ready."""
     server = grpc.aio.server()
     services: Any = Services(Device(seconds, asyncio.get_running_loop()), seconds)
-    admin_service_pb2_grpc.add_AdminServiceServicer_to_server(_Whole(services), server)
-    model_service_pb2_grpc.add_ModelServiceServicer_to_server(_Whole(services), server)
-    sequence_service_pb2_grpc.add_SequenceServiceServicer_to_server(_Whole(services), server)
-    attention_service_pb2_grpc.add_AttentionServiceServicer_to_server(_Whole(services), server)
+    for module in (
+        admin_service_pb2,
+        attention_service_pb2,
+        model_service_pb2,
+        sequence_service_pb2,
+    ):
+        (service,) = module.DESCRIPTOR.services_by_name.values()
+        server.add_generic_rpc_handlers((_handler(service, services),))
     server.add_insecure_port(target)
     await server.start()
     print("serves", flush=True)
     await server.wait_for_termination()
 
 
-class _Whole:
-    """A servicer for any service. Calls that are not simulated answer UNIMPLEMENTED."""
-
-    def __init__(self, services: Any) -> None:
-        self._services = services
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._services, name, None) or _unimplemented
-
-
-async def _unimplemented(request: Any, context: Any) -> Any:
-    await context.abort(grpc.StatusCode.UNIMPLEMENTED, "a simulated daemon has none")
+def _handler(service: Any, services: Services) -> grpc.GenericRpcHandler:
+    """Serves the calls of a service that are simulated. Others answer UNIMPLEMENTED."""
+    handlers = {}
+    for method in service.methods:
+        simulated = getattr(services, method.name, None)
+        if simulated is None:
+            continue
+        asks = "stream" if method.client_streaming else "unary"
+        answers = "stream" if method.server_streaming else "unary"
+        handlers[method.name] = getattr(grpc, f"{asks}_{answers}_rpc_method_handler")(
+            simulated,
+            request_deserializer=message_factory.GetMessageClass(method.input_type).FromString,
+            response_serializer=message_factory.GetMessageClass(
+                method.output_type
+            ).SerializeToString,
+        )
+    return grpc.method_handlers_generic_handler(service.full_name, handlers)
 
 
 @contextmanager

@@ -66,7 +66,7 @@ template <typename Response, typename Request>
 absl::StatusOr<Response> Called(spillway_channel* channel, const char* method,
                                 const std::vector<Request>& requests) {
   const std::unique_ptr<spillway_call, decltype(&spillway_call_close)> call(
-      spillway_call_open(channel, method, 600, nullptr), &spillway_call_close);
+      spillway_call_open(channel, method, 600, nullptr, 0), &spillway_call_close);
   if (call == nullptr) return LastError();
   for (const Request& request : requests) {
     const std::string text = request.SerializeAsString();
@@ -272,7 +272,7 @@ absl::Status Run(const Options& options) {
   const double device_us = Percentile(embedded.device_us, 0.5);
   Report("embedded", embedded, device_us);
   if (options.target.empty()) return absl::OkStatus();
-  const Channel channel(spillway_channel_open(options.target.c_str(), nullptr, nullptr),
+  const Channel channel(spillway_channel_open(options.target.c_str(), nullptr),
                         &spillway_channel_close);
   if (channel == nullptr) return LastError();
   const absl::StatusOr<Measured> daemon = Measure(channel.get(), options);

@@ -30,7 +30,7 @@ def normal(seed: int, *shape: int) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape, np.float32).astype(np.float16)
 
 
-def filled(client: Client, token_count: int, sequence_id: str = "") -> Sequence:
+def filled(client: Client, token_count: int) -> Sequence:
     """A sequence of a new model with one layer. It repeats the same CHUNK rows.
 
     So attention over the whole sequence equals attention over CHUNK rows.
@@ -44,7 +44,7 @@ def filled(client: Client, token_count: int, sequence_id: str = "") -> Sequence:
         head_dim=HEAD_DIM,
         dtype="float16",
     )
-    sequence = client.create_sequence(model, sequence_id)
+    sequence = client.create_sequence(model)
     rows = normal(1, KV_HEADS, CHUNK, HEAD_DIM)
     for _ in range(0, token_count, CHUNK):
         sequence.append(0, None, rows, rows)

@@ -1,14 +1,14 @@
 """Measures how much the Connect streams of other clients slow down one client's decode steps.
 
-One client decodes by doorbell, one token after the other, with 0, 1 and 100 open Connect
-streams: none, its own, and its own and those of 99 other clients, which do nothing and have a
-connection each. The turns take another order in every round and decode the same tokens. The
-outputs must be bit-identical, or the run fails. Prints a JSON object. It has, for each number of
-streams, the milliseconds of a step's attend, and of a step including its announcement, over all
-rounds and for each round, and the ratios to no stream. Unknown flags are passed to the daemon.
+One client decodes by doorbell, one token after the other, with 1 and 100 open Connect streams: its
+own, and those of 99 other clients, which do nothing and have a connection each. The turns take
+another order in every round and decode the same tokens. The outputs must be bit-identical, or the
+run fails. Prints a JSON object. It has, for each number of streams, the milliseconds of a step's
+attend, and of a step including its announcement, over all rounds and for each round, and the ratios
+to the first number. Unknown flags are passed to the daemon.
 
     python bench/rpc/presence.py [--device cpu] [--tokens 16384] [--steps 200] [--rounds 6]
-        [--clients 0 1 100]
+        [--clients 1 100]
 """
 
 from __future__ import annotations
@@ -33,10 +33,8 @@ import numpy as np
 import spillway_kv
 from decoding import ROOT, Decoder, filled, quantiles, surroundings
 from spillway_kv import Client
-from spillway_kv._proto import sequence_service_pb2, sequence_service_pb2_grpc
-from spillway_kv.connection import wire
+from spillway_kv._proto import sequence_service_pb2
 from spillway_kv.lab import serving
-from spillway_kv.presence import Presence
 
 
 def others(target: str, ask: Connection) -> None:
@@ -54,9 +52,14 @@ def others(target: str, ask: Connection) -> None:
             channels.pop().close()
         while len(streams) < count:
             channels.append(grpc.insecure_channel(target, options=own))
+            connect = channels[-1].unary_stream(
+                "/spillway.v1.SequenceService/Connect",
+                request_serializer=sequence_service_pb2.ConnectRequest.SerializeToString,
+                response_deserializer=sequence_service_pb2.ConnectResponse.FromString,
+            )
             name = uuid.uuid4().hex
             streams.append(
-                sequence_service_pb2_grpc.SequenceServiceStub(channels[-1]).Connect(
+                connect(
                     sequence_service_pb2.ConnectRequest(client_id=name),
                     metadata=(("spillway-client", name),),
                 )
@@ -65,21 +68,16 @@ def others(target: str, ask: Connection) -> None:
 
 
 class Clients:
-    """Sets how many clients are connected: first the one that decodes, then others."""
+    """Sets how many clients are connected: the one that decodes, and others."""
 
-    def __init__(self, client: Client, log: Path, ask: Connection) -> None:
-        self._client, self._ask = client, ask
+    def __init__(self, log: Path, ask: Connection) -> None:
+        self._ask = ask
         address = re.findall(r"serving_http address=(\S+)", log.read_text())[-1]
         self._metrics = f"{address if '://' in address else 'http://' + address}/metrics"
 
     def set(self, count: int) -> None:
-        """Connects or disconnects clients. Returns when the daemon counts `count` of them."""
-        presence = wire(self._client).presence
-        assert presence is not None
-        presence.close()
-        if count:
-            wire(self._client).presence = Presence(wire(self._client).stubs.sequences.Connect)
-        self._ask.send(max(0, count - 1))
+        """Connects or disconnects others. Returns when the daemon counts `count` clients."""
+        self._ask.send(count - 1)
         self._ask.recv()
         deadline = time.monotonic() + 60
         while (there := self._there()) != count:
@@ -102,7 +100,7 @@ def connected(client: Client, log: Path) -> Iterator[Clients]:
     process = spawn.Process(target=others, args=(client.target, there))
     process.start()
     try:
-        yield Clients(client, log, here)
+        yield Clients(log, here)
     finally:
         here.send(None)
         process.join(10)
@@ -116,8 +114,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--clients", type=int, nargs="+", default=[0, 1, 100])
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 100])
     options, more = parser.parse_known_args()
+    if min(options.clients) < 1:
+        parser.error("--clients: the one that decodes is always connected")
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         # No audit, because its results change later answers.
@@ -130,8 +130,7 @@ def main() -> None:
             connected(client, log) as clients,
         ):
             facts = surroundings(client)
-            # The sequence has a name, so that it stays when its client's presence ends.
-            decoder = Decoder(client, filled(client, options.tokens, "decoded"))
+            decoder = Decoder(client, filled(client, options.tokens))
             decoder.turn(options.steps)  # not timed
             took: dict[int, list[np.ndarray]] = {count: [] for count in options.clients}
             for number in range(options.rounds):
@@ -139,15 +138,14 @@ def main() -> None:
                 for count in options.clients[first:] + options.clients[:first]:
                     clients.set(count)
                     took[count].append(decoder.turn(options.steps))
-            clients.set(1)
             told: dict[str, Any] = {}
             for column, what in enumerate(("attend", "step")):
                 each = {n: np.concatenate(turns)[:, column] for n, turns in took.items()}
                 told[what] = {str(n): quantiles(times) for n, times in each.items()}
-                none = quantiles(each[options.clients[0]])
+                least = quantiles(each[options.clients[0]])
                 for n, times in each.items():
                     own = told[what][str(n)]
-                    own |= {f"ratio_{k[:3]}": v / none[k] for k, v in quantiles(times).items()}
+                    own |= {f"ratio_{k[:3]}": v / least[k] for k, v in quantiles(times).items()}
                     own["each_round"] = [quantiles(turn[:, column]) for turn in took[n]]
             told["steps_compared"] = decoder.checked
             told["error"] = decoder.error

@@ -2,10 +2,10 @@
 
 A step appends a token to a short sequence and attends, 32 query heads over 8 KV heads of 128,
 bf16, with torch tensors of the CPU. It is announced for each token (`Client.begin_step`), and the
-time of this is not counted. The ways: by messages to a daemon through grpcio and through
-libspillway, by the daemon's doorbell, and of an engine in this process. The ways take turns in
-blocks of steps, with and without a pause before each step. Before anything is timed, the outputs
-of all ways are compared with attention computed here. Prints a table of medians in microseconds.
+time of this is not counted. The ways: by messages to a daemon, by the daemon's doorbell, and of an
+engine in this process. The ways take turns in blocks of steps, with and without a pause before each
+step. Before anything is timed, the outputs of all ways are compared with attention computed here.
+Prints a table of medians in microseconds.
 
     python bench/rpc/python_decode.py [--device cuda:0]
 """
@@ -117,11 +117,8 @@ def main() -> None:
         target = stack.enter_context(
             serving.running_daemon(binary, folder / "log", *flags, timeout=60)
         )
-        clients = [
-            stack.enter_context(spillway_kv.connect(target, native=native))
-            for native in (False, True, True)
-        ]
-        wire(clients[1]).carrier = Carrier.MESSAGES
+        clients = [stack.enter_context(spillway_kv.connect(target)) for _ in range(2)]
+        wire(clients[0]).carrier = Carrier.MESSAGES
         settings = {"device.name": arguments.device, "memory.limit": limit}
         clients.append(stack.enter_context(spillway_kv.connect("embedded:", settings=settings)))
         sides = ways(clients)

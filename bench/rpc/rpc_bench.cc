@@ -105,7 +105,7 @@ class DaemonCalls {
  public:
   DaemonCalls(Client& client, const std::string& target, const Case& bench_case)
       : client_(client),
-        channel_(spillway_channel_open(target.c_str(), nullptr, nullptr), &spillway_channel_close),
+        channel_(spillway_channel_open(target.c_str(), nullptr), &spillway_channel_close),
         case_(bench_case),
         resources_(client),
         random_(bench_case.dtype, 1, 1),

@@ -3,6 +3,7 @@
 #include <chrono>
 #include <cstdint>
 #include <deque>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -27,9 +28,11 @@ struct spillway_call {
   // client_id: id of the client that makes the call; empty: the call does not name a client
   // (embedded engine).
   // trace_id: id that the daemon's log shows; empty: no id.
+  // when_unavailable: called in any thread if the call ends because it found no daemon.
   spillway_call(const std::shared_ptr<grpc::Channel>& channel, const char* method,
-                double timeout_seconds, const std::string& client_id, const std::string& trace_id)
-      : stub_(channel) {
+                double timeout_seconds, const std::string& client_id, const std::string& trace_id,
+                std::function<void()> when_unavailable = nullptr)
+      : stub_(channel), when_unavailable_(std::move(when_unavailable)) {
     if (!trace_id.empty()) context_.AddMetadata(spillway::kRequestIdMetadata, trace_id);
     if (!client_id.empty()) context_.AddMetadata(spillway::kClientMetadata, client_id);
     if (timeout_seconds > 0) {
@@ -39,13 +42,20 @@ struct spillway_call {
     call_->StartCall(Tag(Event::kStarted));
   }
 
-  ~spillway_call() {
+  // Cancels the call. It can be destroyed once IsOver().
+  void Abandon() {
     context_.TryCancel();
     queue_.Shutdown();
+  }
+  // Whether gRPC has nothing of an abandoned call any more, after a wait until `deadline`.
+  bool IsOver(spillway::SteadyTime deadline) {
     void* tag;
     bool ok;
-    while (queue_.Next(&tag, &ok)) {
+    auto next = grpc::CompletionQueue::GOT_EVENT;
+    while (next == grpc::CompletionQueue::GOT_EVENT) {
+      next = queue_.AsyncNext(&tag, &ok, ForGrpc(deadline));
     }
+    return next == grpc::CompletionQueue::SHUTDOWN;
   }
 
   int Send(const void* message, size_t size, double timeout_seconds) {
@@ -53,6 +63,9 @@ struct spillway_call {
     const spillway::MutexLock lock(mutex_);
     // Without a limit, a fast sender would keep all its messages in memory.
     while (!broken_ && unsent_bytes_ > 0 && unsent_bytes_ + size > SPILLWAY_UNSENT_BYTES_MAX) {
+      // A read tells that the call has ended. The write does not, while the socket is full.
+      wanted_ = true;
+      ReadNext();
       if (!Await(deadline)) return SPILLWAY_TIMED_OUT;
     }
     if (broken_) return -1;
@@ -104,6 +117,7 @@ struct spillway_call {
     if (arrived_) {
       arrived_ = false;
       wanted_ = false;
+      received_ = std::exchange(next_, grpc::Slice());
       *message = received_.begin();
       *size = received_.size();
       return SPILLWAY_RECEIVED;
@@ -203,18 +217,22 @@ struct spillway_call {
       case Event::kRead:
         reading_ = false;
         if (!ok) return Finish();
-        if (!incoming_.DumpToSingleSlice(&received_).ok()) received_ = grpc::Slice();
+        if (!incoming_.DumpToSingleSlice(&next_).ok()) next_ = grpc::Slice();
         arrived_ = true;
         return;
       case Event::kFinished:
         message_ = status_.error_message();
         details_ = status_.error_details();
         ended_ = true;
+        if (when_unavailable_ != nullptr && status_.error_code() == grpc::StatusCode::UNAVAILABLE) {
+          when_unavailable_();
+        }
         return;
     }
   }
 
   grpc::GenericStub stub_;
+  const std::function<void()> when_unavailable_;
   grpc::ClientContext context_;
   grpc::CompletionQueue queue_;
   std::unique_ptr<grpc::GenericClientAsyncReaderWriter> call_;
@@ -225,6 +243,7 @@ struct spillway_call {
   size_t unsent_bytes_ ABSL_GUARDED_BY(mutex_) = 0;   // of to_write_, and of what is being written
   size_t writing_bytes_ ABSL_GUARDED_BY(mutex_) = 0;  // of the latter
   grpc::ByteBuffer incoming_ ABSL_GUARDED_BY(mutex_);
+  grpc::Slice next_ ABSL_GUARDED_BY(mutex_);      // has arrived
   grpc::Slice received_ ABSL_GUARDED_BY(mutex_);  // last message that Receive returned
   // May be read without the lock after the stream has ended.
   grpc::Status status_;
@@ -236,9 +255,21 @@ struct spillway_call {
   bool last_ ABSL_GUARDED_BY(mutex_) = false;       // no message follows those in to_write_
   bool said_last_ ABSL_GUARDED_BY(mutex_) = false;  // WritesDone was called
   bool reading_ ABSL_GUARDED_BY(mutex_) = false;
-  bool wanted_ ABSL_GUARDED_BY(mutex_) = false;   // a Receive waits for a message, or has timed out
-  bool arrived_ ABSL_GUARDED_BY(mutex_) = false;  // received_ holds a new message
+  bool wanted_ ABSL_GUARDED_BY(mutex_) = false;   // a Send or Receive waits for a message, or did
+  bool arrived_ ABSL_GUARDED_BY(mutex_) = false;  // next_ holds a message
   bool broken_ ABSL_GUARDED_BY(mutex_) = false;   // nothing more can be written
   bool finishing_ ABSL_GUARDED_BY(mutex_) = false;
   bool ended_ ABSL_GUARDED_BY(mutex_) = false;
 };
+
+namespace spillway {
+
+// Ends a call, which nothing uses any more. Waits a moment at most: while a daemon is stopped, gRPC
+// keeps what it could not write to the full socket. Such a call is destroyed by a later one that
+// ends.
+struct CallEnder {
+  void operator()(spillway_call* call) const;
+};
+using CallPointer = std::unique_ptr<spillway_call, CallEnder>;
+
+}  // namespace spillway

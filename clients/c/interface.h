@@ -22,8 +22,8 @@ struct spillway_channel {
   std::shared_ptr<grpc::Channel> channel;
   std::string client_id;                             // empty: embedded
   std::shared_ptr<spillway::DaemonSession> session;  // null: embedded
-  // Null: embedded, or the caller keeps the Connect stream open.
-  std::unique_ptr<spillway::PresenceKeeper> presence;
+  // Null: embedded.
+  std::shared_ptr<spillway::PresenceKeeper> presence;
 };
 
 namespace spillway {

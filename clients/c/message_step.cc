@@ -57,14 +57,11 @@ MessageStep::MessageStep(std::shared_ptr<grpc::Channel> channel, std::string cli
       client_id_(std::move(client_id)),
       step_(description.message),
       shape_(description.shape),
-      row_dtype_(description.row_dtype) {
-  // gRPC connects while the model computes the first layer.
-  Open();
-}
+      row_dtype_(description.row_dtype) {}
 
 void MessageStep::Open() {
-  call_ = std::make_unique<spillway_call>(channel_, kStepMethod, /*timeout_seconds=*/0, client_id_,
-                                          step_.trace_id());
+  call_.reset(new spillway_call(channel_, kStepMethod, /*timeout_seconds=*/0, client_id_,
+                                step_.trace_id()));
   begun_ = false;
 }
 

@@ -49,10 +49,12 @@ class MessageStep final : public ClientStep {
   const v1::DecodeStep step_;
   const StepShape shape_;
   const DType row_dtype_;
-  v1::AttendResponse results_;           // of the last attend
-  v1::StepResponse response_;            // the message that is being read
-  std::unique_ptr<spillway_call> call_;  // null: the next attend opens one
-  bool begun_ = false;                   // the step was sent on this call
+  v1::AttendResponse results_;  // of the last attend
+  v1::StepResponse response_;   // the message that is being read
+  // Null: the next attend opens one. So a step that attends to nothing resets no stream, of which
+  // the daemon allows a connection only so many.
+  CallPointer call_;
+  bool begun_ = false;  // the step was sent on this call
   bool unanswered_ = false;
   int layer_ = 0;  // of the last attend
 };

@@ -23,17 +23,15 @@ struct spillway_gpu_region {
 
 int spillway_interface() { return SPILLWAY_INTERFACE; }
 
-spillway_channel* spillway_channel_open(const char* target, const spillway_access* access,
-                                        const char* client_id) {
+spillway_channel* spillway_channel_open(const char* target, const spillway_access* access) {
   return spillway::OrNull<spillway_channel>([&]() -> absl::StatusOr<spillway_channel*> {
     const spillway_access given = access == nullptr ? spillway_access{} : *access;
     const auto text = [](const char* of) { return of == nullptr ? "" : of; };
     ASSIGN_OR_RETURN(std::shared_ptr<grpc::Channel> channel,
                      spillway::OpenChannel(target, {text(given.tls_ca), text(given.tls_certificate),
                                                     text(given.tls_key), text(given.token)}));
-    std::unique_ptr<spillway::PresenceKeeper> presence;
-    if (client_id == nullptr) presence = std::make_unique<spillway::PresenceKeeper>(channel);
-    const std::string id = client_id == nullptr ? presence->client_id() : client_id;
+    auto presence = std::make_shared<spillway::PresenceKeeper>(channel);
+    const std::string id = presence->client_id();
     return new spillway_channel{nullptr, channel, id,
                                 std::make_shared<spillway::DaemonSession>(target, channel, id),
                                 std::move(presence)};
@@ -54,11 +52,17 @@ spillway_channel* spillway_channel_embed(const char* const* settings, size_t set
 void spillway_channel_close(spillway_channel* channel) { delete channel; }
 
 spillway_call* spillway_call_open(spillway_channel* channel, const char* method,
-                                  double timeout_seconds, const char* trace_id) {
+                                  double timeout_seconds, const char* trace_id, unsigned options) {
   return spillway::OrNull<spillway_call>([&]() -> absl::StatusOr<spillway_call*> {
     const std::string trace = trace_id == nullptr ? "" : trace_id;
     RETURN_IF_ERROR(spillway::CheckTraceId(trace));
-    return new spillway_call(channel->channel, method, timeout_seconds, channel->client_id, trace);
+    const bool named = (options & SPILLWAY_WITHOUT_CLIENT) == 0;
+    // The call may outlive the channel.
+    const std::weak_ptr<spillway::PresenceKeeper> presence = channel->presence;
+    return new spillway_call(channel->channel, method, timeout_seconds,
+                             named ? channel->client_id : "", trace, [presence] {
+                               if (const auto keeper = presence.lock()) keeper->Reconnect();
+                             });
   });
 }
 
@@ -84,7 +88,7 @@ int spillway_call_status(spillway_call* call, const char** message, const void**
 
 void spillway_call_cancel(spillway_call* call) { call->Cancel(); }
 
-void spillway_call_close(spillway_call* call) { delete call; }
+void spillway_call_close(spillway_call* call) { spillway::CallEnder()(call); }
 
 spillway_gpu_region* spillway_gpu_region_map(const char* device, const void* handle, size_t size,
                                              void** address, int* ordinal) {

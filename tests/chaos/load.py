@@ -1,11 +1,11 @@
 """A client that does all kinds of work, again and again, until its standard input ends.
 
-    python -m chaos.load TARGET SEED TRANSPORT
+    python -m chaos.load TARGET SEED
 
-TARGET may be `embedded:`. TRANSPORT is `native` or `grpcio`. At the beginning and end of each
-round, the client has nothing in the daemon. After each round it prints a line with the number of
-rounds and the wrong answers so far. It returns freed memory to the system every few rounds, because
-glibc keeps a part of it for each thread, and this part grows for hours.
+TARGET may be `embedded:`. At the beginning and end of each round, the client has nothing in the
+daemon. After each round it prints a line with the number of rounds and the wrong answers so far. It
+returns freed memory to the system every few rounds, because glibc keeps a part of it for each
+thread, and this part grows for hours.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ def refused(client: spillway_kv.Client, sequence: spillway_kv.Sequence, tag: int
         raise AssertionError("a request that cannot be served was served")
 
 
-def work(target: str, seed: int, number: int, native: bool, tally: Tally) -> None:
+def work(target: str, seed: int, number: int, tally: Tally) -> None:
     """Runs one round, with a new connection."""
     random = np.random.default_rng([seed, number])
     tag = int(random.integers(1 << 20))
     connection = (
         spillway_kv.connect(target, settings={"memory.limit": "256MiB"})
         if target == "embedded:"
-        else spillway_kv.connect(target, native=native)
+        else spillway_kv.connect(target)
     )
     with connection as client:
         model = client.create_model(**SHAPES)
@@ -87,12 +87,12 @@ def work(target: str, seed: int, number: int, native: bool, tally: Tally) -> Non
 
 def main() -> None:
     """Works until standard input ends."""
-    target, seed, transport = sys.argv[1:]
+    target, seed = sys.argv[1:]
     tally = Tally()
     libc = ctypes.CDLL(None)
     number = 0
     while not select.select([sys.stdin], [], [], 0)[0]:
-        work(target, int(seed), number, transport == "native", tally)
+        work(target, int(seed), number, tally)
         number += 1
         if number % ROUNDS_BETWEEN_TRIMS == 0:
             libc.malloc_trim(0)

@@ -164,7 +164,7 @@ def mutate_messages(
         binary, folder / "mutations.log", *limits, *flags, timeout=120
     ) as target:
         with (
-            spillway_kv.connect(target, native=False) as client,
+            spillway_kv.connect(target) as client,
             grpc.insecure_channel(target) as channel,
         ):
             client.create_model("m", **SHAPES)

@@ -34,9 +34,9 @@ class CallInCTest : public ::testing::Test {
   void Open(double timeout_seconds = kNoLimit) { OpenAt(daemon_.target(), timeout_seconds); }
 
   void OpenAt(const std::string& target, double timeout_seconds = kNoLimit) {
-    channel_ = spillway_channel_open(target.c_str(), nullptr, nullptr);
+    channel_ = spillway_channel_open(target.c_str(), nullptr);
     call_ = spillway_call_open(channel_, "/spillway.v1.AttentionService/Step", timeout_seconds,
-                               nullptr);
+                               nullptr, 0);
   }
 
   int Send(int layer, size_t padding = 0, double timeout_seconds = kForEver) {
@@ -256,7 +256,7 @@ TEST_F(CallInCTest, EndsWhenAllWasSent) {
 // Calls a unary method.
 std::string Unary(spillway_channel* channel, const char* method, const std::string& request,
                   int& code) {
-  spillway_call* const call = spillway_call_open(channel, method, kNoLimit, nullptr);
+  spillway_call* const call = spillway_call_open(channel, method, kNoLimit, nullptr, 0);
   EXPECT_EQ(spillway_call_send(call, request.data(), request.size(), kForEver), 0);
   spillway_call_send_end(call);
   const void* data = nullptr;
@@ -291,7 +291,7 @@ TEST(EmbedInCTest, AnswersAsADaemonDoes) {
   EXPECT_EQ(code, grpc::StatusCode::NOT_FOUND);
   // A call may outlive the engine.
   spillway_call* const left =
-      spillway_call_open(channel, "/spillway.v1.AttentionService/Step", kNoLimit, nullptr);
+      spillway_call_open(channel, "/spillway.v1.AttentionService/Step", kNoLimit, nullptr, 0);
   spillway_channel_close(channel);
   const void* data = nullptr;
   size_t size = 0;
@@ -305,11 +305,11 @@ TEST(EmbedInCTest, ACallHasATraceThatGoesIntoALogOrIsNotOpened) {
   ASSERT_NE(channel, nullptr);
   const char* const method = "/spillway.v1.AdminService/GetServerInfo";
   for (const char* const trace : {static_cast<const char*>(nullptr), "", "job-7/3"}) {
-    spillway_call* const call = spillway_call_open(channel, method, kNoLimit, trace);
+    spillway_call* const call = spillway_call_open(channel, method, kNoLimit, trace, 0);
     EXPECT_NE(call, nullptr);
     spillway_call_close(call);
   }
-  EXPECT_EQ(spillway_call_open(channel, method, kNoLimit, "two words"), nullptr);
+  EXPECT_EQ(spillway_call_open(channel, method, kNoLimit, "two words", 0), nullptr);
   const char* message = nullptr;
   const void* details = nullptr;
   size_t size = 0;
@@ -353,7 +353,7 @@ class StepInCTest : public ::testing::Test {
 };
 
 TEST_F(StepInCTest, RefusesWhatIsNoStepOfADaemon) {
-  spillway_channel* channel = spillway_channel_open("unix:/none", nullptr, nullptr);
+  spillway_channel* channel = spillway_channel_open("unix:/none", nullptr);
   shape_.head_dim = 0;
   EXPECT_EQ(Begin(channel), nullptr);
   EXPECT_EQ(Failure().first, grpc::StatusCode::INVALID_ARGUMENT);
@@ -403,7 +403,7 @@ TEST_F(StepInCTest, GoesByMessagesWhereNoMemoryIsShared) {
   for (const auto& [target, reason] :
        {std::pair(daemon.tcp_target(), "no doorbell: it needs a unix socket of the daemon"),
         std::pair(daemon.target(), "no doorbell: the daemon shares no memory")}) {
-    spillway_channel* const channel = spillway_channel_open(target.c_str(), nullptr, nullptr);
+    spillway_channel* const channel = spillway_channel_open(target.c_str(), nullptr);
     for (int i = 0; i < 2; ++i) {
       spillway_step* const step = Begin(channel);
       ASSERT_NE(step, nullptr);
@@ -428,8 +428,8 @@ TEST_F(StepInCTest, OneThatFailsLeavesTheOthersAlone) {
   // Its answers are not valid for a step: the output has 4 bytes, and there is no log-sum-exp.
   daemon.answer_bytes = 4;
   daemon.Start();
-  spillway_channel* const there = spillway_channel_open(daemon.target().c_str(), nullptr, nullptr);
-  spillway_channel* const gone = spillway_channel_open("unix:/none", nullptr, nullptr);
+  spillway_channel* const there = spillway_channel_open(daemon.target().c_str(), nullptr);
+  spillway_channel* const gone = spillway_channel_open("unix:/none", nullptr);
   spillway_step_share shares[] = {{Begin(gone), 0, 0, 0, 1, 0, 0, nullptr},
                                   {Begin(there), 0, 0, 0, 1, 0, 0, nullptr}};
   ASSERT_NE(shares[0].step, nullptr);
@@ -455,8 +455,7 @@ TEST_F(StepInCTest, AfterAFailureTheNextAttendBeginsTheStepOnANewStream) {
   // Valid answers: two query heads of one float.
   daemon.answer_bytes = daemon.lse_bytes = 2 * sizeof(float);
   daemon.Start();
-  spillway_channel* const channel =
-      spillway_channel_open(daemon.target().c_str(), nullptr, nullptr);
+  spillway_channel* const channel = spillway_channel_open(daemon.target().c_str(), nullptr);
   spillway_step* const step = Begin(channel);
   ASSERT_NE(step, nullptr);
   for (const int streams : {1, 2}) {
@@ -476,8 +475,8 @@ TEST_F(StepInCTest, AsLongAsOneIsUnansweredSoAreAll) {
   daemon.refuses_every_other = true;
   daemon.silent = true;
   daemon.Start();
-  spillway_channel* const there = spillway_channel_open(daemon.target().c_str(), nullptr, nullptr);
-  spillway_channel* const gone = spillway_channel_open("unix:/none", nullptr, nullptr);
+  spillway_channel* const there = spillway_channel_open(daemon.target().c_str(), nullptr);
+  spillway_channel* const gone = spillway_channel_open("unix:/none", nullptr);
   spillway_step_share shares[] = {{Begin(gone), 0, 0, 0, 1, 0, 0, nullptr},
                                   {Begin(there), 0, 0, 0, 1, 0, 0, nullptr}};
   int code = spillway_steps_attend(shares, 2, 0, &tensors_, 0.05);
@@ -524,9 +523,9 @@ TEST(EmbedInCTest, DecodersAreOfAnEngineOnAGpu) {
     spillway_channel_close(channel);
     return std::pair(code, std::string(message));
   };
-  EXPECT_EQ(refused(spillway_channel_open("unix:/tmp/none", nullptr, nullptr), "").first,
+  EXPECT_EQ(refused(spillway_channel_open("unix:/tmp/none", nullptr), "").first,
             grpc::StatusCode::UNAVAILABLE);
-  const auto over_tcp = refused(spillway_channel_open("localhost:1", nullptr, nullptr), "");
+  const auto over_tcp = refused(spillway_channel_open("localhost:1", nullptr), "");
   EXPECT_EQ(over_tcp.first, grpc::StatusCode::UNIMPLEMENTED);
   EXPECT_EQ(over_tcp.second, "no doorbell: it needs a unix socket of the daemon");
 
@@ -593,9 +592,9 @@ bool Settles(const std::function<bool()>& condition) {
 }
 
 // Calls GetServerInfo and waits for the answer.
-void Ask(spillway_channel* channel) {
+void Ask(spillway_channel* channel, unsigned options = 0) {
   spillway_call* const call =
-      spillway_call_open(channel, "/spillway.v1.AdminService/GetServerInfo", 60, nullptr);
+      spillway_call_open(channel, "/spillway.v1.AdminService/GetServerInfo", 60, nullptr, options);
   EXPECT_EQ(spillway_call_send(call, "", 0, kForEver), 0);
   spillway_call_send_end(call);
   const void* message = nullptr;
@@ -608,8 +607,7 @@ TEST(PresenceInCTest, AChannelOfLibspillwayIsAClientOfItsOwn) {
   FakeDaemon daemon;
   daemon.connects = true;
   daemon.Start();
-  spillway_channel* const channel =
-      spillway_channel_open(daemon.target().c_str(), nullptr, nullptr);
+  spillway_channel* const channel = spillway_channel_open(daemon.target().c_str(), nullptr);
   Ask(channel);
   EXPECT_TRUE(Settles([&] { return daemon.connected_count == 1; }));
   EXPECT_EQ(daemon.asking_id(), daemon.connected_id());
@@ -617,15 +615,14 @@ TEST(PresenceInCTest, AChannelOfLibspillwayIsAClientOfItsOwn) {
   EXPECT_TRUE(Settles([&] { return daemon.connected_count == 0; }));
 }
 
-TEST(PresenceInCTest, AChannelOfAClientThatConnectsItselfSaysWhoseItIs) {
+TEST(PresenceInCTest, ACallMayNotNameItsClient) {
   FakeDaemon daemon;
-  daemon.connects = true;
   daemon.Start();
-  spillway_channel* const channel =
-      spillway_channel_open(daemon.target().c_str(), nullptr, "somebody");
+  spillway_channel* const channel = spillway_channel_open(daemon.target().c_str(), nullptr);
+  Ask(channel, SPILLWAY_WITHOUT_CLIENT);
+  EXPECT_EQ(daemon.asking_id(), "");
   Ask(channel);
-  EXPECT_EQ(daemon.asking_id(), "somebody");
-  EXPECT_EQ(daemon.connected_count, 0);
+  EXPECT_NE(daemon.asking_id(), "");
   spillway_channel_close(channel);
 }
 

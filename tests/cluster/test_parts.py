@@ -14,6 +14,7 @@ from local_cluster import LocalCluster, local_cluster
 from random_llama import generate, llama, prompt
 from spillway_kv import torch as spillway_torch
 from spillway_kv._native import Carrier
+from spillway_kv.at_once import AttendsAtOnce
 from spillway_kv.cluster import ClusterClient
 from spillway_kv.connection import wire
 from spillway_kv.transformers import SpillwayCache
@@ -288,19 +289,26 @@ def test_transformers_decode_as_with_one_daemon(cluster: LocalCluster) -> None:
         fork.close()
 
 
-@pytest.mark.parametrize("by", ["doorbell", "messages", "grpcio"])
+@pytest.mark.parametrize("by", ["doorbell", "messages", "one call each"])
 @pytest.mark.parametrize(("count", "tokens"), [(1, 1), (2, 3)])
 def test_a_step_by_whatever_leads_to_the_daemons(
-    cluster: LocalCluster, target: str, by: str, count: int, tokens: int
+    cluster: LocalCluster,
+    target: str,
+    by: str,
+    count: int,
+    tokens: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Outputs are written in place if one call reaches all daemons, and else put together."""
 
     def connect(to: str) -> spillway_kv.Client:
-        client = spillway_kv.connect(to, native=by != "grpcio")
+        client = spillway_kv.connect(to)
         if by == "messages":
             wire(client).carrier = Carrier.MESSAGES
         return client
 
+    if by == "one call each":
+        monkeypatch.setattr(AttendsAtOnce, "possible", lambda _: False)
     q = rows(5, count, tokens, KV_HEADS * GROUP, DIM)
     k, v = (rows(seed, count, KV_HEADS, tokens, DIM) for seed in (6, 7))
     with spillway_kv.connect(target) as one, cluster.connect(3, connect=connect) as many:
@@ -315,7 +323,7 @@ def test_a_step_by_whatever_leads_to_the_daemons(
                 made = [(*step.attend(layer, q, k, v), step.results()) for layer in range(LAYERS)]
                 answers.append(made)
                 if client is many:
-                    assert (step._last_at_once is None) == (by == "grpcio")
+                    assert (step._last_at_once is None) == (by == "one call each")
             with client.begin_step(sequences, token_count=tokens) as step:
                 with pytest.raises(ValueError, match="k has shape"):
                     step.attend(0, q, k[:, 1:], v)

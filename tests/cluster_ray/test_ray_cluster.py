@@ -156,7 +156,7 @@ def test_daemons_listen_on_tcp_and_their_nodes(nodes: RayNodes) -> None:
             every: Any = client
             assert [each.step_transport for each in every.clients] == ["doorbell"] * 3
         with spillway_kv.connect(records[0].target) as far:
-            assert far.step_transport == "libspillway"
+            assert far.step_transport == "messages"
             assert far.health()
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-import threading
-from collections.abc import Iterator
 
 import numpy as np
 import spillway_kv
@@ -16,16 +14,14 @@ from spillway_kv.connection import wire
 def main(target: str, name: str) -> None:
     client = spillway_kv.connect(target)
     rows = np.ones((2, 2, 1000, 16), np.float32)
-
-    def requests() -> Iterator[attention_service_pb2.AppendRequest]:
-        for start in (0, 1000):
-            request = attention_service_pb2.AppendRequest()
-            _split.fill_chunk(request.chunk, name, 0, 0, start, rows, rows)
-            yield request
-        print("sent", flush=True)
-        threading.Event().wait()
-
-    wire(client).stubs.attention.Append(requests())
+    call = wire(client).channel.open("/spillway.v1.AttentionService/Append", None)
+    for start in (0, 1000):
+        request = attention_service_pb2.AppendRequest()
+        _split.fill_chunk(request.chunk, name, 0, 0, start, rows, rows)
+        assert call.send(request.SerializeToString())
+    print("sent", flush=True)
+    # Writes what is not written yet, and waits for ever, because the stream does not end.
+    call.receive()
 
 
 if __name__ == "__main__":

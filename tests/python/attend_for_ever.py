@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 
 import numpy as np
 import spillway_kv
@@ -15,11 +16,20 @@ def main(target: str, name: str, query_count: int, head_count: int, head_dim: in
     q = np.ones((query_count, head_count, head_dim), np.float16)
     request = attention_service_pb2.AttendRequest()
     client.get_sequence(name)._fill_item(request.items.add(), q, None, None)
-    calls = [wire(client).stubs.attention.Attend.future(request) for _ in range(2)]
+    first = threading.Barrier(3)
+
+    def attend() -> None:
+        first.wait()
+        while True:
+            wire(client).stubs.attention.Attend(request)
+
+    threads = [threading.Thread(target=attend) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    first.wait()
     print("sent", flush=True)
-    while True:
-        calls.pop(0).result()
-        calls.append(wire(client).stubs.attention.Attend.future(request))
+    for thread in threads:
+        thread.join()
 
 
 if __name__ == "__main__":

@@ -26,9 +26,9 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
     config.addinivalue_line(
         "markers",
-        "transports(*names): runs with a client of each. grpcio, libspillway: of the session's "
-        "daemon, by what moves decode steps, and appends in messages; regions: libspillway, and "
-        "appends by regions; embedded. Without the marker libspillway",
+        "transports(*names): runs with a client of each. messages, doorbell: of the session's "
+        "daemon, by what moves decode steps, and appends in messages; regions: doorbell, and "
+        "appends by regions; embedded. Without the marker doorbell",
     )
 
 
@@ -42,9 +42,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture(scope="session")
 def client(request: pytest.FixtureRequest) -> Iterator[spillway_kv.Client]:
     """A client of the session's daemon, or of an embedded engine."""
-    transport = getattr(request, "param", "libspillway")
+    transport = getattr(request, "param", "doorbell")
     with connected(transport, request) as client:
-        assert client.transport == ("libspillway" if transport == "regions" else transport)
+        assert client.step_transport == ("doorbell" if transport == "regions" else transport)
         yield client
 
 

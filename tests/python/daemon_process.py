@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import spillway_kv
+from spillway_kv._native import Carrier
 from spillway_kv.connection import wire
 from spillway_kv.lab import serving
 
@@ -81,7 +82,8 @@ def connected(transport: str, request: pytest.FixtureRequest) -> spillway_kv.Cli
         # As the daemon's (serving.Daemon), because tests compare their outputs.
         fixed: dict[str, str | int] = {"memory.limit": "4GiB", "models.sampling_seed": 0}
         return spillway_kv.connect("embedded:", settings={**fixed, **named})
-    target = request.getfixturevalue("target")
-    client = spillway_kv.connect(target, native=transport != "grpcio")
+    client = spillway_kv.connect(request.getfixturevalue("target"))
+    if transport == "messages":
+        wire(client).carrier = Carrier.MESSAGES
     wire(client).regions.staged_bytes_min = staged_bytes_min
     return client

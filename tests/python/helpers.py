@@ -14,8 +14,8 @@ import grpc
 import pytest
 import spillway_kv
 from daemon_process import ROOT
+from raw_grpc import error_of
 from spillway_kv._proto import tensor_pb2
-from spillway_kv.errors import error_from_rpc
 from spillway_kv.server import MemoryStatistics
 from spillway_kv.tensors import Array, fill
 
@@ -75,7 +75,7 @@ def refused(call: Callable[[], Any]) -> spillway_kv.SpillwayError:
     with pytest.raises((grpc.RpcError, spillway_kv.SpillwayError)) as caught:
         call()
     raised = caught.value
-    error = error_from_rpc(raised) if isinstance(raised, grpc.RpcError) else raised
+    error = error_of(raised) if isinstance(raised, grpc.RpcError) else raised
     assert isinstance(error, spillway_kv.SpillwayError)
     return error
 

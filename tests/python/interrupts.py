@@ -15,7 +15,7 @@ _FILES = (
     f"{_PACKAGE}/transformers/",
     f"{_PACKAGE}/step.py",
     f"{_PACKAGE}/sequence.py",
-    f"{_PACKAGE}/step_call.py",
+    f"{_PACKAGE}/_native_step.py",
 )
 
 

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import gc
 import json
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import closing, suppress
 from pathlib import Path
 
-import grpc
 import pytest
 import spillway_kv
 from arena_folder import DIM, LAYERS, SHAPES, daemon, folder_in_memory, rows
 from daemon_process import binary, running_daemon
 from helpers import refused, step, wait_for
+from raw_grpc import raw
 from spillway_kv._native import Carrier
-from spillway_kv._proto import admin_service_pb2, sequence_service_pb2, sequence_service_pb2_grpc
+from spillway_kv._proto import admin_service_pb2, sequence_service_pb2
 from spillway_kv.connection import wire
 from spillway_kv.lab import serving
 
@@ -112,7 +115,7 @@ def test_a_client_that_closes_leaves_them_for_the_grace(
 
 
 def test_another_client_that_uses_it_keeps_it(short_grace: str, client: spillway_kv.Client) -> None:
-    with spillway_kv.connect(short_grace, native=False) as other:
+    with spillway_kv.connect(short_grace) as other:
         name = other.create_sequence("models/m").name
         client.get_sequence(name)
     grace_passes()
@@ -120,15 +123,76 @@ def test_another_client_that_uses_it_keeps_it(short_grace: str, client: spillway
     assert not info.abandoned
 
 
-def test_a_stream_that_breaks_is_opened_anew(short_grace: str, client: spillway_kv.Client) -> None:
-    with spillway_kv.connect(short_grace) as other:
+class Relay:
+    """A unix socket whose connections are passed on to a daemon's."""
+
+    def __init__(self, folder: Path, target: str) -> None:
+        self.target = f"unix:{folder}/relay.sock"
+        self._daemon = target.removeprefix("unix:")
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(self.target.removeprefix("unix:"))
+        self._listener.listen()
+        self._open: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                near, _ = self._listener.accept()
+            except OSError:
+                return
+            far = socket.socket(socket.AF_UNIX)
+            far.connect(self._daemon)
+            self._open += [near, far]
+            for ends in ((near, far), (far, near)):
+                threading.Thread(target=self._pass, args=ends, daemon=True).start()
+
+    def _pass(self, source: socket.socket, sink: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(1 << 16):
+                sink.sendall(data)
+        self._end(source, sink)
+
+    def _end(self, *sockets: socket.socket) -> None:
+        for each in sockets:
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+
+    def break_connections(self) -> int:
+        """Ends all connections, and returns how many there were. Later ones are passed on."""
+        ended, self._open = self._open, []
+        self._end(*ended)
+        for each in ended:
+            each.close()
+        return len(ended) // 2
+
+    def close(self) -> None:
+        self._end(self._listener)
+        self._listener.close()
+        self.break_connections()
+
+
+def test_a_connection_that_breaks_is_made_anew(tmp_path: Path) -> None:
+    with (
+        running_daemon(tmp_path, "--unnamed-grace", "60") as target,
+        spillway_kv.connect(target) as client,
+        closing(Relay(tmp_path, target)) as relay,
+        spillway_kv.connect(relay.target) as other,
+    ):
+        client.create_model("m", **SHAPES)
         name = other.create_sequence("models/m").name
-        presence = wire(other).presence
-        assert presence is not None
-        presence._stream.cancel()
-        grace_passes()
-        assert names(client) == {name}
-        wait_for(lambda: not next(iter(client.list_sequences())).abandoned)
+
+        def abandoned() -> bool:
+            (info,) = client.list_sequences()
+            assert info.name == name
+            return info.abandoned
+
+        for _ in range(2):
+            wait_for(lambda: not abandoned())
+            assert relay.break_connections() == 1
+            wait_for(abandoned)
+        # The client makes no call.
+        wait_for(lambda: not abandoned())
 
 
 def test_a_client_that_nobody_closes_goes_with_its_last_reference(
@@ -141,8 +205,8 @@ def test_a_client_that_nobody_closes_goes_with_its_last_reference(
     wait_for(lambda: not names(client))
 
 
-def test_steps_of_libspillway_are_the_clients(short_grace: str, client: spillway_kv.Client) -> None:
-    with spillway_kv.connect(short_grace, native=True) as other:
+def test_who_only_decodes_keeps_them(short_grace: str, client: spillway_kv.Client) -> None:
+    with spillway_kv.connect(short_grace) as other:
         assert other.step_transport == "doorbell"
         sequence = other.create_sequence("models/m")
         k = rows(1, 0, 1)
@@ -168,34 +232,34 @@ def test_what_shall_be_found_later_is_kept(short_grace: str, client: spillway_kv
 def test_of_a_client_that_does_not_say_who_it_is_the_ttl_counts(
     short_grace: str, client: spillway_kv.Client
 ) -> None:
-    with grpc.insecure_channel(short_grace) as channel:
-        stub = sequence_service_pb2_grpc.SequenceServiceStub(channel)
-        request = sequence_service_pb2.CreateSequenceRequest()
-        request.sequence.model = "models/m"
-        made = stub.CreateSequence(request).sequence
-        assert not made.named
+    request = sequence_service_pb2.CreateSequenceRequest()
+    request.sequence.model = "models/m"
+    made = raw(short_grace).sequences.CreateSequence(request).sequence
+    assert not made.named
     grace_passes()
     assert names(client) == {made.name}
 
 
 @pytest.mark.parametrize("client_id", ["", "Upper", "-a", "x" * 64])
 def test_what_is_no_id_is_refused(short_grace: str, client_id: str) -> None:
-    with grpc.insecure_channel(short_grace) as channel:
-        stub = sequence_service_pb2_grpc.SequenceServiceStub(channel)
-        request = sequence_service_pb2.ConnectRequest(client_id=client_id)
-        error = refused(lambda: list(stub.Connect(request)))
-        assert "client_id" in error.message
-        said = (("spillway-client", client_id),)
-        listing = sequence_service_pb2.ListSequencesRequest()
-        error = refused(lambda: stub.ListSequences(listing, metadata=said))
-        assert isinstance(error, spillway_kv.InvalidArgument)
-        assert "metadata spillway-client" in error.message
+    sequences = raw(short_grace).sequences
+    request = sequence_service_pb2.ConnectRequest(client_id=client_id)
+    error = refused(lambda: list(sequences.Connect(request)))
+    assert "client_id" in error.message
+    said = (("spillway-client", client_id),)
+    listing = sequence_service_pb2.ListSequencesRequest()
+    error = refused(lambda: sequences.ListSequences(listing, metadata=said))
+    assert isinstance(error, spillway_kv.InvalidArgument)
+    assert "metadata spillway-client" in error.message
 
 
 @pytest.mark.parametrize("killed", [True, False], ids=["killed", "stopped"])
 def test_a_restart_counts_anew_and_finds_who_is_there(tmp_path: Path, killed: bool) -> None:
+    # A client looks only once a second whether it is still connected.
+    grace = 3.0
+    flags = ("--memory-limit", "512MiB", "--unnamed-grace", str(grace))
     with (
-        daemon(tmp_path, "--memory-limit", "512MiB", *FLAGS) as each,
+        daemon(tmp_path, *flags) as each,
         spillway_kv.connect(each.target) as there,
     ):
         with spillway_kv.connect(each.target) as gone:
@@ -208,13 +272,13 @@ def test_a_restart_counts_anew_and_finds_who_is_there(tmp_path: Path, killed: bo
             each.kill()
         else:
             each.stop()
-        time.sleep(GRACE_SECONDS)
+        time.sleep(grace)
         each.start()
         # Checked by a client that uses none of them. The other client is only connected.
         with spillway_kv.connect(each.target) as looking:
             assert names(looking) >= {used, kept, "sequences/named"}
             wait_for(lambda: left not in names(looking))
-            grace_passes()
+            time.sleep(grace)
             assert names(looking) == {used, kept, "sequences/named"}
 
 

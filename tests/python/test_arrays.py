@@ -124,7 +124,7 @@ def both(client: Client) -> dict[str, Model]:
     }
 
 
-@pytest.mark.transports("grpcio", "libspillway", "regions", "embedded")
+@pytest.mark.transports("messages", "doorbell", "regions", "embedded")
 @settings(
     max_examples=30,
     deadline=None,
@@ -225,7 +225,7 @@ def odd_arrays() -> dict[str, tuple[Any, str]]:
     }
 
 
-@pytest.mark.transports("grpcio", "embedded")
+@pytest.mark.transports("messages", "embedded")
 @pytest.mark.parametrize("kind", odd_arrays())
 def test_what_cannot_be_taken_is_named(client: Client, both: dict[str, Model], kind: str) -> None:
     bad, told = odd_arrays()[kind]
@@ -254,7 +254,7 @@ def test_vmap_is_named() -> None:
         torch.func.vmap(lambda t: engine_array(t, "q"))(torch.ones(2, 3))
 
 
-@pytest.mark.transports("grpcio", "embedded")
+@pytest.mark.transports("messages", "embedded")
 def test_rows_are_not_written_to_shared_elements(client: Client, both: dict[str, Model]) -> None:
     sequence = client.create_sequence(both["float32"])
     rows = np.ones((1, KV_HEADS, 3, DIM), np.float32)

@@ -22,9 +22,7 @@ def begun(client: Client, model: Any, carrier: Carrier) -> tuple[NativeStep, spi
     sequence = client.create_sequence(client.get_model(model.name))
     message = attention.DecodeStep(token_count=1)
     message.parts.add(sequence=sequence.name, generation=sequence.generation)
-    native = wire(client).native
-    assert native is not None
-    return NativeStep(native, message, model, carrier), sequence
+    return NativeStep(wire(client).channel, message, model, carrier), sequence
 
 
 def attend(step: NativeStep) -> Any:
@@ -81,7 +79,7 @@ def test_no_daemon(client: Client, model: Model, asked: Carrier) -> None:
         ({"head_dim": 1 << 17}, "KV heads of 131072 and row_dtype 1: counts must be in"),
     ],
 )
-@pytest.mark.transports("libspillway", "embedded")
+@pytest.mark.transports("doorbell", "embedded")
 def test_a_shape_that_is_not_the_models(
     client: Client, model: Model, change: dict[str, Any], text: str
 ) -> None:

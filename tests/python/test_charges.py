@@ -18,11 +18,11 @@ import spillway_kv
 from daemon_process import on_gpu, running_daemon
 from helpers import delete_model, encode, refused, resident_bytes, settles
 from http2 import END_HEADERS, HEADERS, frame, raw, request
+from raw_grpc import error_of
 from spillway_kv import Client, Model
 from spillway_kv._proto import attention_service_pb2 as attention
 from spillway_kv._proto import model_service_pb2 as models
 from spillway_kv._proto import sequence_service_pb2 as sequences
-from spillway_kv.errors import error_from_rpc
 
 # On a GPU, some of this small memory is pinned, so sizes differ.
 of_the_cpu = pytest.mark.skipif(on_gpu(), reason="sizes are the CPU device's")
@@ -43,7 +43,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def client(target: str) -> Iterator[Client]:
     """A client of that daemon."""
-    with spillway_kv.connect(target, native=False) as client:
+    with spillway_kv.connect(target) as client:
         yield client
 
 
@@ -137,7 +137,7 @@ def test_calls_that_wait_are_charged(client: Client, target: str) -> None:
             settles(partial(arrived, waiting[-1], held))
         # All waiting messages together may take 32 MiB.
         assert sum(not call.done() for call in waiting) <= 10
-        refusals = [error_from_rpc(call.exception()) for call in refused_calls()]
+        refusals = [error_of(call.exception()) for call in refused_calls()]
         assert len(refusals) >= 3
         for refusal in refusals:
             assert refusal.code == "RESOURCE_EXHAUSTED"

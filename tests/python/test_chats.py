@@ -24,7 +24,7 @@ from spillway_kv.quality import QUALITIES, policy_of
 from spillway_kv.transformers import AttendEvent, SpillwayCache, TokenMismatchError
 from spillway_kv.transformers import generate as generate_text
 
-pytestmark = pytest.mark.transports("regions", "grpcio", "embedded")
+pytestmark = pytest.mark.transports("regions", "messages", "embedded")
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ import spillway_kv
 import torch
 from daemon_process import binary
 from helpers import encode, step
+from raw_grpc import raw
 from reference import dense_attention
 from spillway_kv import BFloat16, Client, Model, Policy, Sequence, TopK, TopP
 from spillway_kv._proto import admin_service_pb2 as admin
@@ -25,8 +26,8 @@ from spillway_kv.tensors import decoder_like, encode_indices
 F32 = np.float32
 TOLERANCE: dict[str, Any] = {"rtol": 2e-5, "atol": 2e-6}
 
-EVERY_TRANSPORT = pytest.mark.transports("grpcio", "libspillway", "regions", "embedded")
-pytestmark = pytest.mark.transports("libspillway", "regions", "embedded")
+EVERY_TRANSPORT = pytest.mark.transports("messages", "doorbell", "regions", "embedded")
+pytestmark = pytest.mark.transports("doorbell", "regions", "embedded")
 
 
 def kv(rng: np.random.Generator, *shape: int) -> tuple[Any, Any]:
@@ -487,7 +488,7 @@ def test_errors_of_steps_stay_in_place(
     assert sequence.refresh().layer_token_counts == (4, 1)
 
 
-@pytest.mark.transports("grpcio", "libspillway", "embedded")
+@pytest.mark.transports("messages", "doorbell", "embedded")
 def test_steps_of_a_stream_share_nothing(
     client: Client, model: Model, rng: np.random.Generator
 ) -> None:
@@ -525,7 +526,10 @@ def test_steps_of_a_stream_share_nothing(
         ask([sequence], slice(t, t + 1), start=1000)
         if t % 3 == 0:
             ask(many, slice(0, 16))
-    answers = list(wire(client).stubs.attention.Step(iter(requests), timeout=60))
+    # grpcio reads answers while it sends requests, and libspillway's stubs only afterwards.
+    by_grpcio = client.step_transport == "messages"
+    services = raw(client.target) if by_grpcio else wire(client).stubs
+    answers = list(services.attention.Step(iter(requests), timeout=60))
     for answer, (code, count, out, lse, epsilon) in zip(answers, expected, strict=True):
         assert answer.status.code == code, answer.status
         if code:
@@ -654,13 +658,15 @@ def test_statistics_say_how_the_engine_is_reached(client: Client) -> None:
         assert told == spillway_kv.Transport("embedded", "in place", told.mps, "")
         return
     # A new client, because other tests have attached regions to the old one.
-    with spillway_kv.connect(client.target, native=client.transport != "grpcio") as fresh:
+    with spillway_kv.connect(client.target) as fresh:
+        wire(fresh).carrier = wire(client).carrier
         told = fresh.statistics().transport
+        assert told.steps == client.step_transport
         assert ("not shared through MPS" in told.reason) == (bool(gpus) and not told.mps)
         assert told.rows == "regions"
         assert told.reason.startswith("the engine is in a daemon")
         assert told.reason.endswith("arrays in a region of Client.attach_region are not copied")
-        assert ("native=False was asked for" in told.reason) == (client.transport == "grpcio")
+        assert ("no doorbell" in told.reason) == (client.step_transport == "messages")
         region = fresh.attach_region(4096)
         assert fresh.statistics().transport.rows == "regions"
         assert "region" not in fresh.statistics().transport.reason

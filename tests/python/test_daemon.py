@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,9 @@ import spillway_kv
 from daemon_process import binary, device_flags, running_daemon
 from google.protobuf import descriptor_pb2
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from helpers import refused
 from spillway_kv._proto import memory_service_pb2
 from spillway_kv.connection import wire
-from spillway_kv.errors import error_from_rpc
 
 
 def run(*flags: str) -> subprocess.CompletedProcess[str]:
@@ -264,7 +265,7 @@ def test_a_tcp_daemon_has_a_socket_for_its_machine_too(tmp_path: Path) -> None:
     local = f"unix:{tmp_path}/own/local.sock"
     with process("--listen", "tcp:127.0.0.1:0", "--local-socket", local) as (_, address):
         with spillway_kv.connect(f"tcp:{address}") as far, spillway_kv.connect(local) as near:
-            assert (far.step_transport, near.step_transport) == ("libspillway", "doorbell")
+            assert (far.step_transport, near.step_transport) == ("messages", "doorbell")
             assert far.server_info.boot_id == near.server_info.boot_id
             model = far.create_model(
                 layer_count=1, query_head_count=2, kv_head_count=2, head_dim=16, dtype="float32"
@@ -276,7 +277,7 @@ def test_a_tcp_daemon_has_a_socket_for_its_machine_too(tmp_path: Path) -> None:
             for client in (far, near):
                 with client.begin_step([client.get_sequence(sequence.name)]) as step:
                     outs.append(step.attend(0, q, k, k)[0])
-                    assert client.step_transport == ("libspillway" if client is far else "doorbell")
+                    assert client.step_transport == ("messages" if client is far else "doorbell")
             np.testing.assert_array_equal(*outs)
         assert set(modes(tmp_path / "own")) >= {"local.sock", "local.sock.regions"}
 
@@ -414,14 +415,12 @@ def test_tcp_on_loopback() -> None:
                 client.attach_region(4096)
             with pytest.raises(ValueError, match="has no regions"):
                 client.attach_region(4096, device="cuda:0")
-            with pytest.raises(grpc.RpcError) as caught:
-                wire(client).stubs.memory.AttachRegion(memory_service_pb2.AttachRegionRequest())
-            assert error_from_rpc(caught.value).code == "UNIMPLEMENTED"
-            with pytest.raises(grpc.RpcError) as caught:
-                wire(client).stubs.memory.AttachRegion(
-                    memory_service_pb2.AttachRegionRequest(byte_count=1, device="cuda:0")
-                )
-            assert error_from_rpc(caught.value).code == "UNIMPLEMENTED"
+            attach = wire(client).stubs.memory.AttachRegion
+            for request in (
+                memory_service_pb2.AttachRegionRequest(),
+                memory_service_pb2.AttachRegionRequest(byte_count=1, device="cuda:0"),
+            ):
+                assert refused(partial(attach, request)).code == "UNIMPLEMENTED"
         assert run("--listen", f"tcp:127.0.0.1:{port}").returncode != 0
 
 

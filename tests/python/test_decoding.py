@@ -400,7 +400,7 @@ def test_a_decoder_runs_a_whole_step_as_a_graph(engine: FakeEngine) -> None:
     assert decoding.run(graph)
     assert engine.log == [("open", None), "next", "run g", "next", "run g"]
     begin(decoding, engine)
-    engine.transport = "libspillway"
+    engine.transport = "daemon"
     assert not decoding.run(graph)
     assert engine.log[-1] == "next"
     # The caller goes on layer by layer.

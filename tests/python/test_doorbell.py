@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 import spillway_kv
 from daemon_process import on_gpu, running_daemon
-from helpers import delete_model, refused, settles
+from helpers import delete_model, refused, settles, wait_for
 from spillway_kv import Client, Model, Sequence
 from spillway_kv._proto import attention_service_pb2 as attention
 from spillway_kv._proto import memory_service_pb2 as memory
@@ -150,9 +150,7 @@ def test_it_is_what_carries_steps_and_is_kept(
 
 
 def test_none_where_no_memory_is_shared(tmp_path: Path) -> None:
-    with running_daemon(tmp_path) as target:
-        with spillway_kv.connect(target, native=False) as client:
-            assert client.step_transport == "grpcio"
+    with running_daemon(tmp_path):
         # The socket for regions is not beside a link to the daemon's socket.
         elsewhere = tmp_path / "elsewhere"
         elsewhere.mkdir()
@@ -160,9 +158,9 @@ def test_none_where_no_memory_is_shared(tmp_path: Path) -> None:
         with spillway_kv.connect(f"unix:{elsewhere}/spillwayd.sock") as client:
             assert client.step_transport == "doorbell"
             expect_steps_answered(client)
-            assert client.step_transport == "libspillway"
+            assert client.step_transport == "messages"
             told = client.statistics().transport
-            assert told.steps == "libspillway"
+            assert told.steps == "messages"
             assert "no doorbell: " in told.reason
             assert "spillwayd.sock.regions: No such file" in told.reason
 
@@ -330,6 +328,15 @@ def test_a_detached_or_closed_one_is_freed(client: Client, no_leak: Callable[[],
         assert settles(lambda: other_memory(client) <= before)
 
 
+def code_of(call: Callable[[], Any]) -> str:
+    """The code of the error of a call; empty if it succeeds."""
+    try:
+        call()
+    except spillway_kv.SpillwayError as error:
+        return error.code
+    return ""
+
+
 def test_the_daemon_goes_in_the_middle_of_a_step(tmp_path: Path, rng: np.random.Generator) -> None:
     with ExitStack() as stack:
         with running_daemon(tmp_path) as target:
@@ -351,6 +358,8 @@ def test_the_daemon_goes_in_the_middle_of_a_step(tmp_path: Path, rng: np.random.
             step.results()
         step.close()
         with running_daemon(tmp_path):
+            # gRPC waits a moment before it connects again.
+            wait_for(lambda: code_of(lambda: client.begin_step([sequence])) != "UNAVAILABLE")
             with pytest.raises(spillway_kv.DaemonRestarted):
                 client.begin_step([sequence])
             expect_steps_answered(client)

@@ -19,6 +19,7 @@ import pytest
 import spillway_kv
 from daemon_process import binary, device_flags, on_gpu
 from helpers import refused, settles
+from raw_grpc import raw
 from spillway_kv import _split
 from spillway_kv._proto import admin_service_pb2, attention_service_pb2
 from spillway_kv.connection import wire
@@ -66,7 +67,7 @@ class Ending:
                 sent.set()
                 self._done.wait()
 
-        running = wire(self.client).stubs.attention.Append.future(requests())
+        running = raw(self.target).attention.Append.future(requests())
         assert sent.wait(10)
         assert settles(lambda: self.statistics()["spillway_open_streams"] == 1)
         return running
@@ -185,7 +186,7 @@ def test_after_the_grace_what_still_runs_is_cancelled(tmp_path: Path) -> None:
 @pytest.mark.skipif(on_gpu(), reason="models that take long are the CPU's")
 def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
     with ending(tmp_path, "--grace", "3600") as daemon:
-        create = wire(daemon.client).stubs.models.CreateModel.future(LONG)
+        create = raw(daemon.target).models.CreateModel.future(LONG)
         assert settles(lambda: daemon.statistics()["spillway_open_calls"] == 1)
         daemon.terminate()
         assert settles(lambda: bool(daemon.said("still_draining")))

@@ -134,8 +134,6 @@ def test_a_gpu_that_is_not_there() -> None:
 def test_what_cannot_be_asked_together(target: str) -> None:
     with pytest.raises(ValueError, match="settings are for embedded:"):
         spillway_kv.connect(target, settings=SETTINGS)
-    with pytest.raises(ValueError, match="native=False"):
-        spillway_kv.connect("embedded:", native=False)
 
 
 def test_memory_that_is_full_says_so(engine: Client, rng: np.random.Generator) -> None:
@@ -240,7 +238,7 @@ def test_a_program_may_end_with_it_open() -> None:
         step = client.begin_step([sequence])
         step.attend(0, np.ones((1, 1, 1, 16), np.float32), rows[None, :, :1], rows[None, :, :1])
         # Waits for an answer that never comes.
-        call = wire(client).native.open("/spillway.v1.AttentionService/Step", None)
+        call = wire(client).channel.open("/spillway.v1.AttentionService/Step", None)
         def wait():
             try:
                 call.receive()

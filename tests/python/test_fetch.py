@@ -19,7 +19,7 @@ from spillway_kv.connection import wire
 MIB = 1 << 20
 LAYERS, HEADS, DIM, TOKENS = 2, 2, 16, 1000  # as in the fixture `model`
 INVALID, MISSING, RANGE = "INVALID_ARGUMENT", "NOT_FOUND", "OUT_OF_RANGE"
-EVERY_TRANSPORT = pytest.mark.transports("grpcio", "libspillway", "regions", "embedded")
+EVERY_TRANSPORT = pytest.mark.transports("messages", "doorbell", "regions", "embedded")
 SPANS = [(0, TOKENS), (5, 6), (127, 129), (128, 256), (300, 999)]
 # Edges of pages, neighbours, and the last token. Heads and pages have different numbers of rows.
 CHOSEN = ([0, 1, 127, 128, 700, 999], [3])

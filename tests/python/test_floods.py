@@ -7,9 +7,11 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from pathlib import Path
 
+import grpc
 import pytest
 import spillway_kv
 from access_daemon import Served, make_authority, make_certificate, served, token_entry, wait_for
@@ -28,10 +30,12 @@ from http2 import (
     raw,
     request,
 )
+from raw_grpc import Stubs
 from spillway_kv._proto.admin_service_pb2 import GetServerInfoRequest
 from spillway_kv.connection import wire
 
 TOKEN = "x" * 40
+AUTHORIZED = [("authorization", f"Bearer {TOKEN}")]
 CALL = request("/spillway.v1.AdminService/GetServerInfo")
 HEALTH = request("/grpc.health.v1.Health/Check")
 WATCH = request("/grpc.health.v1.Health/Watch")
@@ -49,9 +53,14 @@ class Flooded:
 
     def connect(self) -> spillway_kv.Client:
         """A client with the token."""
-        return spillway_kv.connect(
-            self.daemon.address, token=TOKEN, native=False, ca=self.authority or None
-        )
+        return spillway_kv.connect(self.daemon.address, token=TOKEN, ca=self.authority or None)
+
+    def channel(self) -> grpc.Channel:
+        """A channel of grpcio. Its calls need the metadata AUTHORIZED."""
+        if not self.authority:
+            return grpc.insecure_channel(self.daemon.address)
+        trusted = grpc.ssl_channel_credentials(Path(self.authority).read_bytes())
+        return grpc.secure_channel(self.daemon.address.removeprefix("tls:"), trusted)
 
     @contextmanager
     def raw(self) -> Iterator[Raw]:
@@ -206,10 +215,25 @@ def test_more_watchers_end_the_oldest_and_checks_are_answered(flooded: Flooded) 
 
 
 def test_clients_that_cancel_and_wait_are_served(flooded: Flooded) -> None:
-    with flooded.connect() as client:
-        ask = wire(client).stubs.admin.GetServerInfo.future
+    with flooded.channel() as channel:
+        ask = partial(Stubs(channel).admin.GetServerInfo.future, metadata=AUTHORIZED, timeout=20)
         for _ in range(5):
-            asked = [ask(GetServerInfoRequest(), timeout=20) for _ in range(200)]
+            asked = [ask(GetServerInfoRequest()) for _ in range(200)]
             for call in asked[::2]:
                 call.cancel()
             assert all(call.result().version for call in asked[1::2])
+
+
+def test_calls_of_libspillway_that_are_cancelled_leave_the_others(flooded: Flooded) -> None:
+    with flooded.connect() as client:
+        channel = wire(client).channel
+        for _ in range(5):
+            asked = [
+                channel.open("/spillway.v1.AdminService/GetServerInfo", 20) for _ in range(200)
+            ]
+            for call in asked:
+                call.send(b"")
+                call.send_end()
+            for call in asked[::2]:
+                call.cancel()
+            assert all(call.receive() for call in asked[1::2])

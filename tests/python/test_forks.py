@@ -21,10 +21,10 @@ import spillway_kv
 from spillway_kv._native import Carrier
 from spillway_kv.connection import wire
 
-target, native = sys.argv[1], sys.argv[2] != "grpcio"
+target = sys.argv[1]
 embedded = target == "embedded:"
 settings = {"device.name": "cpu", "memory.limit": "256MiB"} if embedded else None
-client = spillway_kv.connect(target, native=native, settings=settings)
+client = spillway_kv.connect(target, settings=settings)
 model = client.create_model(
     layer_count=1, query_head_count=2, kv_head_count=2, head_dim=16, dtype="float32"
 )
@@ -35,14 +35,13 @@ large = np.ones((1, 2, 16384, 16), np.float32)
 # By way of a region of its own, where there are any.
 sequence.append(0, 0, large, large)
 row, q = np.ones((2, 1, 16), np.float32), np.ones((1, 2, 16), np.float32)
-if sys.argv[2] == "libspillway":
+if not embedded:
     wire(client).carrier = Carrier.MESSAGES
 messages = client.begin_step([third])
 messages.attend(0, q[None], row[None], row[None])
 wire(client).carrier = Carrier.BEST
 step = client.begin_step([sequence])
 rows = sequence.fetch(0, 0, 16)
-connected = None if embedded else wire(client).presence._stream
 
 
 def tried(use):
@@ -67,7 +66,7 @@ def in_child():
     }
     said = {name: tried(use) for name, use in uses.items()}
     closed = [tried(gone.close) for gone in (step, messages, client)]
-    anew = tried(lambda: spillway_kv.connect(target, native=native, settings=settings))
+    anew = tried(lambda: spillway_kv.connect(target, settings=settings))
     return {"pid": os.getpid(), "said": said, "closed": closed, "anew": anew}
 
 
@@ -91,24 +90,22 @@ step.close()
 messages.attend(0, q[None], row[None], row[None])
 messages.close()
 sequence.append(0, sequence.token_count, large, large)
-same = embedded or (wire(client).presence._stream is connected and connected.is_active())
 left = [s.abandoned for s in client.list_sequences() if s.name == sequence.name]
 print(json.dumps({
-    **told, "parent": os.getpid(), "statuses": [status, idle], "same": same, "abandoned": left,
+    **told, "parent": os.getpid(), "statuses": [status, idle], "abandoned": left,
     "tokens": [s.refresh().token_count for s in (sequence, other, third)],
 }))
 """
 
 
-@pytest.mark.parametrize("transport", ["grpcio", "libspillway", "embedded"])
+@pytest.mark.parametrize("transport", ["daemon", "embedded"])
 def test_a_client_is_of_the_process_that_made_it(
     request: pytest.FixtureRequest, transport: str
 ) -> None:
     serving.prefer_library(binary())
-    embedded = transport == "embedded"
-    target = "embedded:" if embedded else request.getfixturevalue("target")
+    target = "embedded:" if transport == "embedded" else request.getfixturevalue("target")
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, target, transport],
+        [sys.executable, "-c", PROGRAM, target],
         env=os.environ,
         capture_output=True,
         text=True,
@@ -130,7 +127,6 @@ def test_a_client_is_of_the_process_that_made_it(
         f"before: it cannot connect. Instead, {forks._ADVICE}",
     ]
     assert told["statuses"] == [0, 0]
-    assert told["same"]
     assert told["abandoned"] == [False]
     assert told["tokens"] == [2 * 16384 + 1, 0, 1]
 
@@ -142,12 +138,12 @@ import json, multiprocessing, os, signal, sys
 import numpy as np
 import spillway_kv
 
-target, transport, before = sys.argv[1:]
+target, before = sys.argv[1:]
 settings = {"device.name": "cpu", "memory.limit": "64MiB"} if target == "embedded:" else None
 
 
 def used(_=None):
-    with spillway_kv.connect(target, native=transport != "grpcio", settings=settings) as client:
+    with spillway_kv.connect(target, settings=settings) as client:
         model = client.create_model(
             layer_count=1, query_head_count=2, kv_head_count=2, head_dim=16, dtype="float32"
         )
@@ -176,7 +172,7 @@ def in_child(call):
 
 
 if before == "open":
-    kept = spillway_kv.connect(target, native=transport != "grpcio", settings=settings)
+    kept = spillway_kv.connect(target, settings=settings)
 elif before != "imported":
     used()
 child = in_child(used)
@@ -194,9 +190,9 @@ print(json.dumps([*child, workers]))
 @pytest.mark.parametrize(
     ("transport", "before", "may"),
     [
-        ("grpcio", "closed", False),
-        ("libspillway", "imported", True),
-        ("libspillway", "open", False),
+        ("daemon", "closed", False),
+        ("daemon", "imported", True),
+        ("daemon", "open", False),
         ("embedded", "imported", True),
         ("embedded", "closed", False),
     ],
@@ -207,7 +203,7 @@ def test_where_a_child_may_connect(
     serving.prefer_library(binary())
     target = "embedded:" if transport == "embedded" else request.getfixturevalue("target")
     done = subprocess.run(
-        [sys.executable, "-c", BEFORE, target, transport, before],
+        [sys.executable, "-c", BEFORE, target, before],
         env=os.environ,
         capture_output=True,
         text=True,

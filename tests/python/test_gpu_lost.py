@@ -22,7 +22,7 @@ import spillway_kv
 from arena_folder import DIM, LAYERS, SHAPES, Writer, folder_in_memory, rows
 from daemon_process import ROOT, binary, device_flags, on_gpu, wait_for_log
 from helpers import settles
-from spillway_kv.connection import wire
+from raw_grpc import raw
 from spillway_kv.lab import serving
 
 FAULT = Path(
@@ -100,10 +100,9 @@ def test_an_idle_daemon_comes_back_with_its_rows(tmp_path: Path) -> None:
             assert scraped(each.log, "spillway_device_lost") == {'device="cuda:0"': 0}
 
 
-@pytest.mark.parametrize("native", [True, False], ids=["libspillway", "grpcio"])
-def test_nobody_who_works_notices(tmp_path: Path, native: bool) -> None:
+def test_nobody_who_works_notices(tmp_path: Path) -> None:
     with folder_in_memory() as arena, faulty(tmp_path, "--arena-directory", str(arena)) as each:
-        with spillway_kv.connect(each.served.target, native=native) as client:
+        with spillway_kv.connect(each.served.target) as client:
             sequence = client.create_sequence(client.create_model("m", **SHAPES), "s", ttl=0)
             writer = Writer(1, "sequences/s")
             writer.append(sequence, 5000)
@@ -125,7 +124,7 @@ def test_nobody_who_works_notices(tmp_path: Path, native: bool) -> None:
 
             def appends() -> None:
                 try:
-                    with spillway_kv.connect(each.served.target, native=native) as other:
+                    with spillway_kv.connect(each.served.target) as other:
                         its = other.get_sequence("sequences/s")
                         while not stop.is_set():
                             writer.append(its, 3)
@@ -166,7 +165,7 @@ def test_a_daemon_that_ends_does_not_come_back(tmp_path: Path) -> None:
                 yield from ()
 
             # An open stream, for which the daemon waits.
-            append = wire(client).stubs.attention.Append.future(nothing())
+            append = raw(each.served.target).attention.Append.future(nothing())
             assert settles(lambda: scraped(each.log, "spillway_open_streams") == {"": 1})
             os.kill(each.served.pid, signal.SIGTERM)
             wait_for_log(each.log, "draining")

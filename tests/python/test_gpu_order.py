@@ -21,7 +21,7 @@ from spillway_kv import Client, Model, Policy, Selection, Sequence
 
 pytestmark = pytest.mark.skipif(not on_gpu(), reason="needs SPILLWAY_TEST_DEVICE=cuda:N")
 # To a daemon through its doorbell and in messages, and to an embedded engine.
-ALL_TRANSPORTS = pytest.mark.transports("libspillway", "embedded")
+ALL_TRANSPORTS = pytest.mark.transports("doorbell", "embedded")
 
 LAYERS, HEADS, KV_HEADS, DIM = 2, 8, 2, 64
 STEPS = 10

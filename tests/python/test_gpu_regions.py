@@ -185,7 +185,7 @@ def test_reads_what_the_stream_has_yet_to_write(
 
 
 def test_what_lies_in_none_goes_through_one_of_the_clients_own(target: str) -> None:
-    with spillway_kv.connect(target, native=True) as client:
+    with spillway_kv.connect(target) as client:
         model = client.create_model(
             layer_count=LAYERS,
             query_head_count=HEADS,

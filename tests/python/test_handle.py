@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
 from typing import Any
 
 import pytest
-from spillway_kv import _handle
+from daemon_process import binary
 from spillway_kv._handle import Handle, Handles
+from spillway_kv.lab import serving
 
 
 def test_the_last_call_frees_what_was_closed() -> None:
@@ -48,13 +52,27 @@ def test_a_handle_that_is_dropped_is_freed() -> None:
     assert freed == [7]
 
 
-def test_the_end_of_a_program_leaves_what_a_call_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_with_open_handles_ends_at_once() -> None:
+    """Finalizers that run at its end free them."""
+    program = """
+import spillway_kv
+client = spillway_kv.connect("embedded:", settings={"device.name": "cpu", "memory.limit": "64MiB"})
+model = client.create_model(layer_count=1, query_head_count=1, kv_head_count=1, head_dim=16)
+step = client.begin_step([client.create_sequence(model)])
+from spillway_kv import _handle
+_handle._EXIT_SECONDS = 60
+"""
+    serving.prefer_library(binary())
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=20)
+
+
+def test_the_end_of_a_program_leaves_what_a_call_uses() -> None:
     freed: list[int] = []
     handles = Handles()
     used, idle = (Handle(number, freed.append, "step", handles) for number in (1, 2))
     pointer = used.held()
-    monkeypatch.setattr(_handle, "_EXIT_SECONDS", 0.05)
-    handles.end()
+    handles.close()
+    handles.await_freed(time.monotonic() + 0.05)
     assert freed == [2]
     assert used.closed
     assert idle.closed

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 import spillway_kv
 from daemon_process import binary, running_daemon, wait_for_log
-from grpc_health.v1 import health_pb2
 from helpers import settles
+from raw_grpc import raw
 from spillway_kv._proto import admin_service_pb2, attention_service_pb2
 from spillway_kv.connection import wire
 
@@ -169,14 +169,14 @@ def test_a_stream_of_steps_is_counted_when_it_ends(watched: Watched) -> None:
 
     before = count()
     requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    with spillway_kv.connect(watched.client.target, native=False) as client:
-        answers = wire(client).stubs.attention.Step(iter(requests.get, None), timeout=30)
-        attend = attention_service_pb2.StepAttend()
-        requests.put(attention_service_pb2.StepRequest(attend=attend))
-        assert next(answers).status.code == grpc.StatusCode.FAILED_PRECONDITION.value[0]
-        assert count() == before
-        requests.put(None)
-        assert list(answers) == []
+    step = raw(watched.client.target).attention.Step
+    answers = step(iter(requests.get, None), timeout=30)
+    attend = attention_service_pb2.StepAttend()
+    requests.put(attention_service_pb2.StepRequest(attend=attend))
+    assert next(answers).status.code == grpc.StatusCode.FAILED_PRECONDITION.value[0]
+    assert count() == before
+    requests.put(None)
+    assert list(answers) == []
     assert settles(lambda: count() == before + 1)
 
 
@@ -285,9 +285,10 @@ def test_it_serves_and_is_ready(watched: Watched) -> None:
     ready = ask(watched.address, "/readyz")
     assert (ready.status, json.loads(ready.body)) == (200, {"ready": True})
     assert ask(watched.address, "/readyz", "HEAD").status == 200
-    request = health_pb2.HealthCheckRequest(service="readiness")
-    response = wire(watched.client).stubs.health.Check(request)
-    assert response.status == health_pb2.HealthCheckResponse.SERVING
+    with grpc.insecure_channel(watched.client.target) as channel:
+        check: Any = channel.unary_unary("/grpc.health.v1.Health/Check")
+        # The request's first field is the service. Status 1 of the response is SERVING.
+        assert check(b"\x0a\x09readiness", timeout=10) == b"\x08\x01"
 
 
 def start(*flags: str) -> subprocess.CompletedProcess[str]:

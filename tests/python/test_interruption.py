@@ -21,6 +21,7 @@ import pytest
 import spillway_kv
 from daemon_process import on_gpu, running_daemon
 from helpers import delete_model, encode, held, refused, settles, wait_for
+from raw_grpc import raw
 from spillway_kv import Client, Model, Policy, Sequence, _split
 from spillway_kv._native import Carrier
 from spillway_kv._proto import attention_service_pb2 as attention
@@ -28,7 +29,7 @@ from spillway_kv.connection import wire
 
 F32 = np.float32
 # An attend of this many queries over this many tokens takes seconds.
-EVERY_TRANSPORT = pytest.mark.transports("grpcio", "libspillway", "embedded")
+EVERY_TRANSPORT = pytest.mark.transports("messages", "doorbell", "embedded")
 QUERIES = 1024
 TOKENS = 600_000 if on_gpu() else 24_000
 
@@ -45,6 +46,11 @@ def heavy(client: Client) -> Iterator[Sequence]:
     sequence.append(0, 0, k, v)
     yield sequence
     delete_model(client, model)
+
+
+def services(client: Client) -> Any:
+    """The services by libspillway, or by grpcio, which reads answers while it sends requests."""
+    return raw(client.target) if client.step_transport == "messages" else wire(client).stubs
 
 
 def long_request(heavy: Sequence) -> attention.AttendRequest:
@@ -74,7 +80,7 @@ def test_deadline_in_mid_attend(heavy: Sequence, no_leak: Callable[[], None]) ->
 
 def test_cancelled_attend(client: Client, heavy: Sequence, no_leak: Callable[[], None]) -> None:
     start = time.monotonic()
-    call = wire(client).stubs.attention.Attend.future(long_request(heavy))
+    call = raw(client.target).attention.Attend.future(long_request(heavy))
     time.sleep(0.1)
     assert call.cancel()
     assert seconds_of_a_small_attend(heavy) < 1.0
@@ -127,7 +133,7 @@ def step_requests(fork: Sequence, count: int) -> list[attention.StepRequest]:
 def test_cancelled_steps(
     client: Client, heavy: Sequence, no_leak: Callable[[], None], fork: Sequence
 ) -> None:
-    call = wire(client).stubs.attention.Step(iter(step_requests(fork, 50)))
+    call = services(client).attention.Step(iter(step_requests(fork, 50)))
     time.sleep(0.1)
     call.cancel()
     assert seconds_of_a_small_attend(heavy) < 2.0
@@ -138,7 +144,7 @@ def test_cancelled_steps(
 @EVERY_TRANSPORT
 def test_step_deadline(client: Client, heavy: Sequence, fork: Sequence) -> None:
     requests = step_requests(fork, 1000)
-    error = refused(lambda: list(wire(client).stubs.attention.Step(iter(requests), timeout=0.1)))
+    error = refused(lambda: list(services(client).attention.Step(iter(requests), timeout=0.1)))
     assert error.code == "DEADLINE_EXCEEDED"
     assert seconds_of_a_small_attend(heavy) < 2.0
 
@@ -156,7 +162,7 @@ def test_steps_that_fail_leave_no_thread(client: Client, fork: Sequence) -> None
     wait_for(lambda: threading.active_count() <= before)
 
 
-@pytest.mark.transports("grpcio", "libspillway")
+@pytest.mark.transports("messages", "doorbell")
 def test_a_step_closed_by_another_thread(
     client: Client, heavy: Sequence, forks: list[Sequence]
 ) -> None:
@@ -187,7 +193,7 @@ def test_bursts_are_served_in_order(client: Client, model: Model) -> None:
             part = attention.DecodeStep.Part(sequence=sequence.name, token_start=start)
             begin = attention.DecodeStep(parts=[part], token_count=1)
             requests.append(attention.StepRequest(begin=begin, attend=attend))
-        answers = list(wire(client).stubs.attention.Step(iter(requests), timeout=60))
+        answers = list(services(client).attention.Step(iter(requests), timeout=60))
         assert [answer.status.code for answer in answers] == [0] * 300
         visible = [list(a.results[0].certificate.visible_token_counts) for a in answers]
         assert visible == [[start + 1] * 4 for start in range(300)]
@@ -195,19 +201,16 @@ def test_bursts_are_served_in_order(client: Client, model: Model) -> None:
         sequence.delete()
 
 
-@pytest.mark.parametrize("transport", ["doorbell", "grpcio"])
-def test_interrupted_step(target: str, heavy: Sequence, transport: str) -> None:
+def test_interrupted_step(target: str, heavy: Sequence) -> None:
     """Ctrl-C ends the wait for a step that the daemon has begun. Then the client continues."""
     script = Path(__file__).with_name("step_for_ever.py")
-    without = {"SPILLWAY_LIBRARY": ""} if transport == "grpcio" else {}
     process = subprocess.Popen(
         [sys.executable, script, target, heavy.name, str(QUERIES // 4)],
-        env={**os.environ, **without},
         stdout=subprocess.PIPE,
         text=True,
     )
     assert process.stdout is not None
-    assert process.stdout.readline() == f"{transport}\n"
+    assert process.stdout.readline() == "doorbell\n"
     time.sleep(0.3)
     start = time.monotonic()
     process.send_signal(signal.SIGINT)
@@ -218,16 +221,14 @@ def test_interrupted_step(target: str, heavy: Sequence, transport: str) -> None:
     assert process.wait(10) == 0
 
 
-def test_interrupted_step_in_messages_of_libspillway(
-    target: str, heavy: Sequence, forks: list[Sequence]
-) -> None:
+def test_interrupted_step_in_messages(target: str, heavy: Sequence, forks: list[Sequence]) -> None:
     q, k, v = of_a_step(len(forks))
     handled = signal.signal(signal.SIGINT, signal.default_int_handler)
     with spillway_kv.connect(target) as client:
         wire(client).carrier = Carrier.MESSAGES
         sequences = [client.get_sequence(fork.name) for fork in forks]
         step = client.begin_step(sequences, token_count=16, policy=Policy(selector="all"))
-        assert client.step_transport == "libspillway"
+        assert client.step_transport == "messages"
         interrupt = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
         start = time.monotonic()
         try:
@@ -329,7 +330,7 @@ def test_cancelled_append(client: Client, model: Model, no_leak: Callable[[], No
         sent.set()
         threading.Event().wait(10)
 
-    call = wire(client).stubs.attention.Append.future(requests())
+    call = raw(client.target).attention.Append.future(requests())
     assert sent.wait(10)
     wait_for(lambda: sequence.refresh().token_count == 100)
     call.cancel()
@@ -461,10 +462,11 @@ def test_memory_runs_out(small_client: Client) -> None:
     delete_model(client, model)
 
 
-@pytest.mark.parametrize("native", [False, True])
-def test_daemon_gone(tmp_path: Path, native: bool) -> None:
+@pytest.mark.parametrize("carrier", [Carrier.MESSAGES, Carrier.DOORBELL], ids=lambda x: x.name)
+def test_daemon_gone(tmp_path: Path, carrier: Carrier) -> None:
     with running_daemon(tmp_path) as target:
-        client = spillway_kv.connect(target, native=native)
+        client = spillway_kv.connect(target)
+        wire(client).carrier = carrier
         sequence = client.create_sequence(
             client.create_model(
                 layer_count=2, query_head_count=1, kv_head_count=1, head_dim=16, dtype="float32"

@@ -27,7 +27,7 @@ from spillway_kv import (
 F32 = np.float32
 D, TOKENS = 16, 1500
 
-pytestmark = pytest.mark.transports("libspillway", "regions", "embedded")
+pytestmark = pytest.mark.transports("doorbell", "regions", "embedded")
 EVERY_INDEX = KeyIndices(
     int4_keys=True,
     quest_page_token_count=32,

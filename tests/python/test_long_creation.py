@@ -13,9 +13,9 @@ import pytest
 import spillway_kv
 from daemon_process import binary, on_gpu, running_daemon
 from helpers import refused, settles
+from raw_grpc import Stubs
 from spillway_kv import Client
 from spillway_kv._proto import model_service_pb2 as models
-from spillway_kv._proto import model_service_pb2_grpc as stubs
 from spillway_kv._proto import tensor_pb2 as tensors
 from spillway_kv.starting import wait_until_serving
 
@@ -49,7 +49,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def client(target: str) -> Iterator[Client]:
     """A client of that daemon."""
-    with spillway_kv.connect(target, native=False) as client:
+    with spillway_kv.connect(target) as client:
         yield client
 
 
@@ -57,7 +57,7 @@ def client(target: str) -> Iterator[Client]:
 def create(target: str) -> Iterator[Any]:
     """The call that creates a model."""
     with grpc.insecure_channel(target) as channel:
-        yield stubs.ModelServiceStub(channel).CreateModel
+        yield Stubs(channel).models.CreateModel
 
 
 def used_bytes(client: Client) -> int:
@@ -111,7 +111,7 @@ def test_a_stop_ends_the_work_with_the_grace(tmp_path: Path) -> None:
     try:
         wait_until_serving(process.poll, target, tmp_path / "log", timeout=30)
         with grpc.insecure_channel(target) as channel, spillway_kv.connect(target) as client:
-            call = stubs.ModelServiceStub(channel).CreateModel.future(LONG, timeout=120)
+            call = Stubs(channel).models.CreateModel.future(LONG, timeout=120)
             assert starts(client)
             process.send_signal(signal.SIGTERM)
             # The rotations alone would take longer than this.

@@ -15,6 +15,7 @@ import pytest
 import spillway_kv
 from google.rpc import code_pb2
 from helpers import held, refused
+from raw_grpc import error_of
 from spillway_kv import Client, Model, Sequence
 from spillway_kv._proto import (
     admin_service_pb2 as admin,
@@ -35,9 +36,9 @@ from spillway_kv._proto import (
     tensor_pb2 as tensors,
 )
 from spillway_kv.connection import wire
-from spillway_kv.errors import error_from_rpc, error_from_status
+from spillway_kv.errors import error_from_status
 
-pytestmark = pytest.mark.transports("libspillway", "regions", "embedded")
+pytestmark = pytest.mark.transports("doorbell", "regions", "embedded")
 INVALID = "INVALID_ARGUMENT"
 RANGE = "OUT_OF_RANGE"
 EITHER = (INVALID, RANGE)
@@ -781,8 +782,6 @@ def test_query_that_is_not_finite(scene: Scene) -> None:
         try:
             (result,) = wire(scene.client).stubs.attention.Attend(request).results
             code = code_pb2.Code.Name(result.status.code)
-        except grpc.RpcError as error:
-            code = error_from_rpc(error).code
         except spillway_kv.SpillwayError as error:
             code = error.code
         assert code in EITHER
@@ -907,4 +906,4 @@ def test_bytes_that_are_no_message(scene: Scene, target: str) -> None:
         nothing: Any = channel.unary_unary("/spillway.v1.ModelService/Nothing")
         with pytest.raises(grpc.RpcError) as caught:
             nothing(b"", timeout=10)
-    assert error_from_rpc(caught.value).code == "UNIMPLEMENTED"
+    assert error_of(caught.value).code == "UNIMPLEMENTED"

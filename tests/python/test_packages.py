@@ -130,18 +130,20 @@ def run(unpacked: Path, code: str) -> str:
     return done.stdout.strip()
 
 
-def test_steps_go_through_the_wheel_own_library(
+def test_all_goes_through_the_wheel_own_library(
     wheels: Wheels, target: str, tmp_path: Path
 ) -> None:
     with zipfile.ZipFile(wheels.platform) as archive:
         archive.extractall(tmp_path)
     used = run(
         tmp_path,
-        f"import spillway_kv\n"
-        f"with spillway_kv.connect({target!r}, native=True) as client:\n"
-        f"    print(client.transport, client._wire.native.library._name)",
+        "import sys\n"
+        "sys.modules['grpc'] = None\n"
+        "import spillway_kv\n"
+        f"with spillway_kv.connect({target!r}) as client:\n"
+        "    print(client.transport, client._wire.channel.library._name)",
     )
-    assert used == f"libspillway {tmp_path}/spillway_kv/_lib/libspillway.so.1"
+    assert used == f"daemon {tmp_path}/spillway_kv/_lib/libspillway.so.1"
 
 
 # Modules that take long to load, and the client.

@@ -630,7 +630,7 @@ def of_engine(
     delete_model(client, model)
 
 
-@pytest.mark.transports("grpcio", "libspillway", "embedded")
+@pytest.mark.transports("messages", "doorbell", "embedded")
 def test_prompt_by_chunks(of_engine: tuple[spillway_kv.Sequence, torch.dtype]) -> None:
     sequence, dtype = of_engine
     length, layer = 3000, 1
@@ -646,7 +646,7 @@ def test_prompt_by_chunks(of_engine: tuple[spillway_kv.Sequence, torch.dtype]) -
             expect(out, wanted[part], dtype)
 
 
-@pytest.mark.transports("grpcio", "libspillway", "embedded")
+@pytest.mark.transports("messages", "doorbell", "embedded")
 def test_modes_of_torch(of_engine: tuple[spillway_kv.Sequence, torch.dtype]) -> None:
     """Buffers work in any torch mode, and nothing is recorded for gradients."""
     sequence, dtype = of_engine

@@ -84,7 +84,7 @@ def limited(byte_count: int) -> Iterator[None]:
 
 
 @pytest.mark.skipif(not on_gpu(), reason="needs SPILLWAY_TEST_DEVICE=cuda:N")
-@pytest.mark.transports("libspillway", "embedded")
+@pytest.mark.transports("doorbell", "embedded")
 def test_peak(client: Client) -> None:
     """A prompt whose K/V are many times the budget stays within the budget."""
     chunk, block, length = 1024, 2048, 64 * 1024

@@ -31,7 +31,7 @@ from spillway_kv.connection import wire
 MIB = 1 << 20
 HEADS, DIM = 2, 16  # as in the fixture `model`, which has two layers and four query heads
 INVALID, MISSING, RANGE = "INVALID_ARGUMENT", "NOT_FOUND", "OUT_OF_RANGE"
-BOTH = pytest.mark.transports("libspillway", "embedded")
+BOTH = pytest.mark.transports("doorbell", "embedded")
 
 
 @pytest.fixture
@@ -673,20 +673,10 @@ def test_a_device_without_memory_of_its_own(client: Client, device: str, told: s
     assert abs(other_bytes(client) - before) < 1024
 
 
-def test_no_region_of_a_gpu_without_the_library(target: str) -> None:
-    with (
-        spillway_kv.connect(target, native=False) as client,
-        pytest.raises(ValueError, match="need libspillway"),
-    ):
-        client.attach_region(MIB, device="cuda:0")
-
-
 def test_what_is_no_handle_is_not_mapped(client: Client) -> None:
-    native = wire(client).native
-    assert native is not None
     nowhere = "GPU-00000000-0000-0000-0000-000000000000"
     for handle, codes in ((b"short", {INVALID}), (bytes(64), {MISSING})):
         with pytest.raises(spillway_kv.SpillwayError) as caught:
-            native.map_gpu_region(nowhere, handle)
+            wire(client).channel.map_gpu_region(nowhere, handle)
         # A build without CUDA cannot map.
         assert caught.value.code in codes | {"UNIMPLEMENTED"}, caught.value

@@ -14,6 +14,8 @@ import torch
 from daemon_process import running_daemon
 from helpers import step
 from random_llama import generate, llama, prompt
+from spillway_kv._native import Carrier
+from spillway_kv.connection import wire
 from spillway_kv.transformers import SpillwayCache
 
 SHAPES: dict[str, Any] = {
@@ -42,18 +44,21 @@ def gone() -> Iterator[None]:
     assert not isinstance(caught.value, spillway_kv.DaemonRestarted)
 
 
-@pytest.mark.parametrize("native", [False, True], ids=["grpcio", "libspillway"])
+@pytest.mark.parametrize("how", ["messages", "doorbell"])
 @pytest.mark.parametrize("token_count", [1, 20], ids=["step", "prompt"])
-def test_cache(tmp_path: Path, native: bool, token_count: int) -> None:
+def test_cache(tmp_path: Path, how: str, token_count: int) -> None:
     dense, spilled = llama(), llama()
     spilled.set_attn_implementation("spillway")
     ids = prompt(1, 40)
     expected = generate(dense, ids)
     with running_daemon(tmp_path) as target:
-        client = spillway_kv.connect(target, native=native)
+        client = spillway_kv.connect(target)
+        if how == "messages":
+            wire(client).carrier = Carrier.MESSAGES
         cache = SpillwayCache(spilled.config, client)
         # Decodes, so that the client has a doorbell or a call, which the restart breaks.
         generate(spilled, ids, cache, max_new_tokens=3)
+        assert client.step_transport == how
         fork = cache.fork()
     with running_daemon(tmp_path), client, torch.no_grad():
         for _ in range(2):

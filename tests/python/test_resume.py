@@ -67,15 +67,15 @@ def before_layer(model: Any, layer: int, calls: set[int], act: Callable[[], None
     return model.model.layers[layer].self_attn.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-@pytest.mark.parametrize("how", ["grpcio", "libspillway", "doorbell"])
+@pytest.mark.parametrize("how", ["messages", "doorbell"])
 def test_generation_is_as_an_undisturbed_one(tmp_path: Path, how: str) -> None:
     dense, spilled = llama(), llama()
     spilled.set_attn_implementation("spillway")
     ids = prompt(1, 40)
     expected = generate(dense, ids)
     with daemon(tmp_path) as each, killer(each) as kill:
-        with spillway_kv.connect(each.target, native=how != "grpcio") as client:
-            if how == "libspillway":
+        with spillway_kv.connect(each.target) as client:
+            if how == "messages":
                 wire(client).carrier = Carrier.MESSAGES
             assert client.step_transport == how
             with SpillwayCache(spilled.config, client) as cache:
@@ -107,12 +107,12 @@ def test_a_batch_and_a_prompt_in_chunks(tmp_path: Path) -> None:
             assert kill.count == 3
 
 
-@pytest.mark.parametrize("how", ["grpcio", "libspillway", "doorbell"])
+@pytest.mark.parametrize("how", ["messages", "doorbell"])
 def test_calls(tmp_path: Path, how: str) -> None:
     q = rows(99, 0, 2)[0].transpose(1, 0, 2).reshape(1, 4, DIM)
     with daemon(tmp_path) as each, killer(each) as kill:
-        with spillway_kv.connect(each.target, native=how != "grpcio") as client:
-            if how == "libspillway":
+        with spillway_kv.connect(each.target) as client:
+            if how == "messages":
                 wire(client).carrier = Carrier.MESSAGES
             client.create_model("m", **SHAPES)
             sequence = client.create_sequence("models/m", "s")
@@ -199,16 +199,19 @@ def test_what_does_not_go_on(tmp_path: Path) -> None:
             client.close()
 
 
-@pytest.mark.parametrize("native", [False, True], ids=["grpcio", "libspillway"])
-def test_a_step_that_a_restart_broke_can_be_closed(tmp_path: Path, native: bool) -> None:
+@pytest.mark.parametrize("how", ["messages", "doorbell"])
+def test_a_step_that_a_restart_broke_can_be_closed(tmp_path: Path, how: str) -> None:
     q = rows(99, 0, 2)[0].transpose(1, 0, 2).reshape(1, 1, 4, DIM)
     new = rows(1, 0, 1)[0][None]
     with (
         daemon(tmp_path) as each,
-        spillway_kv.connect(each.target, native=native, resume_seconds=0) as client,
+        spillway_kv.connect(each.target, resume_seconds=0) as client,
     ):
+        if how == "messages":
+            wire(client).carrier = Carrier.MESSAGES
         sequence = client.create_sequence(client.create_model("m", **SHAPES), "s")
         step = client.begin_step([sequence])
+        assert client.step_transport == how
         each.kill()
         with pytest.raises((spillway_kv.Unavailable, spillway_kv.Cancelled)):
             step.attend(0, q, new, -new)

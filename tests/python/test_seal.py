@@ -15,14 +15,14 @@ import spillway_kv
 from arena_folder import SHAPES, Writer
 from arena_folder import daemon as arena_daemon
 from helpers import delete_model, refused, step, wait_for
+from raw_grpc import raw
 from spillway_kv import Client, FailedPrecondition, Model, Sequence
 from spillway_kv._proto import attention_service_pb2 as attention
-from spillway_kv.connection import wire
 from test_step_call import Call, failure
 from test_step_call import attend as attend_message
 from test_step_call import step as step_message
 
-EVERY_TRANSPORT = pytest.mark.transports("grpcio", "libspillway", "regions", "embedded")
+EVERY_TRANSPORT = pytest.mark.transports("messages", "doorbell", "regions", "embedded")
 pytestmark = EVERY_TRANSPORT
 
 LAYERS, HEADS, KV_HEADS, DIM = 4, 4, 2, 16
@@ -135,7 +135,7 @@ def test_steps_are_refused(sequence: Sequence, rows: Any, rng: np.random.Generat
     assert sequence.refresh().layer_token_counts == (LENGTH + 1, LENGTH, LENGTH, LENGTH)
 
 
-@pytest.mark.transports("libspillway")
+@pytest.mark.transports("doorbell")
 def test_a_call_is_refused_and_goes_on(
     client: Client, sequence: Sequence, rows: Any, rng: np.random.Generator
 ) -> None:
@@ -172,7 +172,7 @@ def test_appends_and_truncations_are_refused(sequence: Sequence, rows: Any) -> N
     assert sequence.truncate(3).token_count == 3
 
 
-@pytest.mark.transports("libspillway")
+@pytest.mark.transports("doorbell")
 def test_an_append_keeps_its_messages_before_the_seal(
     client: Client, sequence: Sequence, rows: Any
 ) -> None:
@@ -182,7 +182,7 @@ def test_an_append_keeps_its_messages_before_the_seal(
         k, v = (array[None] for array in new_token(rows, layer))
         return sequence._append_of(layer, LENGTH, k, v).request(0, 0, (k, v), None)
 
-    answer = wire(client).stubs.attention.Append.future(iter(waiting.get, None))
+    answer = raw(client.target).attention.Append.future(iter(waiting.get, None))
     waiting.put(message(0))
     waiting.put(message(1))
     lengths = (LENGTH + 1, LENGTH + 1, LENGTH, LENGTH)

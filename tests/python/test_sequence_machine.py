@@ -26,7 +26,7 @@ from spillway_kv import Client, Policy, Sequence
 
 LAYERS, KV_HEADS, HEADS, DIM = 2, 2, 4, 16
 
-pytestmark = pytest.mark.transports("libspillway", "regions", "embedded")
+pytestmark = pytest.mark.transports("doorbell", "regions", "embedded")
 EVERYTHING = Policy(selector="all")
 
 

@@ -21,7 +21,7 @@ from safetensors.numpy import load_file, save_file
 from spillway_kv import Client, Model, Policy, Sequence
 
 F32 = np.float32
-EVERY_TRANSPORT = pytest.mark.transports("grpcio", "libspillway", "embedded")
+EVERY_TRANSPORT = pytest.mark.transports("messages", "doorbell", "embedded")
 TOKENS = 3000
 SPARSE = Policy(dense_token_count=1024, epsilon=0.2)
 
@@ -354,11 +354,8 @@ def test_steps_go_on_during_saves_and_loads(client: Client, model: Model, named:
     short.delete()
 
 
-@pytest.mark.parametrize("native", [False, True])
-def test_a_deadline_stops_it(
-    target: str, model: Model, named: str, folder: Path, native: bool
-) -> None:
-    with spillway_kv.connect(target, native=native) as client:
+def test_a_deadline_stops_it(target: str, model: Model, named: str, folder: Path) -> None:
+    with spillway_kv.connect(target) as client:
         sequence = client.create_sequence(model)
         k, v = rows_of(300_000)
         sequence.append(0, 0, k, v)

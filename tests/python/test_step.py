@@ -12,7 +12,7 @@ from daemon_process import device as daemon_device
 from daemon_process import on_gpu
 from spillway_kv import Client, Model, Policy, Sequence
 
-pytestmark = pytest.mark.transports("grpcio", "libspillway", "embedded")
+pytestmark = pytest.mark.transports("messages", "doorbell", "embedded")
 
 LAYERS, HEADS, KV_HEADS, DIM = 2, 4, 2, 16  # as in the fixture `model`
 LENGTHS = (1500, 40, 7)

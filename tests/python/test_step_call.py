@@ -1,4 +1,4 @@
-"""AttentionService.Step, called with generated stubs."""
+"""AttentionService.Step, called by grpcio."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ import spillway_kv
 from daemon_process import running_daemon
 from google.rpc import error_details_pb2
 from helpers import encode, refused
+from raw_grpc import Stubs
 from spillway_kv import Client, Model, Sequence
 from spillway_kv._native import Carrier
 from spillway_kv._proto import attention_service_pb2 as attention
-from spillway_kv._proto import attention_service_pb2_grpc, tensor_pb2
+from spillway_kv._proto import tensor_pb2
 from spillway_kv.connection import wire
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
@@ -30,8 +31,8 @@ class Call:
 
     def __init__(self, channel: grpc.Channel) -> None:
         self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        stub: Any = attention_service_pb2_grpc.AttentionServiceStub(channel)
-        self.responses = stub.Step(iter(self._requests.get, None), timeout=60)
+        step = Stubs(channel).attention.Step
+        self.responses = step(iter(self._requests.get, None), timeout=60)
 
     def send(self, **fields: Any) -> None:
         self._requests.put(attention.StepRequest(**fields))
@@ -429,13 +430,12 @@ def large(target: str) -> Iterator[tuple[Client, list[Sequence], tuple[Any, Any,
         client.delete_model(model)
 
 
-@pytest.mark.parametrize("native", [True, False])
-def test_a_step_larger_than_a_message(target: str, native: bool) -> None:
+def test_a_step_larger_than_a_message(target: str) -> None:
     with (
         large(target) as (client, sequences, rows),
-        spillway_kv.connect(target, native=native) as other,
+        spillway_kv.connect(target) as other,
     ):
-        wire(other).carrier = Carrier.MESSAGES if native else Carrier.BEST
+        wire(other).carrier = Carrier.MESSAGES
         forked = [other.get_sequence(sequence.fork().name) for sequence in sequences]
         with client.begin_step(sequences, token_count=16) as step:
             out, lse = step.attend(0, *rows)

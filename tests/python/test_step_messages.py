@@ -20,15 +20,15 @@ LENGTHS = (1200, 9)
 
 @pytest.fixture(scope="module")
 def clients(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Client, Client]]:
-    """Two clients of one daemon: without libspillway, and with it but without a doorbell."""
+    """Two clients of one daemon: with a doorbell, and without one."""
     with running_daemon(tmp_path_factory.mktemp("daemon"), "--memory-limit", "256MiB") as target:
         with (
-            spillway_kv.connect(target, native=False) as grpcio,
-            spillway_kv.connect(target, native=True) as native,
+            spillway_kv.connect(target) as local,
+            spillway_kv.connect(target) as remote,
         ):
-            wire(native).carrier = Carrier.MESSAGES
-            assert (grpcio.step_transport, native.step_transport) == ("grpcio", "libspillway")
-            yield grpcio, native
+            wire(remote).carrier = Carrier.MESSAGES
+            assert (local.step_transport, remote.step_transport) == ("doorbell", "messages")
+            yield local, remote
 
 
 def normal(rng: np.random.Generator, *shape: int) -> Any:
@@ -61,19 +61,20 @@ def tensors(rng: np.random.Generator, tokens: int) -> Any:
 
 
 @pytest.mark.parametrize("tokens", [1, 5])
-def test_gives_what_grpcio_gives(
+def test_gives_what_a_doorbell_gives(
     clients: tuple[Client, Client], rng: np.random.Generator, tokens: int
 ) -> None:
-    grpcio, native = clients
-    sequences = filled(grpcio, rng)
-    mine = opened(native, [sequence.fork() for sequence in sequences])
+    local, remote = clients
+    sequences = filled(local, rng)
+    mine = opened(remote, [sequence.fork() for sequence in sequences])
     policy = spillway_kv.Policy(dense_token_count=1024)
     for _ in range(2):
         with (
-            grpcio.begin_step(sequences, token_count=tokens, policy=policy) as theirs,
-            native.begin_step(mine, token_count=tokens, policy=policy) as step,
+            local.begin_step(sequences, token_count=tokens, policy=policy) as theirs,
+            remote.begin_step(mine, token_count=tokens, policy=policy) as step,
         ):
-            assert type(theirs._kind) is not type(step._kind)
+            carriers = [each._kind.carrier()[0] for each in (theirs, step) if each._kind]
+            assert carriers == [Carrier.DOORBELL, Carrier.MESSAGES]
             for layer in (1, 0):
                 rows = tensors(rng, tokens)
                 for wanted, got in zip(
@@ -113,25 +114,25 @@ def test_torch_of_any_strides_and_another_type_of_output(
 def test_after_a_failure_the_layer_is_said_again(
     clients: tuple[Client, Client], rng: np.random.Generator
 ) -> None:
-    grpcio, native = clients
-    sequences = filled(grpcio, rng)
+    local, remote = clients
+    sequences = filled(local, rng)
     alone = sequences[0].fork()
     q, k, v = tensors(rng, 1)
     broken = q.copy()
     broken[0, 0, 0, 0] = np.nan
-    with native.begin_step(opened(native, sequences)) as step:
+    with remote.begin_step(opened(remote, sequences)) as step:
         with pytest.raises(spillway_kv.OutOfRange, match="q is not finite") as told:
             step.attend(0, broken, k, v)
         assert told.value.reason == "NON_FINITE"
         out, lse = step.attend(0, q, k, v)
         with pytest.raises(ValueError, match=r"q has shape \[2, 4, 32\], not \[2, 1, 4, 32\]"):
             step.attend(1, q[:, 0], k, v)
-    with grpcio.begin_step([alone]) as step:
+    with local.begin_step([alone]) as step:
         wanted, wanted_lse = step.attend(0, q[:1], k[:1], v[:1])
     np.testing.assert_array_equal(out[:1], wanted)
     np.testing.assert_array_equal(lse[:1], wanted_lse)
     sequences[1].delete()
-    with native.begin_step(opened(native, sequences[:1])) as step:
+    with remote.begin_step(opened(remote, sequences[:1])) as step:
         sequences[0].delete()
         with pytest.raises(spillway_kv.NotFound, match=sequences[0].name):
             step.attend(1, q[:1], k[:1], v[:1])

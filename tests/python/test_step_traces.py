@@ -9,17 +9,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import grpc
 import numpy as np
 import pytest
 import spillway_kv
 from daemon_process import binary, running_daemon
 from helpers import step, wait_for
+from raw_grpc import raw
 from spillway_kv import Client, Sequence
 from spillway_kv._native import Carrier
 from spillway_kv._native_step import NativeStep
 from spillway_kv._proto import attention_service_pb2 as attention
-from spillway_kv._proto import attention_service_pb2_grpc
 from spillway_kv.connection import wire
 from spillway_kv.lab import serving
 from spillway_kv.tensors import fill
@@ -80,20 +79,19 @@ def messages(sequence: Sequence, trace_ids: list[str]) -> Iterator[attention.Ste
 def test_a_step_of_a_call_has_its_own_trace_or_that_of_the_call(
     folder: Path, target: str, metadata: Any, opened: str | None
 ) -> None:
-    with spillway_kv.connect(target) as client, grpc.insecure_channel(target) as channel:
+    with spillway_kv.connect(target) as client:
         sequence = new_sequence(client)
-        stub: Any = attention_service_pb2_grpc.AttentionServiceStub(channel)
         asked = messages(sequence, ["job-7/2", "", "job-7/3"])
-        answers = list(stub.Step(asked, metadata=metadata, timeout=60))
+        answers = list(raw(target).attention.Step(asked, metadata=metadata, timeout=60))
         assert [answer.status.code for answer in answers] == [0, 0, 0]
         wait_for(lambda: len(traces(folder, "slow_step", sequence.name)) == 3)
     assert traces(folder, "slow_step", sequence.name) == ["job-7/2", opened, "job-7/3"]
 
 
-@pytest.mark.parametrize("transport", ["grpcio", "libspillway", "doorbell"])
+@pytest.mark.parametrize("transport", ["messages", "doorbell"])
 def test_a_step_is_of_the_trace_it_was_begun_in(folder: Path, target: str, transport: str) -> None:
-    with spillway_kv.connect(target, native=transport != "grpcio") as client:
-        if transport == "libspillway":
+    with spillway_kv.connect(target) as client:
+        if transport == "messages":
             wire(client).carrier = Carrier.MESSAGES
         sequence = new_sequence(client)
         with spillway_kv.traced(TRACEPARENT):
@@ -129,13 +127,12 @@ def test_a_trace_id_that_is_none_is_refused(target: str, trace_id: str) -> None:
         assert "trace_id: " in answer.status.message
         assert f"{len(trace_id)} characters, {asked}" in answer.status.message
         (message,) = messages(sequence, [trace_id])
-        native = wire(client).native
-        assert native is not None
+        channel = wire(client).channel
         with pytest.raises(spillway_kv.InvalidArgument, match="trace_id") as caught:
-            NativeStep(native, message.begin, sequence._described(), Carrier.DOORBELL)
+            NativeStep(channel, message.begin, sequence._described(), Carrier.DOORBELL)
         assert [violation.field for violation in caught.value.fields] == ["trace_id"]
         with pytest.raises(spillway_kv.InvalidArgument, match="trace_id: .* is not 1 to 128"):
-            NativeStep(native, message.begin, sequence._described(), Carrier.MESSAGES)
+            NativeStep(channel, message.begin, sequence._described(), Carrier.MESSAGES)
         assert sequence.refresh().token_count == 0
 
 

@@ -46,7 +46,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Client]:
         with connected("embedded", request) as client:
             yield client
     else:
-        with spillway_kv.connect(request.getfixturevalue("target"), native=True) as client:
+        with spillway_kv.connect(request.getfixturevalue("target")) as client:
             yield client
 
 
@@ -746,8 +746,8 @@ def test_the_cpu_has_no_streams(engine: Client, wide: Model) -> None:
     sequence.delete()  # no decoder holds it
 
 
-@pytest.mark.transports("grpcio")
-def test_none_without_the_library(client: Client, model: Model) -> None:
+@pytest.mark.transports("messages")
+def test_none_by_messages(client: Client, model: Model) -> None:
     sequence = client.create_sequence(model)
     with raising(ValueError, "decoders need an embedded engine, or a daemon that shares"):
         client.open_decoder([sequence])
@@ -847,7 +847,7 @@ def test_a_runner_that_is_killed_between_layers(
 @needs_gpu
 def test_the_daemon_goes_between_layers(tmp_path: Path) -> None:
     with running_daemon(tmp_path) as target:
-        client = spillway_kv.connect(target, native=True)
+        client = spillway_kv.connect(target)
         model = client.create_model(
             layer_count=LAYERS,
             query_head_count=HEADS,

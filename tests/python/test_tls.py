@@ -69,11 +69,10 @@ def decode_and_check(client: spillway_kv.Client) -> None:
     delete_model(client, model)
 
 
-@pytest.mark.parametrize("native", [False, True])
-def test_mutual_tls_carries_calls_and_steps(daemon: Served, folder: Path, native: bool) -> None:
+def test_mutual_tls_carries_calls_and_steps(daemon: Served, folder: Path) -> None:
     assert daemon.address.startswith("tls:127.0.0.1:")
-    with spillway_kv.connect(daemon.address, native=native, **files(folder)) as client:
-        assert client.transport == ("libspillway" if native else "grpcio")
+    with spillway_kv.connect(daemon.address, **files(folder)) as client:
+        assert (client.transport, client.step_transport) == ("daemon", "messages")
         assert client.target == daemon.address
         decode_and_check(client)
 
@@ -126,20 +125,17 @@ def test_the_socket_for_its_machine_takes_no_tls(folder: Path, tmp_path: Path) -
             decode_and_check(far)
 
 
-@pytest.mark.parametrize("native", [False, True])
 @pytest.mark.parametrize(
     ("ca", "client"), [("stranger", "client"), ("ca", "strange"), ("ca", ""), ("", "client")]
 )
-def test_strangers_do_not_get_in(
-    daemon: Served, folder: Path, native: bool, ca: str, client: str
-) -> None:
+def test_strangers_do_not_get_in(daemon: Served, folder: Path, ca: str, client: str) -> None:
     named: Files = {}
     if ca:
         named["ca"] = str(folder / f"{ca}.pem")
     if client:
         named |= {key: value for key, value in files(folder, client=client).items() if key != "ca"}
     with pytest.raises(spillway_kv.Unavailable):
-        spillway_kv.connect(daemon.address, native=native, timeout=5, **named)
+        spillway_kv.connect(daemon.address, timeout=5, **named)
 
 
 def test_without_tls_nobody_gets_in(daemon: Served) -> None:
@@ -154,9 +150,10 @@ def test_files_for_a_target_without_tls_are_refused(target: str, folder: Path) -
             spillway_kv.connect(plain, ca=folder / "ca.pem")
     with pytest.raises(ValueError, match="must both be named"):
         spillway_kv.connect("tls:localhost:1", cert=folder / "client.pem")
-    for native in (False, True):
-        with pytest.raises(OSError, match=r"nowhere\.pem"):
-            spillway_kv.connect("tls:localhost:1", ca="/nowhere.pem", native=native)
+    with pytest.raises(
+        spillway_kv.InvalidArgument, match=r"/nowhere\.pem: cannot be read: No such"
+    ):
+        spillway_kv.connect("tls:localhost:1", ca="/nowhere.pem")
 
 
 def test_certificates_change_while_clients_are_connected(folder: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import functools
 import json
 import stat
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from arena_folder import folder_in_memory
 from google.protobuf.descriptor import FieldDescriptor, MethodDescriptor
 from google.protobuf.message_factory import GetMessageClass
 from helpers import delete_model, refused, step
+from raw_grpc import error_of
+from spillway_kv._native import Carrier
 from spillway_kv._proto import (
     admin_service_pb2,
     attention_service_pb2,
@@ -142,7 +145,7 @@ def call(daemon: Daemon, method: MethodDescriptor, metadata: Any, request: Any) 
             answer = stub(sent, metadata=metadata, timeout=10)
             return list(answer) if method.server_streaming else [answer]
         except grpc.RpcError as error:
-            return spillway_kv.errors.error_from_rpc(error)
+            return error_of(error)
 
 
 def bearer(token: str) -> list[tuple[str, str]]:
@@ -515,11 +518,12 @@ def test_tokens_change_while_streams_are_open(daemon: Daemon, alice: spillway_kv
         model = bob.create_model(**SHAPE)
         sequence = bob.create_sequence(model)
         ones, q = np.ones((1, 1, 1, 16), np.float32), np.ones((1, 1, 2, 16), np.float32)
-        with (
-            daemon.connect(BOB, native=False) as plain,
-            plain.begin_step([sequence]) as in_messages,
-            bob.begin_step([sequence]) as step,
-        ):
+        with ExitStack() as stack:
+            plain = stack.enter_context(daemon.connect(BOB))
+            wire(plain).carrier = Carrier.MESSAGES
+            in_messages = stack.enter_context(plain.begin_step([sequence]))
+            step = stack.enter_context(bob.begin_step([sequence]))
+            assert (plain.step_transport, bob.step_transport) == ("messages", "doorbell")
             in_messages.attend(0, q, ones, ones)
             # A broken file changes nothing and is logged once.
             before = len(log.read_text())
@@ -671,15 +675,14 @@ def test_tokens_over_tls_by_every_client(tmp_path: Path, monkeypatch: pytest.Mon
     key = ("--tls-key", str(tmp_path / "server.key"))
     with served(tmp_path, *certificate, *key, "--tokens-file", str(path)) as daemon:
         ca = tmp_path / "ca.pem"
-        for native in (False, True):
-            with spillway_kv.connect(daemon.address, ca=ca, token=ALICE, native=native) as client:
-                model = client.create_model(**SHAPE)
-                sequence = client.create_sequence(model)
-                one = rows(1)
-                step(sequence, 0, np.ones((1, 2, 16), np.float32), one, one)
-                delete_model(client, model)
-            with pytest.raises(spillway_kv.Unauthenticated):
-                spillway_kv.connect(daemon.address, ca=ca, native=native)
+        with spillway_kv.connect(daemon.address, ca=ca, token=ALICE) as client:
+            model = client.create_model(**SHAPE)
+            sequence = client.create_sequence(model)
+            one = rows(1)
+            step(sequence, 0, np.ones((1, 2, 16), np.float32), one, one)
+            delete_model(client, model)
+        with pytest.raises(spillway_kv.Unauthenticated):
+            spillway_kv.connect(daemon.address, ca=ca)
         by_ca = ("--tls-ca", str(ca))
         assert run_cli(daemon.address, *by_ca, "models").returncode == 1
         token = tmp_path / "token"
@@ -752,7 +755,6 @@ def test_the_tool_makes_tokens(tmp_path: Path) -> None:
 
 
 def test_tokens_with_wrong_characters_are_refused_here(daemon: Daemon) -> None:
-    for native in (True, False):
-        with pytest.raises((ValueError, spillway_kv.InvalidArgument)) as caught:
-            daemon.connect("with space\n", native=native)
-        assert "with space" not in str(caught.value)
+    with pytest.raises(ValueError, match="the token has characters other than") as caught:
+        daemon.connect("with space\n")
+    assert "with space" not in str(caught.value)

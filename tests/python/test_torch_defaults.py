@@ -18,7 +18,7 @@ from spillway_kv.prefill import Prefill
 from spillway_kv.prefill_kernels import trials
 from spillway_kv.transformers import SpillwayCache
 
-pytestmark = pytest.mark.transports("grpcio", "regions", "embedded")
+pytestmark = pytest.mark.transports("messages", "regions", "embedded")
 
 # torch's functions that make a tensor on the default device, and those that give it the default
 # dtype.

@@ -11,7 +11,7 @@ import torch
 from helpers import delete_model
 from spillway_kv import Client, Sequence
 
-pytestmark = pytest.mark.transports("libspillway", "embedded")
+pytestmark = pytest.mark.transports("doorbell", "embedded")
 
 HEADS, KV_HEADS, DIM, LAYERS = 4, 2, 16, 2
 

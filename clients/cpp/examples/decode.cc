@@ -101,7 +101,7 @@ class Sequence {
     std::vector<const char*> texts;
     for (const std::string& setting : settings) texts.push_back(setting.c_str());
     channel_.reset(embedded ? spillway_channel_embed(texts.data(), texts.size())
-                            : spillway_channel_open(target.c_str(), nullptr, nullptr));
+                            : spillway_channel_open(target.c_str(), nullptr));
     if (channel_ == nullptr) return LastError();
 
     v1::CreateModelRequest model;
@@ -159,7 +159,7 @@ class Sequence {
   absl::StatusOr<Response> Tell(const char* method, const Request& request) {
     const std::string path = absl::StrCat("/spillway.v1.", method);
     const Call call(
-        spillway_call_open(channel_.get(), path.c_str(), /*timeout_seconds=*/60, nullptr));
+        spillway_call_open(channel_.get(), path.c_str(), /*timeout_seconds=*/60, nullptr, 0));
     if (call == nullptr) return LastError();
     return Ask<Response>(call.get(), request);
   }

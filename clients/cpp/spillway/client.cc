@@ -26,6 +26,7 @@ absl::StatusOr<Response> Call(const PresenceKeeper& client, Stub& stub,
   CallContext context(options.timeout.value_or(default_timeout), options.stop, client.client_id());
   Response response;
   grpc::Status status = (stub.*method)(context.get(), request, &response);
+  if (status.error_code() == grpc::StatusCode::UNAVAILABLE) client.Reconnect();
   if (!status.ok()) return ToAbslStatus(status);
   return response;
 }

@@ -14,9 +14,13 @@
 namespace spillway {
 namespace {
 
-constexpr std::chrono::seconds kLookInterval{1};
+// A daemon that stops waits until its clients have read that.
+constexpr std::chrono::milliseconds kLookInterval{100};
 // Most looks between two attempts, if the daemon keeps refusing.
-constexpr int kPauseMax = 8;
+constexpr int kPauseMax = 80;
+// How long the connection is read after a call that found no daemon, at most, and at a time.
+constexpr std::chrono::seconds kReadTime{5};
+constexpr std::chrono::milliseconds kReadInterval{100};
 
 // A random id of 128 bits.
 std::string NewId() {
@@ -86,15 +90,47 @@ PresenceKeeper::~PresenceKeeper() {
   thread_.join();
 }
 
+void PresenceKeeper::Reconnect() const {
+  const MutexLock lock(mutex_);
+  reconnects_ = true;
+  wake_.NotifyOne();
+}
+
+void PresenceKeeper::AwaitReady() const {
+  grpc::CompletionQueue queue;
+  void* tag;
+  bool ok;
+  const auto end = std::chrono::system_clock::now() + kReadTime;
+  for (;;) {
+    const grpc_connectivity_state state = channel_->GetState(/*try_to_connect=*/true);
+    const auto now = std::chrono::system_clock::now();
+    if (state == GRPC_CHANNEL_READY || state == GRPC_CHANNEL_SHUTDOWN || now >= end) break;
+    channel_->NotifyOnStateChange(state, now + kReadInterval, &queue, /*tag=*/nullptr);
+    queue.Next(&tag, &ok);
+    const MutexLock lock(mutex_);
+    if (stopped_) break;
+  }
+  queue.Shutdown();
+  while (queue.Next(&tag, &ok)) {
+  }
+}
+
 void PresenceKeeper::Run() {
-  int lived = 0;  // looks since the stream was opened or ended
-  int pause = 1;  // looks before the stream is opened again
+  int lived = 0;         // looks since the stream was opened or ended
+  int pause = 1;         // looks before the stream is opened again
+  bool unknown = false;  // whether the daemon does not have the call
   MutexLock lock(mutex_);
   for (;;) {
     const auto next = std::chrono::steady_clock::now() + kLookInterval;
-    while (!stopped_ && wake_.WaitUntil(mutex_, next)) {
+    while (!stopped_ && !reconnects_ && wake_.WaitUntil(mutex_, next)) {
+    }
+    if (!stopped_ && std::exchange(reconnects_, false)) {
+      lock.Unlock();
+      AwaitReady();
+      lock.Lock();
     }
     if (stopped_) return;
+    if (unknown) continue;
     ++lived;
     if (connection_ == nullptr) {
       if (lived >= pause) {
@@ -106,7 +142,7 @@ void PresenceKeeper::Run() {
     const std::optional<grpc::StatusCode> ended = connection_->Look();
     if (!ended) continue;
     // An older daemon without this call keeps all sequences until their ttl.
-    if (*ended == grpc::StatusCode::UNIMPLEMENTED) return;
+    if (*ended == grpc::StatusCode::UNIMPLEMENTED) unknown = true;
     pause = lived > pause ? 1 : std::min(2 * pause, kPauseMax);
     lived = 0;
     connection_.reset();

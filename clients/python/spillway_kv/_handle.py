@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
@@ -96,6 +97,8 @@ class Handles:
         # Handles that are not freed.
         self._count = 0
         self._left = False
+        self._pid = os.getpid()
+        _all.add(self)
 
     def add(self, handle: Handle, free: Callable[[int], None]) -> Callable[[int], None]:
         """Adds a handle. Returns the function that frees it, and counts."""
@@ -119,13 +122,30 @@ class Handles:
         for handle in handles:
             handle.close()
 
-    def end(self) -> None:
-        """Closes all handles when the program ends, before the library's static objects end.
+    def await_freed(self, until: float) -> None:
+        """Waits for calls of other threads. What a long call uses is left as it is.
 
-        Waits for calls of other threads. What a long call uses is left as it is.
+        Args:
+            until: When to stop waiting, as `time.monotonic` says it.
         """
-        self.close()
-        end = time.monotonic() + _EXIT_SECONDS
-        while self._count and time.monotonic() < end:
+        while self._count and time.monotonic() < until:
             time.sleep(_POLL_SECONDS)
         self._left = True
+
+
+_all: weakref.WeakSet[Handles] = weakref.WeakSet()
+
+
+def _end() -> None:
+    """Frees all handles when the program ends, before the library's static objects end."""
+    # What a forked process has is its parent's.
+    own = [handles for handles in _all if handles._pid == os.getpid()]
+    for handles in own:
+        handles.close()
+    until = time.monotonic() + _EXIT_SECONDS
+    for handles in own:
+        handles.await_freed(until)
+
+
+# Not by atexit alone: after weakref's own function there, no finalizer runs any more.
+weakref.finalize(_all, _end)

@@ -56,28 +56,20 @@ class Sums(ctypes.Structure):
 
 
 @functools.cache
-def library(required: bool = False) -> ctypes.CDLL | None:
-    """Returns libspillway, or None if there is none.
+def library() -> ctypes.CDLL:
+    """Returns libspillway.
 
-    If `SPILLWAY_LIBRARY` is set, this is the file that it names, or None if it is empty. Otherwise
-    this is the package's own library, which a platform wheel has, or else libspillway.so as the
-    system's loader finds it.
-
-    Args:
-        required: Raise an error if the library is not found.
+    If `SPILLWAY_LIBRARY` is set, this is the file that it names. Otherwise this is the package's
+    own library, which a platform wheel has, or else libspillway.so as the system's loader finds
+    it.
 
     Raises:
-        OSError: The library cannot be loaded, and was named or is required.
+        OSError: The library cannot be loaded, or has another interface.
 
     Warns:
-        RuntimeWarning: The package's own library cannot be loaded. Another one, or None, is
-            returned.
+        RuntimeWarning: The package's own library cannot be loaded. The system's is returned.
     """
     named = os.environ.get(_ENVIRONMENT)
-    if named == "":
-        if required:
-            raise OSError(f"libspillway is not loaded because {_ENVIRONMENT} is empty")
-        return None
     own = str(_OWN)
     paths = [named] if named else [own, _INSTALLED] if _OWN.exists() else [_INSTALLED]
     failures: dict[str, str] = {}
@@ -88,19 +80,16 @@ def library(required: bool = False) -> ctypes.CDLL | None:
             break
         except OSError as error:
             failures[path] = f"{path}: {error}"
-    if loaded is None and (named or required):
+    if loaded is None:
         told = "; ".join(failures.values())
         raise OSError(f"libspillway cannot be loaded: {told}; {_ENVIRONMENT} can name another file")
-    if own in failures and not named:
-        instead = "grpcio" if loaded is None else f"the system's {_INSTALLED}"
+    if own in failures:
         warnings.warn(
-            f"the libspillway of this package cannot be loaded, decode steps go through "
-            f"{instead}: {failures[own]}",
+            f"the libspillway of this package cannot be loaded, the system's {_INSTALLED} is "
+            f"used: {failures[own]}",
             RuntimeWarning,
             stacklevel=4,
         )
-    if loaded is None:
-        return None
     interface = loaded.spillway_interface()
     if interface != _INTERFACE:
         raise OSError(f"{path} has interface version {interface}, not {_INTERFACE}")
@@ -108,11 +97,11 @@ def library(required: bool = False) -> ctypes.CDLL | None:
     number, seconds = ctypes.c_int, ctypes.c_double
     for name, result, arguments in (
         ("error", number, (pointer, pointer, pointer)),
-        ("channel_open", pointer, (text, pointer, text)),
+        ("channel_open", pointer, (text, pointer)),
         ("channel_embed", pointer, (pointer, size)),
         ("channel_close", None, (pointer,)),
-        ("call_open", pointer, (pointer, text, seconds, text)),
-        ("call_send", number, (pointer, text, size)),
+        ("call_open", pointer, (pointer, text, seconds, text, ctypes.c_uint)),
+        ("call_send", number, (pointer, text, size, seconds)),
         ("call_send_end", None, (pointer,)),
         ("call_receive", number, (pointer, seconds, pointer, pointer)),
         ("call_status", number, (pointer, pointer, pointer, pointer)),

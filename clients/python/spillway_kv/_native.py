@@ -1,17 +1,25 @@
-"""Channels of libspillway: an embedded engine, and calls that skip grpcio's thread switches."""
+"""Channels of libspillway, to an embedded engine or a daemon, and their calls."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import enum
-import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
+
+from google.protobuf import message_factory
 
 from spillway_kv import forks
 from spillway_kv._handle import Handle, Handles
 from spillway_kv._library import Sums, bytes_of, error_of, last_error
+from spillway_kv._proto import (
+    admin_service_pb2,
+    attention_service_pb2,
+    memory_service_pb2,
+    model_service_pb2,
+    sequence_service_pb2,
+)
 from spillway_kv.access import Access
 from spillway_kv.errors import SpillwayError
 from spillway_kv.tracing import trace_id
@@ -20,6 +28,8 @@ from spillway_kv.tracing import trace_id
 EMBEDDED = "embedded:"
 _RECEIVED, _TIMED_OUT, _ENDED = range(3)
 _UNANSWERED = -1
+# An option of a call.
+_WITHOUT_CLIENT = 1
 # Longest wait inside the library, seconds. Between waits Python handles signals such as Ctrl-C.
 _WAIT_SECONDS = 0.2
 
@@ -36,7 +46,8 @@ class Carrier(enum.IntEnum):
 class NativeChannel:
     """A channel to a daemon, or an embedded engine and the channel to it.
 
-    Generated stubs accept it as a `grpc.Channel`. Calls raise `SpillwayError`.
+    A daemon keeps the unnamed sequences of the channel until it is closed. Calls raise
+    `SpillwayError`.
     """
 
     def __init__(
@@ -45,24 +56,20 @@ class NativeChannel:
         target: str,
         settings: Mapping[str, str],
         access: Access,
-        client_id: str = "",
     ) -> None:
-        """Opens the channel.
+        """Opens the channel. A channel to a daemon connects with its first call.
 
         Args:
             loaded: The library.
             target: gRPC target of a daemon, or `EMBEDDED`.
             settings: Settings of an embedded engine, with the names of the daemon's settings file.
             access: TLS files and token for a daemon.
-            client_id: Id of the client that makes the calls. This client itself keeps its Connect
-                stream to the daemon open.
 
         Raises:
             SpillwayError: The settings of the engine or the TLS files were refused.
         """
         self.library = loaded
-        embedded = target == EMBEDDED
-        if embedded:
+        if target == EMBEDDED:
             texts = [f"{name}={value}".encode() for name, value in settings.items()]
             handle = loaded.spillway_channel_embed(
                 (ctypes.c_char_p * len(texts))(*texts), len(texts)
@@ -70,17 +77,13 @@ class NativeChannel:
         else:
             texts = [part.encode() for part in (access.ca, access.cert, access.key, access.token)]
             handle = loaded.spillway_channel_open(
-                target.encode(), (ctypes.c_char_p * len(texts))(*texts), client_id.encode()
+                target.encode(), (ctypes.c_char_p * len(texts))(*texts)
             )
         # The channel, its steps and its decoders.
         self._handles = Handles()
         self._handle = self._handle_of(handle, loaded.spillway_channel_close, "client")
         # Error for later uses after a fork; empty in the process that opened the channel.
         self._left = ""
-        # At exit, an embedded engine is closed before the library's own destructors run. A channel
-        # to a daemon is not: other threads may still wait in its calls.
-        finalizer = forks.finalizer(self, self._handles.end)
-        finalizer.atexit = embedded
 
     def _checked(self, pointer: int | None) -> int:
         if pointer:
@@ -105,8 +108,13 @@ class NativeChannel:
     def _error(self) -> SpillwayError:
         return last_error(self.library)
 
-    def open(self, method: str, timeout: float | None) -> NativeCall:
+    def open(self, method: str, timeout: float | None, *, named: bool = True) -> NativeCall:
         """Starts a call of a method such as "/package.Service/Method".
+
+        Args:
+            method: The method.
+            timeout: Seconds for the whole call. None means no limit.
+            named: Whether the call names this client.
 
         Raises:
             ValueError: The channel is closed.
@@ -115,9 +123,24 @@ class NativeChannel:
         seconds = 0.0 if timeout is None else max(timeout, 1e-9)
         self.check_open()
         call = self._handle.call(
-            self.library.spillway_call_open, method.encode(), seconds, trace_id().encode()
+            self.library.spillway_call_open,
+            method.encode(),
+            seconds,
+            trace_id().encode(),
+            0 if named else _WITHOUT_CLIENT,
         )
         return NativeCall(self.library, self._checked(call))
+
+    def serves(self, timeout: float) -> bool:
+        """Whether the daemon reports that it is serving (grpc.health.v1)."""
+        call = self.open("/grpc.health.v1.Health/Check", timeout)
+        with _cancelled_on_error(call):
+            # An empty request asks for the whole server, and status 1 of the response is SERVING.
+            call.send(b"")
+            call.send_end()
+            answer = call.receive()
+            call.receive()
+        return answer == b"\x08\x01"
 
     def begin_step(self, description: bytes, shape: Any, carrier: int) -> Handle:
         """Begins a step.
@@ -281,87 +304,71 @@ class NativeChannel:
         """
         self._handles.close()
 
-    def unary_unary(
-        self, method: str, request_serializer: Any, response_deserializer: Any, **_: Any
-    ) -> Any:
-        """Returns a method's callable, as `grpc.Channel` does."""
-        return functools.partial(
-            self._answer, method, request_serializer, response_deserializer, single=True
-        )
 
-    def stream_unary(
-        self, method: str, request_serializer: Any, response_deserializer: Any, **_: Any
-    ) -> Any:
-        """Returns a method's callable, as `grpc.Channel` does."""
-        return functools.partial(
-            self._answer, method, request_serializer, response_deserializer, single=False
-        )
+class Services:
+    """The methods of the daemon's services, by name: `models.GetModel(request, timeout=...)`.
 
-    def unary_stream(
-        self, method: str, request_serializer: Any, response_deserializer: Any, **_: Any
-    ) -> Any:
-        """Returns a method's callable, as `grpc.Channel` does."""
-        return functools.partial(
-            self._stream, method, request_serializer, response_deserializer, single=True
-        )
+    A method with a stream of requests takes an iterator, and sends all of them at the start. One
+    with a stream of responses returns an iterator with a method `cancel`. The others return a
+    message.
 
-    def stream_stream(
-        self, method: str, request_serializer: Any, response_deserializer: Any, **_: Any
-    ) -> Any:
-        """Returns a method's callable, as `grpc.Channel` does. It sends all requests at the start.
+    Args:
+        channel: Carries the calls.
+    """
 
-        For calls in which requests depend on responses, use `open`.
+    def __init__(self, channel: NativeChannel) -> None:
+        self.models: Any = _Service(channel, model_service_pb2, "ModelService")
+        self.sequences: Any = _Service(channel, sequence_service_pb2, "SequenceService")
+        self.attention: Any = _Service(channel, attention_service_pb2, "AttentionService")
+        self.memory: Any = _Service(channel, memory_service_pb2, "MemoryService")
+        self.admin: Any = _Service(channel, admin_service_pb2, "AdminService")
+
+
+class _Service:
+    """The methods of a service."""
+
+    def __init__(self, channel: NativeChannel, module: Any, name: str) -> None:
+        service = module.DESCRIPTOR.services_by_name[name]
+        for method in service.methods:
+            setattr(self, method.name, _Method(channel, service.full_name, method))
+
+
+class _Method:
+    """A method of a service."""
+
+    def __init__(self, channel: NativeChannel, service: str, method: Any) -> None:
+        self._channel = channel
+        self._path = f"/{service}/{method.name}"
+        self._streams = method.client_streaming
+        self._response = message_factory.GetMessageClass(method.output_type)
+        self._answer = self._responses if method.server_streaming else self._one_response
+
+    def __call__(self, request: Any, timeout: float | None = None, *, named: bool = True) -> Any:
+        """Calls the method.
+
+        Args:
+            request: A message, or an iterator of messages.
+            timeout: Seconds for the whole call. None means no limit.
+            named: Whether the call names this client.
         """
-        return functools.partial(
-            self._stream, method, request_serializer, response_deserializer, single=False
-        )
-
-    def _send(
-        self, method: str, to: Any, requests: Any, timeout: float | None, single: bool
-    ) -> NativeCall:
-        """Starts a call and sends its one request, or all of them."""
-        call = self.open(method, timeout)
+        call = self._channel.open(self._path, timeout, named=named)
         with _cancelled_on_error(call):
-            for request in [requests] if single else requests:
-                if not call.send(to(request)):
+            for message in request if self._streams else (request,):
+                if not call.send(message.SerializeToString()):
                     break
             call.send_end()
-        return call
+            return self._answer(call)
 
-    def _stream(
-        self,
-        method: str,
-        to: Any,
-        of: Any,
-        requests: Any,
-        timeout: float | None = None,
-        *,
-        metadata: None = None,
-        single: bool,
-    ) -> _Responses:
-        """Makes a call with a stream of responses."""
-        return _Responses(self._send(method, to, requests, timeout, single), of)
+    def _responses(self, call: NativeCall) -> _Responses:
+        return _Responses(call, self._response)
 
-    def _answer(
-        self,
-        method: str,
-        to: Any,
-        of: Any,
-        requests: Any,
-        timeout: float | None = None,
-        *,
-        metadata: None = None,
-        single: bool,
-    ) -> Any:
-        """Makes a call with one response."""
-        call = self._send(method, to, requests, timeout, single)
-        with _cancelled_on_error(call):
-            response = call.receive()
-            if response is None:
-                raise SpillwayError(f"{method} gave no answer", code="INTERNAL")
-            # The call may still end with an error.
-            call.receive()
-        return of(response)
+    def _one_response(self, call: NativeCall) -> Any:
+        response = call.receive()
+        if response is None:
+            raise SpillwayError(f"{self._path} gave no answer", code="INTERNAL")
+        # The call may still end with an error.
+        call.receive()
+        return self._response.FromString(response)
 
 
 def attend_at_once(
@@ -412,14 +419,14 @@ class GpuMapping:
 class _Responses:
     """The responses of a call, which can be cancelled."""
 
-    def __init__(self, call: NativeCall, of: Any) -> None:
+    def __init__(self, call: NativeCall, kind: Any) -> None:
         self._call = call
-        self._of = of
+        self._kind = kind
         self.cancel = call.cancel
 
     def __iter__(self) -> Iterator[Any]:
         while (response := self._call.receive()) is not None:
-            yield self._of(response)
+            yield self._kind.FromString(response)
 
 
 class NativeCall:
@@ -435,8 +442,15 @@ class NativeCall:
         closing.atexit = False
 
     def send(self, message: bytes) -> bool:
-        """Sends a message. Returns False if the call has already ended."""
-        sent: int = self._library.spillway_call_send(self._handle, message, len(message))
+        """Sends a message. Returns False if the call has already ended.
+
+        Waits while the daemon does not take what was sent before.
+        """
+        sent = _TIMED_OUT
+        while sent == _TIMED_OUT:
+            sent = self._library.spillway_call_send(
+                self._handle, message, len(message), _WAIT_SECONDS
+            )
         return sent == 0
 
     def send_end(self) -> None:

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import re
-import stat
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import grpc
 
 _TLS = "tls:"
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/=-]*")
-_FILE_BYTES_MAX = 4 << 20
 _PLAIN = ("tcp:", "unix:", "/")
 
 
@@ -85,74 +78,3 @@ class Access:
                 "a client's certificate and its key must both be named: one is missing"
             )
         return Access(tls=True, token=token, **files)
-
-    def grpcio_channel(self, target: str, options: list[tuple[str, int]]) -> grpc.Channel:
-        """Opens a grpcio channel.
-
-        Raises:
-            OSError: A file cannot be read.
-        """
-        address = target.removeprefix(_TLS)
-        if self.tls:
-            credentials = grpc.ssl_channel_credentials(
-                *(_read(path) if path else None for path in (self.ca, self.key, self.cert))
-            )
-            channel = grpc.secure_channel(address, credentials, options=options)
-        else:
-            channel = grpc.insecure_channel(address, options=options)
-        return grpc.intercept_channel(channel, _TokenSender(self.token)) if self.token else channel
-
-
-def _read(path: str) -> bytes:
-    """Reads a file as libspillway does: only a regular one, which has an end, and not too much.
-
-    Raises:
-        OSError: It cannot be read.
-    """
-    # Non-blocking, because opening a pipe would wait for a writer.
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", path)
-        data = file.read(_FILE_BYTES_MAX + 1)
-    if len(data) > _FILE_BYTES_MAX:
-        raise OSError(errno.EFBIG, f"more than {_FILE_BYTES_MAX} bytes", path)
-    return data
-
-
-class _Details(NamedTuple):
-    """An implementation of grpc.ClientCallDetails, which is only an interface."""
-
-    method: str
-    timeout: float | None
-    metadata: Any
-    credentials: Any
-    wait_for_ready: bool | None
-    compression: Any
-
-
-class _TokenSender(
-    grpc.UnaryUnaryClientInterceptor,
-    grpc.UnaryStreamClientInterceptor,
-    grpc.StreamUnaryClientInterceptor,
-    grpc.StreamStreamClientInterceptor,
-):
-    """Adds the token to every call. gRPC's call credentials work only with TLS."""
-
-    def __init__(self, token: str) -> None:
-        self._header = ("authorization", f"Bearer {token}")
-
-    def _call(self, continuation: Callable[..., Any], details: Any, request: Any) -> Any:
-        sent = _Details(
-            details.method,
-            details.timeout,
-            [*(details.metadata or ()), self._header],
-            details.credentials,
-            details.wait_for_ready,
-            details.compression,
-        )
-        return continuation(sent, request)
-
-    intercept_unary_unary: Any = _call
-    intercept_unary_stream: Any = _call
-    intercept_stream_unary: Any = _call
-    intercept_stream_stream: Any = _call

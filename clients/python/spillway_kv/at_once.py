@@ -95,7 +95,7 @@ class AttendsAtOnce:
 
     @staticmethod
     def possible(portions: SequenceABC[Portion]) -> bool:
-        """Whether all steps are open and use libspillway."""
+        """Whether all steps have begun, and none must be begun again."""
         return all(isinstance(portion.step._kind, NativeStep) for portion in portions)
 
     def begun(self) -> bool:

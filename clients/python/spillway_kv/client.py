@@ -12,8 +12,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from grpc_health.v1 import health_pb2
-
 from spillway_kv import _split
 from spillway_kv._proto import (
     admin_service_pb2,
@@ -105,19 +103,15 @@ class Client:
 
     @property
     def transport(self) -> str:
-        """What sends and receives the messages of decode steps.
-
-        `embedded`: nothing, they are function calls within the process. `libspillway`, or `grpcio`
-        if libspillway is not installed: over the socket of a daemon.
-        """
+        """Where the engine is: `embedded`, in this process; `daemon`, in another one."""
         return self._wire.transport
 
     @property
     def step_transport(self) -> str:
         """How decode steps (`begin_step`) are transported.
 
-        Like `transport`, or `doorbell`, which is faster than a socket: memory that libspillway
-        shares with a daemon on this host.
+        `embedded`: not at all, they are function calls within the process. `doorbell`: by memory
+        that is shared with a daemon on this host. `messages`: over the daemon's socket.
         """
         return self._wire.step_transport
 
@@ -590,7 +584,7 @@ class Client:
             NotFound: A sequence does not exist, or this process does not see its GPU.
             FailedPrecondition: A sequence is held by another decoder.
             ResourceExhausted: The GPU's memory limit is reached.
-            ValueError: As for `begin_step`, or the client uses TCP, or has no libspillway.
+            ValueError: As for `begin_step`, or the client uses TCP.
         """
         from spillway_kv.stream import StreamDecoder  # noqa: PLC0415  (imports torch)
 
@@ -619,8 +613,7 @@ class Client:
         Raises:
             ResourceExhausted: The memory limit of the daemon or of the GPU is reached, or there
                 are too many regions.
-            ValueError: The client does not use a unix socket, or there is no libspillway, which
-                GPU memory needs.
+            ValueError: The client does not use a unix socket.
             InvalidArgument: The daemon has no such GPU.
             SpillwayError: UNIMPLEMENTED if libspillway is without CUDA, NOT_FOUND if this
                 process does not see the GPU.
@@ -665,8 +658,7 @@ class Client:
 
     def health(self) -> bool:
         """Whether the daemon reports that it is serving (grpc.health.v1)."""
-        response = self._wire.call(self._wire.stubs.health.Check, health_pb2.HealthCheckRequest())
-        return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
+        return self._wire.serves()
 
 
 def _sequence_message(

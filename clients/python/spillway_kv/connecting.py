@@ -21,7 +21,6 @@ def connect(
     target: str | None = None,
     *,
     timeout: float = 60.0,
-    native: bool | None = None,
     settings: Mapping[str, str | int | float] | None = None,
     ca: str | Path | None = None,
     cert: str | Path | None = None,
@@ -50,8 +49,6 @@ def connect(
         timeout: Default timeout of a call in seconds.
         settings: Settings of an embedded engine, with the names of the daemon's settings file,
             for example `{"memory.limit": "8GiB", "device.name": "cpu"}`.
-        native: Whether decode steps use libspillway, which is faster than grpcio. None means
-            that they use it if it is installed, or if `SPILLWAY_LIBRARY` names it.
         ca: PEM file with the certificate authorities for `tls:host:port`. None means
             `SPILLWAY_TLS_CA`, or if this is not set, those of the system. With `host:port`, a
             value here selects TLS. `tcp:host:port` never uses TLS.
@@ -67,11 +64,11 @@ def connect(
         Unauthenticated: The daemon does not accept the token.
         Unavailable: No daemon answers at the target.
         VersionMismatch: The daemon has another major version.
-        InvalidArgument: A setting of an embedded engine is wrong.
+        InvalidArgument: A setting of an embedded engine is wrong, or a TLS file cannot be read.
         NotFound: The device of an embedded engine does not exist.
-        OSError: libspillway was requested, by `native` or by `embedded:`, and cannot be loaded.
-        ValueError: Settings were given for a daemon, which has its own. Or an embedded engine
-            was requested with `native=False`. Or TLS files were given for a target without TLS.
+        OSError: libspillway cannot be loaded. `SPILLWAY_LIBRARY` can name another file.
+        ValueError: Settings were given for a daemon, which has its own. Or TLS files were given
+            for a target without TLS.
         ModuleNotFoundError: A `ray:` target, and the extra `ray` is not installed.
         RuntimeError: This process was forked from one that had connected.
     """
@@ -82,7 +79,6 @@ def connect(
         made = importlib.import_module("spillway_kv.cluster").connect(
             asked,
             timeout=timeout,
-            native=native,
             ca=ca,
             cert=cert,
             key=key,
@@ -91,16 +87,13 @@ def connect(
         )
         return cast("Client", made)
     named = normalize_target(asked)
-    if named == _native.EMBEDDED:
-        if native is False:
-            raise ValueError("embedded: needs libspillway, but native=False excludes it")
-    elif settings:
+    if settings and named != _native.EMBEDDED:
         raise ValueError(f"settings are for {_native.EMBEDDED}, not for a daemon at {named}")
     texts = {name: str(value) for name, value in (settings or {}).items()}
     if named == _native.EMBEDDED:
-        connection = Connection(named, timeout, native, texts, Access(), resume_seconds)
+        connection = Connection(named, timeout, texts, Access(), resume_seconds)
         return Client(connection)
     access = Access.of(asked, ca, cert, key, token)
     if access.tls and not named.startswith("tls:"):
         named = f"tls:{named}"
-    return Client(Connection(named, timeout, native, texts, access, resume_seconds))
+    return Client(Connection(named, timeout, texts, access, resume_seconds))

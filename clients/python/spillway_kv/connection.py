@@ -9,26 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-import grpc
-from grpc_health.v1 import health_pb2_grpc
-
 from spillway_kv import _library, _native, _split, forks
-from spillway_kv._native import Carrier, NativeChannel
-from spillway_kv._proto import (
-    admin_service_pb2,
-    admin_service_pb2_grpc,
-    attention_service_pb2_grpc,
-    memory_service_pb2_grpc,
-    model_service_pb2_grpc,
-    sequence_service_pb2_grpc,
-)
+from spillway_kv._native import Carrier, NativeChannel, Services
+from spillway_kv._proto import admin_service_pb2
 from spillway_kv.access import Access
-from spillway_kv.errors import Unavailable, VersionMismatch, error_from_rpc
-from spillway_kv.presence import Presence
+from spillway_kv.errors import Unavailable, VersionMismatch
 from spillway_kv.regions import Regions
 from spillway_kv.restart import Restarts
 from spillway_kv.server import ServerInfo, Transport
-from spillway_kv.tracing import Metadata, trace_metadata
 
 if TYPE_CHECKING:
     from spillway_kv.client import Client
@@ -38,18 +26,6 @@ MESSAGE_BYTES_MAX = 4 << 20
 API_MAJOR = 0
 
 
-class Stubs:
-    """The stubs of the services. Their methods have no types."""
-
-    def __init__(self, channel: Any) -> None:
-        self.models: Any = model_service_pb2_grpc.ModelServiceStub(channel)
-        self.sequences: Any = sequence_service_pb2_grpc.SequenceServiceStub(channel)
-        self.attention: Any = attention_service_pb2_grpc.AttentionServiceStub(channel)
-        self.memory: Any = memory_service_pb2_grpc.MemoryServiceStub(channel)
-        self.admin: Any = admin_service_pb2_grpc.AdminServiceStub(channel)
-        self.health: Any = health_pb2_grpc.HealthStub(channel)
-
-
 class Connection:
     """A connection to one daemon, or the engine in this process. Thread-safe.
 
@@ -57,12 +33,8 @@ class Connection:
         target: gRPC target of the daemon.
         server_info: The daemon's description of itself, from the time when the client connected,
             or continued after a restart.
-        channel: Carries the calls, except decode steps.
+        channel: Carries everything, and shows a daemon that the client is connected.
         stubs: The services.
-        presence: Shows a daemon that the client is connected. None: an embedded engine, which ends
-            with this process.
-        native: Carries decode steps, and all calls to an embedded engine. None: without
-            libspillway.
         regions: The memory that the client shares with the daemon.
         restarts: Continues calls after a restart of the daemon.
         budget_bytes: Bytes of tensors in one message.
@@ -77,7 +49,6 @@ class Connection:
         self,
         target: str,
         timeout: float,
-        native: bool | None,
         settings: Mapping[str, str],
         access: Access,
         resume_seconds: float,
@@ -86,29 +57,11 @@ class Connection:
         self.target = target
         self.left = ""
         self._timeout = timeout
-        self._native_asked = native
         self.carrier = Carrier.BEST
         self.no_doorbell = ""
         self.no_decoder = ""
-        embedded = target == _native.EMBEDDED
-        library = None if native is False else _library.library(required=embedded or native is True)
-        self.native: NativeChannel | None = None
-        self.presence: Presence | None = None
-        if embedded:
-            assert library is not None
-            self.native = NativeChannel(library, target, settings, access)
-            self.channel: Any = self.native
-            self.stubs = Stubs(self.channel)
-        else:
-            self.channel = _grpcio_channel(target, access)
-            self.stubs = Stubs(self.channel)
-            self.presence = Presence(self.stubs.sequences.Connect)
-            # For a client that is never closed.
-            forks.finalizer(self, self.presence.close)
-            if library is not None:
-                self.native = NativeChannel(
-                    library, target, settings, access, self.presence.client_id
-                )
+        self.channel = NativeChannel(_library.library(), target, settings, access)
+        self.stubs = Services(self.channel)
         self.regions = Regions(self)
         forks.leaves(self)
         self.restarts = Restarts(self, resume_seconds)
@@ -137,43 +90,33 @@ class Connection:
         if self.left:
             return
         self.regions.close()
-        if self.presence is not None:
-            self.presence.close()
         self.channel.close()
-        if self.native is not None:
-            self.native.close()
 
     def leave_to_parent(self, error: str) -> None:
         """In a forked process: makes every use raise a RuntimeError with this text."""
         self.left = error
-        # When these are destroyed they write to the connection, which only the parent may do.
-        for given in (self.channel, self.stubs, self.presence):
-            forks.keep(given)
-        if self.native is not None:
-            self.native.leave_to_parent(error)
-        self.channel = self.stubs = cast(Any, forks.Left(error))
+        # When it is destroyed it writes to the connection, which only the parent may do.
+        forks.keep(self.channel)
+        self.channel.leave_to_parent(error)
+        self.stubs = cast(Any, forks.Left(error))
         self.regions.leave_to_parent(error)
 
     @property
     def transport(self) -> str:
-        """What sends and receives the messages of decode steps.
-
-        `embedded`: nothing, they are function calls within the process. `libspillway`, or `grpcio`
-        if libspillway is not installed: over the socket of a daemon.
-        """
-        if self.native is None:
-            return "grpcio"
-        return "embedded" if self.target == _native.EMBEDDED else "libspillway"
+        """Where the engine is: `embedded`, in this process; `daemon`, in another one."""
+        return "embedded" if self.target == _native.EMBEDDED else "daemon"
 
     @property
     def step_transport(self) -> str:
         """How decode steps (`begin_step`) are transported.
 
-        Like `transport`, or `doorbell`, which is faster than a socket: memory that libspillway
-        shares with a daemon on this host.
+        `embedded`: not at all, they are function calls within the process. `doorbell`: by memory
+        that is shared with a daemon on this host. `messages`: over the daemon's socket.
         """
-        possible = self.native is not None and self.regions.available and not self.no_doorbell
-        return "doorbell" if possible and self.carrier != Carrier.MESSAGES else self.transport
+        if self.target == _native.EMBEDDED:
+            return "embedded"
+        possible = self.regions.available and not self.no_doorbell
+        return "doorbell" if possible and self.carrier != Carrier.MESSAGES else "messages"
 
     def described_transport(self) -> Transport:
         """Returns how the engine is reached, and why no better transport is used."""
@@ -183,13 +126,7 @@ class Connection:
         if steps == "embedded":
             return Transport(steps, "in place", mps, "")
         reasons = ['the engine is in a daemon, and not in this process: connect("embedded:")']
-        if steps == "grpcio":
-            reasons.append(
-                "native=False was asked for"
-                if self._native_asked is False
-                else "libspillway was not found: SPILLWAY_LIBRARY can name it"
-            )
-        elif steps == "libspillway":
+        if steps == "messages" and (self.no_doorbell or not self.regions.available):
             reasons.append(self.no_doorbell or "no doorbell: it needs a unix socket of the daemon")
         taking_turns = [gpu.name for gpu in gpus if not gpu.mps]
         if taking_turns:
@@ -216,11 +153,6 @@ class Connection:
             )
         return Transport(steps, "regions", mps, "; ".join(reasons))
 
-    @property
-    def metadata(self) -> Metadata | None:
-        """gRPC metadata of a call: the id of this client, and of the active trace."""
-        return None if self.presence is None else self.presence.metadata + trace_metadata()
-
     def call(self, method: Any, request: Any, *, timeout: float | None = None) -> Any:
         """Calls a method with one response. Raises SpillwayError, or what `request` raises.
 
@@ -228,18 +160,7 @@ class Connection:
         timeout: Seconds. None means the client's timeout, and infinity no limit.
         """
         limit = self._timeout if timeout is None else timeout
-        # Errors while requests are made, which grpcio does in a thread of its own.
-        failed: list[Exception] = []
-        if isinstance(request, Iterator):
-            request = _noting(request, failed)
-        try:
-            return method(
-                request, timeout=None if math.isinf(limit) else limit, metadata=self.metadata
-            )
-        except grpc.RpcError as error:
-            if failed:
-                raise failed[0] from None
-            raise error_from_rpc(error) from None
+        return method(request, timeout=None if math.isinf(limit) else limit)
 
     def read(self, method: Any, request: Any) -> Any:
         """Calls a method that changes nothing. Repeats it if a restart of the daemon broke it."""
@@ -248,11 +169,9 @@ class Connection:
     def stream(self, method: Any, request: Any, *, timeout: float | None = None) -> Iterator[Any]:
         """Calls a method with a stream of responses. An abandoned iterator cancels the call."""
         limit = self._timeout if timeout is None else timeout
-        call = method(request, timeout=limit, metadata=self.metadata)
+        call = method(request, timeout=limit)
         try:
             yield from call
-        except grpc.RpcError as error:
-            raise error_from_rpc(error) from None
         finally:
             if self.left:
                 forks.keep(call)
@@ -265,6 +184,10 @@ class Connection:
         return ServerInfo.from_proto(
             self.call(self.stubs.admin.GetServerInfo, request, timeout=timeout)
         )
+
+    def serves(self) -> bool:
+        """Whether the daemon reports that it is serving."""
+        return self.channel.serves(self._timeout)
 
     def boot_id(self) -> str:
         """Asks the daemon for its boot_id. An embedded engine is not asked: it does not restart."""
@@ -292,27 +215,3 @@ class Connection:
 def wire(client: Client) -> Connection:
     """Returns the connection of a client, for what its calls do not offer."""
     return client._wire  # noqa: SLF001
-
-
-def _noting(requests: Iterator[Any], failed: list[Exception]) -> Iterator[Any]:
-    """Yields the requests. If making one of them fails, appends the error to `failed`."""
-    try:
-        yield from requests
-    except Exception as error:
-        failed.append(error)
-        raise
-
-
-def _grpcio_channel(target: str, access: Access) -> grpc.Channel:
-    return access.grpcio_channel(
-        target,
-        [
-            # A daemon on this host is not behind the user's web proxy.
-            ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
-            ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
-            ("grpc.enable_http_proxy", 0),
-            # A daemon that restarts is found again soon.
-            ("grpc.initial_reconnect_backoff_ms", 50),
-            ("grpc.max_reconnect_backoff_ms", 1000),
-        ],
-    )

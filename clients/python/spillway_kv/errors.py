@@ -10,10 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import grpc
-from google.rpc import code_pb2, error_details_pb2, status_pb2
-
-_DETAILS_KEY = "grpc-status-details-bin"
+from google.rpc import code_pb2, error_details_pb2
 
 
 @dataclass(frozen=True)
@@ -228,16 +225,3 @@ def tell_restart(error: SpillwayError, boot_id: str, store_id: str) -> SpillwayE
         reason=error.reason,
         metadata=error.metadata,
     )
-
-
-def error_from_rpc(error: grpc.RpcError) -> SpillwayError:
-    """Makes the exception for an error of a gRPC call."""
-    # Every RpcError of a call is also a grpc.Call, but its type does not say so.
-    call: Any = error
-    for key, value in call.trailing_metadata() or ():
-        if key == _DETAILS_KEY:
-            status = status_pb2.Status.FromString(value)
-            if status.code:
-                return error_from_status(status)
-    code = call.code().name
-    return _BY_CODE.get(code, SpillwayError)(call.details() or "", code=code)

@@ -163,7 +163,7 @@ class Regions:
         first: torch.Tensor = k  # type: ignore[assignment]
         second: torch.Tensor = v  # type: ignore[assignment]
         ordinal = first.device.index
-        if second.device.index != ordinal or self._wire.native is None or not self.available:
+        if second.device.index != ordinal or not self.available:
             return None
         with self._lock:
             if ordinal not in self._staging:
@@ -280,16 +280,10 @@ class Regions:
 
     def attach_gpu(self, byte_count: int, device: str) -> GpuRegion:
         """Lets the daemon allocate a region of GPU memory, and maps it."""
-        native = self._wire.native
-        if native is None:
-            raise ValueError(
-                "regions in GPU memory need libspillway, which was not found: SPILLWAY_LIBRARY can "
-                "name it"
-            )
         with self._lock:
             made = self._made(byte_count, device)
             try:
-                mapping = native.map_gpu_region(made.region.device, made.ipc_handle)
+                mapping = self._wire.channel.map_gpu_region(made.region.device, made.ipc_handle)
             except BaseException:
                 self._detach(made.region.name)
                 raise

@@ -180,11 +180,8 @@ class Sequence:
         request = sequence_service_pb2.GetSequenceRequest(name=self.name)
         get = self._wire.stubs.sequences.GetSequence
 
-        def unsigned(request: Any, **options: Any) -> Any:
-            # The daemon keeps what a client without an id uses until its ttl.
-            return get(request, **{**options, "metadata": None})
-
-        message = self._call(unsigned, request).sequence
+        # The daemon keeps what a call without a client's id names until its ttl.
+        message = self._call(partial(get, named=False), request).sequence
         return SequenceInfo.from_proto(message)
 
     def append(

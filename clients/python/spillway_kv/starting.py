@@ -32,7 +32,7 @@ def wait_until_serving(
     end = time.monotonic() + timeout
     while True:
         try:
-            with connect(target, timeout=_ANSWER_SECONDS, native=False) as client:
+            with connect(target, timeout=_ANSWER_SECONDS) as client:
                 # Another process may have the address, while the daemon has ended.
                 if client.health() and poll() is None:
                     return

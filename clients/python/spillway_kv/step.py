@@ -21,7 +21,6 @@ from spillway_kv.policy import Policy
 from spillway_kv.restart import BROKEN
 from spillway_kv.results import AttendResult, Model
 from spillway_kv.sequence import Sequence, explained
-from spillway_kv.step_call import CallStep
 from spillway_kv.tensors import (
     Array,
     DTypeName,
@@ -172,7 +171,7 @@ class DecodeStep(_Together):
         self._wire = wire(client)
         self.starts = self._checked(starts)
         # None: the step must be begun again before the next attend.
-        self._kind: NativeStep | CallStep | None = self._wire.restarts.again(self._begun)
+        self._kind: NativeStep | None = self._wire.restarts.again(self._begun)
         self._closed = False
         # Outputs of the last attend. None: it has failed, or there was none.
         self._last: tuple[Any, Any] | None = None
@@ -190,12 +189,10 @@ class DecodeStep(_Together):
                 raise ValueError(f"start {start} of {sequence.name} is below 0")
         return tuple(map(operator.index, starts))
 
-    def _begun(self) -> NativeStep | CallStep:
+    def _begun(self) -> NativeStep:
         message = self._description(self.starts, self._policy)
-        if self._wire.native is None:
-            return CallStep(self._wire, message, self._model)
         try:
-            step = NativeStep(self._wire.native, message, self._model, self._wire.carrier)
+            step = NativeStep(self._wire.channel, message, self._model, self._wire.carrier)
         except NotFound as error:
             raise explained(error, self.sequences) from None
         carrier, reason = step.carrier()
@@ -346,7 +343,7 @@ class DecodeStep(_Together):
         """
         return self._attended()[0].sums()
 
-    def _attended(self) -> tuple[NativeStep | CallStep, tuple[Any, Any]]:
+    def _attended(self) -> tuple[NativeStep, tuple[Any, Any]]:
         if self._wire.left:
             raise RuntimeError(self._wire.left)
         if self._closed:

@@ -78,13 +78,12 @@ class StreamDecoder(_Together):
     ) -> None:
         super().__init__(client, sequences, token_count)
         connection = wire(client)
-        if client.step_transport not in ("embedded", "doorbell"):
+        if client.step_transport == "messages":
             raise ValueError(
                 "decoders need an embedded engine, or a daemon that shares memory with "
                 f"this process, by libspillway: {client.target} is reached by "
                 f"{client.step_transport}"
             )
-        assert connection.native is not None
         starts = [sequence.token_count for sequence in sequences]
         # Lengths after the steps so far. None if they are not known, after an error or after a step
         # whose attends this object has not seen: without attends, or in a graph of the caller.
@@ -97,7 +96,7 @@ class StreamDecoder(_Together):
         self.layer_count = self._model.layer_count
         self.version = 0
         self.token_count_max = token_count_max
-        self._channel = connection.native
+        self._channel = connection.channel
         message = self._description(starts, policy)
         try:
             self._handle = self._channel.open_decoder(message.SerializeToString(), token_count_max)

@@ -58,8 +58,3 @@ def trace_id() -> str:
         return ""
     key, value = said[0]
     return value.split("-")[1] if key == "traceparent" else value
-
-
-def trace_metadata() -> Metadata:
-    """Returns the trace metadata of calls in this thread or task."""
-    return _said.get()

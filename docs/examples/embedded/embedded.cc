@@ -25,7 +25,7 @@ constexpr int kTokens = 3000, kQueryHeads = 8, kKvHeads = 2, kDim = 64;
 template <typename Response, typename Request>
 Response Call(spillway_channel* channel, const std::string& method, const Request& request) {
   spillway_call* call =
-      spillway_call_open(channel, ("/spillway.v1." + method).c_str(), 60, nullptr);
+      spillway_call_open(channel, ("/spillway.v1." + method).c_str(), 60, nullptr, 0);
   const std::string sent = request.SerializeAsString();
   spillway_call_send(call, sent.data(), sent.size(), -1);
   spillway_call_send_end(call);

@@ -32,8 +32,8 @@ def prefer_library(binary: Path) -> None:
     """
     for folder in ("clients/c", "lib"):
         path = binary.resolve().parent.parent / folder / "libspillway.so.1"
-        if path.exists():
-            os.environ.setdefault("SPILLWAY_LIBRARY", str(path))
+        if path.exists() and not os.environ.get("SPILLWAY_LIBRARY"):
+            os.environ["SPILLWAY_LIBRARY"] = str(path)
 
 
 class Daemon:
