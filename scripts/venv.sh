@@ -11,7 +11,7 @@ readonly what=${1:-all}
 readonly stamp=$venv/.stamp-$what
 readonly torch=torch==2.13.0
 
-# The stubs are generated at install, so the protocol is an input too; the
+# The messages are generated at install, so the protocol is an input too; the
 # checkout is installed in place, so where it lies is another.
 inputs() {
   pwd

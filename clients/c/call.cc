@@ -2,15 +2,27 @@
 
 #include <utility>
 
+#include "absl/time/time.h"
+
 namespace spillway {
 namespace {
 
 constexpr absl::Duration kEndWait = absl::Milliseconds(100);
 
-// Calls that were abandoned and are not over.
+// Calls that were abandoned and are not over, as a list.
 struct Unended {
   Mutex mutex;
-  std::vector<spillway_call*> calls ABSL_GUARDED_BY(mutex);
+  spillway_call* first ABSL_GUARDED_BY(mutex) = nullptr;
+
+  void Add(spillway_call* call) ABSL_LOCKS_EXCLUDED(mutex) {
+    const MutexLock lock(mutex);
+    call->next_unended = first;
+    first = call;
+  }
+  spillway_call* TakeAll() ABSL_LOCKS_EXCLUDED(mutex) {
+    const MutexLock lock(mutex);
+    return std::exchange(first, nullptr);
+  }
 };
 
 Unended& AllUnended() {
@@ -19,28 +31,23 @@ Unended& AllUnended() {
   return *unended;
 }
 
+void EndOrKeep(spillway_call* call, SteadyTime deadline) {
+  if (call->IsOver(deadline)) {
+    delete call;
+  } else {
+    AllUnended().Add(call);
+  }
+}
+
 }  // namespace
 
 void CallEnder::operator()(spillway_call* call) const {
+  spillway_call* earlier = AllUnended().TakeAll();
+  while (earlier != nullptr) {
+    EndOrKeep(std::exchange(earlier, earlier->next_unended), SteadyTime());
+  }
   call->Abandon();
-  Unended& unended = AllUnended();
-  std::vector<spillway_call*> left;
-  {
-    const MutexLock lock(unended.mutex);
-    left.swap(unended.calls);
-  }
-  std::erase_if(left, [](spillway_call* earlier) {
-    const bool over = earlier->IsOver(SteadyTime());
-    if (over) delete earlier;
-    return over;
-  });
-  if (call->IsOver(After(SteadyNow(), kEndWait))) {
-    delete call;
-  } else {
-    left.push_back(call);
-  }
-  const MutexLock lock(unended.mutex);
-  unended.calls.insert(unended.calls.end(), left.begin(), left.end());
+  EndOrKeep(call, After(SteadyNow(), kEndWait));
 }
 
 }  // namespace spillway

@@ -42,6 +42,9 @@ struct spillway_call {
     call_->StartCall(Tag(Event::kStarted));
   }
 
+  // For CallEnder.
+  spillway_call* next_unended = nullptr;
+
   // Cancels the call. It can be destroyed once IsOver().
   void Abandon() {
     context_.TryCancel();

@@ -15,6 +15,8 @@ namespace {
 
 // At most context lengths, an attend on a GPU takes less than this.
 constexpr std::chrono::microseconds kSpinMax{500};
+// How long the end of a decoder waits for a daemon that does not answer, such as a stopped one.
+constexpr std::chrono::seconds kCloseTime{5};
 
 }  // namespace
 
@@ -53,7 +55,15 @@ absl::Status DoorbellDecoder::Map(const DoorbellAnswer& answer) {
 
 DoorbellDecoder::~DoorbellDecoder() {
   gpu_.reset();
-  Call(DoorbellCallKind::kCloseDecoder).IgnoreError();
+  DoorbellCall call = {};
+  call.kind = DoorbellCallKind::kCloseDecoder;
+  doorbell_->Post(call);
+  const auto deadline = BellWaiter::Clock::now() + kCloseTime;
+  while (!doorbell_->answered() && BellWaiter::Clock::now() < deadline) {
+    if (!doorbell_->Answer(deadline).ok()) break;
+  }
+  // A daemon that does not answer ends the decoder with the session.
+  if (!doorbell_->answered() && !doorbell_->broken()) return;
   doorbell_->SetSpinMax(BellWaiter::kSpinMax);
   session_->Give(std::move(doorbell_));
 }

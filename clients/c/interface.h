@@ -2,6 +2,7 @@
 #pragma once
 
 #include <exception>
+#include <functional>
 #include <memory>
 #include <new>
 #include <string>
@@ -24,6 +25,13 @@ struct spillway_channel {
   std::shared_ptr<spillway::DaemonSession> session;  // null: embedded
   // Null: embedded.
   std::shared_ptr<spillway::PresenceKeeper> presence;
+
+  // What a call does that finds no daemon. It may outlive the channel.
+  std::function<void()> WhenUnavailable() const {
+    return [presence = std::weak_ptr(presence)] {
+      if (const auto keeper = presence.lock()) keeper->Reconnect();
+    };
+  }
 };
 
 namespace spillway {

@@ -42,26 +42,27 @@ StepPlace<Byte> From(const StepPlace<Byte>& whole, int64_t sequence) {
 
 absl::StatusOr<std::unique_ptr<MessageStep>> MessageStep::Begin(
     std::shared_ptr<grpc::Channel> channel, std::string client_id,
-    const StepDescription& description) {
+    std::function<void()> when_unavailable, const StepDescription& description) {
   // Within what the API allows, no size overflows.
   const StepShape& shape = description.shape;
   RETURN_IF_ERROR(CheckStep(static_cast<size_t>(shape.sequence_count), shape.token_count));
   RETURN_IF_ERROR(CheckTraceId(description.message.trace_id()));
-  return std::unique_ptr<MessageStep>(
-      new MessageStep(std::move(channel), std::move(client_id), description));
+  return std::unique_ptr<MessageStep>(new MessageStep(std::move(channel), std::move(client_id),
+                                                      std::move(when_unavailable), description));
 }
 
 MessageStep::MessageStep(std::shared_ptr<grpc::Channel> channel, std::string client_id,
-                         const StepDescription& description)
+                         std::function<void()> when_unavailable, const StepDescription& description)
     : channel_(std::move(channel)),
       client_id_(std::move(client_id)),
+      when_unavailable_(std::move(when_unavailable)),
       step_(description.message),
       shape_(description.shape),
       row_dtype_(description.row_dtype) {}
 
 void MessageStep::Open() {
   call_.reset(new spillway_call(channel_, kStepMethod, /*timeout_seconds=*/0, client_id_,
-                                step_.trace_id()));
+                                step_.trace_id(), when_unavailable_));
   begun_ = false;
 }
 

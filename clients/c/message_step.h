@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -21,10 +22,12 @@ namespace spillway {
 // A decode step of a daemon on any host, by messages on its own Step stream.
 class MessageStep final : public ClientStep {
  public:
-  // client_id: id of the client that makes the step. INVALID_ARGUMENT without sequences or tokens.
-  // If the daemon refuses the step, the first attend returns the error.
+  // client_id: id of the client that makes the step. when_unavailable: as for a call.
+  // INVALID_ARGUMENT without sequences or tokens. If the daemon refuses the step, the first attend
+  // returns the error.
   static absl::StatusOr<std::unique_ptr<MessageStep>> Begin(std::shared_ptr<grpc::Channel> channel,
                                                             std::string client_id,
+                                                            std::function<void()> when_unavailable,
                                                             const StepDescription& description);
 
   absl::Status Ask(int layer, const StepTensors& tensors) override;
@@ -35,7 +38,7 @@ class MessageStep final : public ClientStep {
 
  private:
   MessageStep(std::shared_ptr<grpc::Channel> channel, std::string client_id,
-              const StepDescription& description);
+              std::function<void()> when_unavailable, const StepDescription& description);
 
   void Open();
   // The messages of a layer, serialised: as few as the limit of a message allows.
@@ -46,6 +49,7 @@ class MessageStep final : public ClientStep {
 
   const std::shared_ptr<grpc::Channel> channel_;
   const std::string client_id_;
+  const std::function<void()> when_unavailable_;
   const v1::DecodeStep step_;
   const StepShape shape_;
   const DType row_dtype_;

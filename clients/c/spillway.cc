@@ -57,12 +57,8 @@ spillway_call* spillway_call_open(spillway_channel* channel, const char* method,
     const std::string trace = trace_id == nullptr ? "" : trace_id;
     RETURN_IF_ERROR(spillway::CheckTraceId(trace));
     const bool named = (options & SPILLWAY_WITHOUT_CLIENT) == 0;
-    // The call may outlive the channel.
-    const std::weak_ptr<spillway::PresenceKeeper> presence = channel->presence;
     return new spillway_call(channel->channel, method, timeout_seconds,
-                             named ? channel->client_id : "", trace, [presence] {
-                               if (const auto keeper = presence.lock()) keeper->Reconnect();
-                             });
+                             named ? channel->client_id : "", trace, channel->WhenUnavailable());
   });
 }
 
@@ -88,7 +84,9 @@ int spillway_call_status(spillway_call* call, const char** message, const void**
 
 void spillway_call_cancel(spillway_call* call) { call->Cancel(); }
 
-void spillway_call_close(spillway_call* call) { spillway::CallEnder()(call); }
+void spillway_call_close(spillway_call* call) {
+  if (call != nullptr) spillway::CallEnder()(call);
+}
 
 spillway_gpu_region* spillway_gpu_region_map(const char* device, const void* handle, size_t size,
                                              void** address, int* ordinal) {

@@ -28,7 +28,7 @@ extern "C" {
 
 #define SPILLWAY_EXPORT __attribute__((visibility("default")))
 
-/* Version of this interface: functions are added, never changed. */
+/* Version of this interface. From the first release on, functions are added and never changed. */
 #define SPILLWAY_INTERFACE 1
 /* The SPILLWAY_INTERFACE with which the loaded library was built. */
 SPILLWAY_EXPORT int spillway_interface(void);
@@ -115,7 +115,8 @@ enum {
  * SPILLWAY_UNSENT_BYTES_MAX, or one that is larger, and are written when a later function sends
  * or receives. Beyond that it waits, at most timeout_seconds (less than 0: forever). A method
  * that answers each message reads no more while its answers are not received: then send with a
- * timeout, or receive in another thread.
+ * timeout, or receive in another thread. If such a call ends while an answer waits, a send
+ * without a timeout may not see it.
  *
  * Returns 0; SPILLWAY_TIMED_OUT if the message was not taken and may be sent again; or -1 if
  * the call has ended: receive then tells how. */
@@ -137,10 +138,11 @@ SPILLWAY_EXPORT int spillway_call_receive(spillway_call* call, double timeout_se
 SPILLWAY_EXPORT int spillway_call_status(spillway_call* call, const char** message,
                                          const void** details, size_t* details_size);
 
-/* Cancels the call. A receive that waits returns. */
+/* Cancels the call. A send or receive that waits returns. */
 SPILLWAY_EXPORT void spillway_call_cancel(spillway_call* call);
 
-/* Cancels and frees the call. No other thread may use it. */
+/* Cancels and frees the call. No other thread may use it. While the daemon is stopped, this may
+ * take 0.1 s, and memory is freed with a later call. */
 SPILLWAY_EXPORT void spillway_call_close(spillway_call* call);
 
 /* --- Decode steps: the new tokens of some sequences, layer by layer. */

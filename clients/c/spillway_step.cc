@@ -74,8 +74,8 @@ absl::StatusOr<std::unique_ptr<spillway_step>> BeginBy(int carrier, spillway_cha
   } else if (carrier == SPILLWAY_DOORBELL) {
     ASSIGN_OR_RETURN(step, spillway::DoorbellStep::Begin(channel.session, description));
   } else {
-    ASSIGN_OR_RETURN(step,
-                     spillway::MessageStep::Begin(channel.channel, channel.client_id, description));
+    ASSIGN_OR_RETURN(step, spillway::MessageStep::Begin(channel.channel, channel.client_id,
+                                                        channel.WhenUnavailable(), description));
   }
   return std::unique_ptr<spillway_step>(new spillway_step{
       std::move(step), description.shape.token_count, carrier, std::move(reason)});

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -133,6 +133,8 @@ class Relay:
         self._listener.bind(self.target.removeprefix("unix:"))
         self._listener.listen()
         self._open: list[socket.socket] = []
+        self._passes = threading.Event()
+        self._passes.set()
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self) -> None:
@@ -141,6 +143,7 @@ class Relay:
                 near, _ = self._listener.accept()
             except OSError:
                 return
+            self._passes.wait()
             far = socket.socket(socket.AF_UNIX)
             far.connect(self._daemon)
             self._open += [near, far]
@@ -158,18 +161,25 @@ class Relay:
             with suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
 
-    def break_connections(self) -> int:
-        """Ends all connections, and returns how many there were. Later ones are passed on."""
+    @contextmanager
+    def broken(self) -> Iterator[None]:
+        """Ends all connections, and passes none on inside."""
+        self._passes.clear()
+        self._end_all()
+        yield
+        self._passes.set()
+
+    def _end_all(self) -> None:
         ended, self._open = self._open, []
         self._end(*ended)
         for each in ended:
             each.close()
-        return len(ended) // 2
 
     def close(self) -> None:
+        self._passes.set()
         self._end(self._listener)
         self._listener.close()
-        self.break_connections()
+        self._end_all()
 
 
 def test_a_connection_that_breaks_is_made_anew(tmp_path: Path) -> None:
@@ -189,8 +199,8 @@ def test_a_connection_that_breaks_is_made_anew(tmp_path: Path) -> None:
 
         for _ in range(2):
             wait_for(lambda: not abandoned())
-            assert relay.break_connections() == 1
-            wait_for(abandoned)
+            with relay.broken():
+                wait_for(abandoned)
         # The client makes no call.
         wait_for(lambda: not abandoned())
 
@@ -255,8 +265,8 @@ def test_what_is_no_id_is_refused(short_grace: str, client_id: str) -> None:
 
 @pytest.mark.parametrize("killed", [True, False], ids=["killed", "stopped"])
 def test_a_restart_counts_anew_and_finds_who_is_there(tmp_path: Path, killed: bool) -> None:
-    # A client looks only once a second whether it is still connected.
-    grace = 3.0
+    # A client looks ten times a second whether it is still connected.
+    grace = 1.5
     flags = ("--memory-limit", "512MiB", "--unnamed-grace", str(grace))
     with (
         daemon(tmp_path, *flags) as each,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -9,6 +11,7 @@ from typing import Any
 
 import pytest
 from daemon_process import binary
+from helpers import process_of
 from spillway_kv._handle import Handle, Handles
 from spillway_kv.lab import serving
 
@@ -52,18 +55,33 @@ def test_a_handle_that_is_dropped_is_freed() -> None:
     assert freed == [7]
 
 
-def test_a_program_with_open_handles_ends_at_once() -> None:
-    """Finalizers that run at its end free them."""
+@pytest.mark.parametrize("embedded", [True, False], ids=["embedded", "daemon"])
+def test_a_program_with_open_handles_ends_at_once(
+    embedded: bool, request: pytest.FixtureRequest
+) -> None:
+    """Finalizers that run at its end free them, also if a daemon does not answer any more."""
+    target = "embedded:" if embedded else request.getfixturevalue("target")
     program = """
+import os, signal, sys
 import spillway_kv
-client = spillway_kv.connect("embedded:", settings={"device.name": "cpu", "memory.limit": "64MiB"})
+target, daemon = sys.argv[1], int(sys.argv[2])
+settings = None if daemon else {"device.name": "cpu", "memory.limit": "64MiB"}
+client = spillway_kv.connect(target, settings=settings)
 model = client.create_model(layer_count=1, query_head_count=1, kv_head_count=1, head_dim=16)
 step = client.begin_step([client.create_sequence(model)])
 from spillway_kv import _handle
 _handle._EXIT_SECONDS = 60
+if daemon:
+    os.kill(daemon, signal.SIGSTOP)
 """
     serving.prefer_library(binary())
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=20)
+    daemon = 0 if embedded else process_of(target)
+    try:
+        command = [sys.executable, "-c", program, target, str(daemon)]
+        subprocess.run(command, check=True, timeout=30)
+    finally:
+        if daemon:
+            os.kill(daemon, signal.SIGCONT)
 
 
 def test_the_end_of_a_program_leaves_what_a_call_uses() -> None:

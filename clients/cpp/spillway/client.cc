@@ -16,6 +16,12 @@ namespace {
 // Largest piece of a weights file in one message, bytes (the API's limit).
 constexpr size_t kUploadBytesMax = size_t{2} << 20;
 
+// The status of a call of the client that has ended.
+absl::Status Ended(const PresenceKeeper& client, const grpc::Status& status) {
+  if (status.error_code() == grpc::StatusCode::UNAVAILABLE) client.Reconnect();
+  return ToAbslStatus(status);
+}
+
 // Makes one unary call of the client. The type of the request follows from the method.
 template <typename Stub, typename Request, typename Response>
 absl::StatusOr<Response> Call(const PresenceKeeper& client, Stub& stub,
@@ -26,8 +32,7 @@ absl::StatusOr<Response> Call(const PresenceKeeper& client, Stub& stub,
   CallContext context(options.timeout.value_or(default_timeout), options.stop, client.client_id());
   Response response;
   grpc::Status status = (stub.*method)(context.get(), request, &response);
-  if (status.error_code() == grpc::StatusCode::UNAVAILABLE) client.Reconnect();
-  if (!status.ok()) return ToAbslStatus(status);
+  if (!status.ok()) return Ended(client, status);
   return response;
 }
 
@@ -179,7 +184,7 @@ absl::StatusOr<v1::Model> Client::UploadHashWeights(const std::string& name, std
   }
   writer->WritesDone();
   grpc::Status status = writer->Finish();
-  if (!status.ok()) return ToAbslStatus(status);
+  if (!status.ok()) return Ended(presence_, status);
   return std::move(*response.mutable_model());
 }
 
@@ -317,7 +322,7 @@ absl::StatusOr<v1::AppendResponse> Client::Append(const KvRows& rows, const Call
   }
   writer->WritesDone();
   grpc::Status status = writer->Finish();
-  if (!status.ok()) return ToAbslStatus(status);
+  if (!status.ok()) return Ended(presence_, status);
   return response;
 }
 
@@ -354,7 +359,7 @@ absl::Status Client::FetchPages(const v1::FetchPagesRequest& request,
       return status;
     }
   }
-  return ToAbslStatus(reader->Finish());
+  return Ended(presence_, reader->Finish());
 }
 
 }  // namespace spillway

@@ -100,12 +100,14 @@ void PresenceKeeper::AwaitReady() const {
   grpc::CompletionQueue queue;
   void* tag;
   bool ok;
-  const auto end = std::chrono::system_clock::now() + kReadTime;
+  const auto end = std::chrono::steady_clock::now() + kReadTime;
   for (;;) {
     const grpc_connectivity_state state = channel_->GetState(/*try_to_connect=*/true);
-    const auto now = std::chrono::system_clock::now();
-    if (state == GRPC_CHANNEL_READY || state == GRPC_CHANNEL_SHUTDOWN || now >= end) break;
-    channel_->NotifyOnStateChange(state, now + kReadInterval, &queue, /*tag=*/nullptr);
+    if (state == GRPC_CHANNEL_READY || state == GRPC_CHANNEL_SHUTDOWN) break;
+    if (std::chrono::steady_clock::now() >= end) break;
+    channel_->NotifyOnStateChange(state, gpr_time_from_millis(kReadInterval.count(), GPR_TIMESPAN),
+                                  &queue,
+                                  /*tag=*/nullptr);
     queue.Next(&tag, &ok);
     const MutexLock lock(mutex_);
     if (stopped_) break;
@@ -119,17 +121,21 @@ void PresenceKeeper::Run() {
   int lived = 0;         // looks since the stream was opened or ended
   int pause = 1;         // looks before the stream is opened again
   bool unknown = false;  // whether the daemon does not have the call
+  auto next = std::chrono::steady_clock::now();
   MutexLock lock(mutex_);
   for (;;) {
-    const auto next = std::chrono::steady_clock::now() + kLookInterval;
-    while (!stopped_ && !reconnects_ && wake_.WaitUntil(mutex_, next)) {
-    }
-    if (!stopped_ && std::exchange(reconnects_, false)) {
-      lock.Unlock();
-      AwaitReady();
-      lock.Lock();
+    next += kLookInterval;
+    while (!stopped_) {
+      if (std::exchange(reconnects_, false)) {
+        lock.Unlock();
+        AwaitReady();
+        lock.Lock();
+      } else if (!wake_.WaitUntil(mutex_, next)) {
+        break;
+      }
     }
     if (stopped_) return;
+    next = std::max(next, std::chrono::steady_clock::now());
     if (unknown) continue;
     ++lived;
     if (connection_ == nullptr) {

@@ -11,7 +11,7 @@ from typing import Any
 
 from spillway_kv import forks
 
-# How long a program that ends waits for other threads' calls of an embedded engine.
+# How long a program that ends waits for other threads' calls.
 _EXIT_SECONDS = 5.0
 _POLL_SECONDS = 0.005
 
@@ -98,7 +98,8 @@ class Handles:
         self._count = 0
         self._left = False
         self._pid = os.getpid()
-        _all.add(self)
+        with _lock:
+            _all.add(self)
 
     def add(self, handle: Handle, free: Callable[[int], None]) -> Callable[[int], None]:
         """Adds a handle. Returns the function that frees it, and counts."""
@@ -134,12 +135,15 @@ class Handles:
 
 
 _all: weakref.WeakSet[Handles] = weakref.WeakSet()
+# Re-entrant, because the garbage collector may run a finalizer while it is held.
+_lock = threading.RLock()
 
 
 def _end() -> None:
     """Frees all handles when the program ends, before the library's static objects end."""
     # What a forked process has is its parent's.
-    own = [handles for handles in _all if handles._pid == os.getpid()]
+    with _lock:
+        own = [handles for handles in _all if handles._pid == os.getpid()]
     for handles in own:
         handles.close()
     until = time.monotonic() + _EXIT_SECONDS

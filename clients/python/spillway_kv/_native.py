@@ -308,9 +308,9 @@ class NativeChannel:
 class Services:
     """The methods of the daemon's services, by name: `models.GetModel(request, timeout=...)`.
 
-    A method with a stream of requests takes an iterator, and sends all of them at the start. One
-    with a stream of responses returns an iterator with a method `cancel`. The others return a
-    message.
+    A method with a stream of requests takes an iterator, and sends all of them at the start: with
+    many responses that are not read it may stand still. One with a stream of responses returns
+    an iterable with a method `cancel`. The others return a message.
 
     Args:
         channel: Carries the calls.

@@ -21,7 +21,7 @@ from spillway_kv.server import ServerInfo, Transport
 if TYPE_CHECKING:
     from spillway_kv.client import Client
 
-# Size limit of a message at the daemon. Larger messages are refused by both sides.
+# Size limit of a message. Larger ones are refused by the side that receives them.
 MESSAGE_BYTES_MAX = 4 << 20
 API_MAJOR = 0
 

@@ -161,7 +161,7 @@ def _in_gpu_region(
     try:
         region = client.attach_region(byte_count, device=uuids[0])
     except (SpillwayError, ValueError):
-        # No unix socket, no libspillway, or no memory: rows come in messages, and
+        # No unix socket, or no memory: rows come in messages, and
         # `Prefill.in_place` is False.
         return None, None
     return region, region.tensor(shape, str(kind.dtype).removeprefix("torch."))

@@ -5,6 +5,7 @@
 // README.md beside this file says how it is built.
 #include <grpcpp/grpcpp.h>
 
+#include <chrono>
 #include <cstdlib>
 #include <fstream>
 #include <iostream>

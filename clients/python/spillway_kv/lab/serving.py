@@ -28,7 +28,7 @@ def find_binary(root: Path) -> Path:
 def prefer_library(binary: Path) -> None:
     """Uses the libspillway next to a daemon, in a build tree or an unpacked archive.
 
-    If `SPILLWAY_LIBRARY` is set, it is not changed.
+    If `SPILLWAY_LIBRARY` names a file, it is not changed.
     """
     for folder in ("clients/c", "lib"):
         path = binary.resolve().parent.parent / folder / "libspillway.so.1"
@@ -39,7 +39,7 @@ def prefer_library(binary: Path) -> None:
 class Daemon:
     """A daemon at an address. It can be killed and started again. Not thread-safe.
 
-    Decode steps use the libspillway next to the daemon.
+    Clients use the libspillway next to the daemon.
 
     Attributes:
         target: gRPC target of the daemon.
