@@ -52,7 +52,7 @@ spillway_channel* spillway_channel_embed(const char* const* settings, size_t set
 void spillway_channel_close(spillway_channel* channel) { delete channel; }
 
 spillway_call* spillway_call_open(spillway_channel* channel, const char* method,
-                                  double timeout_seconds, const char* trace_id, unsigned options) {
+                                  double timeout_seconds, const char* trace_id, int options) {
   return spillway::OrNull<spillway_call>([&]() -> absl::StatusOr<spillway_call*> {
     const std::string trace = trace_id == nullptr ? "" : trace_id;
     RETURN_IF_ERROR(spillway::CheckTraceId(trace));

@@ -96,7 +96,7 @@ typedef struct spillway_call spillway_call;
  * NULL if the id is longer or has other characters (INVALID_ARGUMENT), or memory is exhausted. */
 SPILLWAY_EXPORT spillway_call* spillway_call_open(spillway_channel* channel, const char* method,
                                                   double timeout_seconds, const char* trace_id,
-                                                  unsigned options);
+                                                  int options);
 
 /* The call does not name the channel's client. A daemon keeps a sequence that such a call has
  * named until its ttl ends, also if its clients are gone. */

@@ -590,7 +590,7 @@ bool Settles(const std::function<bool()>& condition) {
 }
 
 // Calls GetServerInfo and waits for the answer.
-void Ask(spillway_channel* channel, unsigned options = 0) {
+void Ask(spillway_channel* channel, int options = 0) {
   spillway_call* const call =
       spillway_call_open(channel, "/spillway.v1.AdminService/GetServerInfo", 60, nullptr, options);
   EXPECT_EQ(spillway_call_send(call, "", 0, kForEver), 0);

@@ -34,7 +34,6 @@ def test_is_handed_over_with_what_was_asked_for(package: FakePackage) -> None:
     assert spillway_kv.connect("ray:kv") is package.made
     options = {
         "timeout": 2.0,
-        "native": False,
         "ca": "ca.pem",
         "cert": "cert.pem",
         "key": "key.pem",

@@ -100,7 +100,7 @@ def library() -> ctypes.CDLL:
         ("channel_open", pointer, (text, pointer)),
         ("channel_embed", pointer, (pointer, size)),
         ("channel_close", None, (pointer,)),
-        ("call_open", pointer, (pointer, text, seconds, text, ctypes.c_uint)),
+        ("call_open", pointer, (pointer, text, seconds, text, number)),
         ("call_send", number, (pointer, text, size, seconds)),
         ("call_send_end", None, (pointer,)),
         ("call_receive", number, (pointer, seconds, pointer, pointer)),

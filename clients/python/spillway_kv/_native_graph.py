@@ -20,9 +20,7 @@ class NativeGraph:
     """
 
     def __init__(self) -> None:
-        library = _library.library(required=True)
-        assert library is not None
-        self._library = library
+        library = self._library = _library.library()
         made = library.spillway_step_graph_new()
         if not made:
             raise _library.last_error(library)
@@ -47,8 +45,9 @@ class NativeGraph:
 
 def available() -> bool:
     """Whether there is a libspillway with CUDA."""
-    library = _library.library()
-    if library is None:
+    try:
+        library = _library.library()
+    except OSError:
         return False
     graph = library.spillway_step_graph_new()
     if not graph:

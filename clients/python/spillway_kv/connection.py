@@ -126,7 +126,7 @@ class Connection:
         if steps == "embedded":
             return Transport(steps, "in place", mps, "")
         reasons = ['the engine is in a daemon, and not in this process: connect("embedded:")']
-        if steps == "messages" and (self.no_doorbell or not self.regions.available):
+        if steps == "messages":
             reasons.append(self.no_doorbell or "no doorbell: it needs a unix socket of the daemon")
         taking_turns = [gpu.name for gpu in gpus if not gpu.mps]
         if taking_turns:
