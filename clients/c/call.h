@@ -31,7 +31,7 @@ struct spillway_call {
   // when_unavailable: called in any thread if the call ends because it found no daemon.
   spillway_call(const std::shared_ptr<grpc::Channel>& channel, const char* method,
                 double timeout_seconds, const std::string& client_id, const std::string& trace_id,
-                std::function<void()> when_unavailable = nullptr)
+                std::function<void()> when_unavailable)
       : stub_(channel), when_unavailable_(std::move(when_unavailable)) {
     if (!trace_id.empty()) context_.AddMetadata(spillway::kRequestIdMetadata, trace_id);
     if (!client_id.empty()) context_.AddMetadata(spillway::kClientMetadata, client_id);
@@ -227,9 +227,7 @@ struct spillway_call {
         message_ = status_.error_message();
         details_ = status_.error_details();
         ended_ = true;
-        if (when_unavailable_ != nullptr && status_.error_code() == grpc::StatusCode::UNAVAILABLE) {
-          when_unavailable_();
-        }
+        if (status_.error_code() == grpc::StatusCode::UNAVAILABLE) when_unavailable_();
         return;
     }
   }

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +98,18 @@ def wait_for(condition: Callable[[], bool]) -> None:
     assert settles(condition, 30)
 
 
+def once_reached(call: Callable[[], object]) -> None:
+    """Repeats the call until the daemon answers."""
+    deadline = time.monotonic() + 30
+    while True:
+        try:
+            call()
+            return
+        except spillway_kv.Unavailable:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
 def process_of(target: str) -> int:
     """The id of the daemon's process. target: that of its unix socket."""
     with socket.socket(socket.AF_UNIX) as connection:
@@ -104,8 +119,23 @@ def process_of(target: str) -> int:
     return pid
 
 
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """A process does nothing inside."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
 def resident_bytes(target: str) -> int:
     """The resident memory of the daemon's process. target: as in `process_of`."""
-    status = Path(f"/proc/{process_of(target)}/status").read_text()
+    return resident_bytes_of(process_of(target))
+
+
+def resident_bytes_of(pid: int) -> int:
+    """The resident memory of a process."""
+    status = Path(f"/proc/{pid}/status").read_text()
     resident = next(line for line in status.splitlines() if line.startswith("VmRSS"))
     return int(resident.split()[1]) << 10

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 import spillway_kv
 from daemon_process import on_gpu, running_daemon
-from helpers import delete_model, refused, settles, wait_for
+from helpers import delete_model, once_reached, refused, settles
 from spillway_kv import Client, Model, Sequence
 from spillway_kv._proto import attention_service_pb2 as attention
 from spillway_kv._proto import memory_service_pb2 as memory
@@ -328,15 +328,6 @@ def test_a_detached_or_closed_one_is_freed(client: Client, no_leak: Callable[[],
         assert settles(lambda: other_memory(client) <= before)
 
 
-def code_of(call: Callable[[], Any]) -> str:
-    """The code of the error of a call; empty if it succeeds."""
-    try:
-        call()
-    except spillway_kv.SpillwayError as error:
-        return error.code
-    return ""
-
-
 def test_the_daemon_goes_in_the_middle_of_a_step(tmp_path: Path, rng: np.random.Generator) -> None:
     with ExitStack() as stack:
         with running_daemon(tmp_path) as target:
@@ -359,9 +350,8 @@ def test_the_daemon_goes_in_the_middle_of_a_step(tmp_path: Path, rng: np.random.
         step.close()
         with running_daemon(tmp_path):
             # gRPC waits a moment before it connects again.
-            wait_for(lambda: code_of(lambda: client.begin_step([sequence])) != "UNAVAILABLE")
             with pytest.raises(spillway_kv.DaemonRestarted):
-                client.begin_step([sequence])
+                once_reached(lambda: client.begin_step([sequence]))
             expect_steps_answered(client)
             assert client.step_transport == "doorbell"
 

@@ -15,6 +15,7 @@ import spillway_kv
 import torch
 from arena_folder import DIM, LAYERS, SHAPES, Daemon, Writer, daemon, rows
 from daemon_process import running_daemon
+from helpers import once_reached
 from random_llama import generate, llama, prompt
 from spillway_kv._native import Carrier
 from spillway_kv.connection import wire
@@ -150,18 +151,6 @@ def test_calls(tmp_path: Path, how: str) -> None:
             assert client.step_transport == how
             writer.acknowledged += 4
             writer.check(client)
-
-
-def once_reached(call: Callable[[], object]) -> None:
-    """Repeats the call until the daemon answers."""
-    deadline = time.monotonic() + 30
-    while True:
-        try:
-            call()
-            return
-        except spillway_kv.Unavailable:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
 
 
 def test_what_does_not_go_on(tmp_path: Path) -> None:

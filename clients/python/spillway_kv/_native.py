@@ -138,9 +138,7 @@ class NativeChannel:
             # An empty request asks for the whole server, and status 1 of the response is SERVING.
             call.send(b"")
             call.send_end()
-            answer = call.receive()
-            call.receive()
-        return answer == b"\x08\x01"
+            return call.answer() == b"\x08\x01"
 
     def begin_step(self, description: bytes, shape: Any, carrier: int) -> Handle:
         """Begins a step.
@@ -363,11 +361,9 @@ class _Method:
         return _Responses(call, self._response)
 
     def _one_response(self, call: NativeCall) -> Any:
-        response = call.receive()
+        response = call.answer()
         if response is None:
             raise SpillwayError(f"{self._path} gave no answer", code="INTERNAL")
-        # The call may still end with an error.
-        call.receive()
         return self._response.FromString(response)
 
 
@@ -470,6 +466,14 @@ class NativeCall:
             if result == _ENDED:
                 self._check_end()
                 return None
+
+    def answer(self) -> bytes | None:
+        """Waits for the one message of a call, and for its end. None and errors as of `receive`."""
+        message = self.receive()
+        if message is not None:
+            # The call may still end with an error.
+            self.receive()
+        return message
 
     def _check_end(self) -> None:
         """Raises the error with which the call ended, if any."""
