@@ -152,8 +152,7 @@ class CudaDevice final : public Device {
                              int64_t count) override {
     auto& appended = static_cast<CudaSequence&>(sequence);
     const ResidencyUse use = appended.Use();
-    appended.ResumeWhole(layer, start);
-    return appended.layers[layer].Prepare(start, count, [&] { return residency_.MakeRoom(); });
+    return appended.Prepare(layer, start, count);
   }
 
   int64_t WeightBytes(const ModelSpec& spec) const override { return CudaModel::HostBytesOf(spec); }

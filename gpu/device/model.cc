@@ -26,9 +26,15 @@ std::vector<float> TransposedRotation(const ModelSpec& spec, int layer) {
 
 CudaModel::CudaModel(const ModelSpec& spec, Arena* arena, Arena* resident_arena,
                      std::unique_ptr<ModelMethods> methods)
-    : spec_(spec), tiling_(CodeTiling::Of(spec)), methods_(std::move(methods)) {
+    : spec_(spec),
+      tiling_(CodeTiling::Of(spec)),
+      copy_layers_(std::make_unique<CopyLayers>(spec.layer_count)),
+      retired_(std::make_unique<RetiredPages>()),
+      methods_(std::move(methods)) {
   if (resident_arena != nullptr) {
-    whole_pool_ = std::make_unique<PagePool>(resident_arena, kPageTokenCount * spec.row_bytes());
+    const int64_t page_bytes = kPageTokenCount * spec.row_bytes();
+    first_copies_ = std::make_unique<PagePool>(resident_arena, page_bytes);
+    other_copies_ = std::make_unique<PagePool>(resident_arena, page_bytes);
   }
   if (!spec.has_index()) return;
   code_pool_ = std::make_unique<PagePool>(arena, IndexPageBytes(spec));
@@ -59,6 +65,15 @@ absl::StatusOr<std::unique_ptr<CudaModel>> CudaModel::Create(const ModelSpec& sp
       CopyToGpu(model->weights_.data(), packer.bytes().data(), static_cast<size_t>(bytes)));
   packer.Place(model->weights_.data());
   return model;
+}
+
+CopyLayers::Pages CudaModel::CopyPages(int64_t ahead) const {
+  CopyLayers::Pages pages;
+  pages.of_first = first_copies_->used_page_count();
+  pages.of_others = other_copies_->used_page_count();
+  pages.free = other_copies_->free_page_count();
+  pages.ahead = ahead;
+  return pages;
 }
 
 int64_t CudaModel::HostBytesOf(const ModelSpec& spec) {

@@ -8,8 +8,10 @@
 #include "gpu/cuda/stream.h"
 #include "gpu/device/model_methods.h"
 #include "gpu/kernels/encode.h"
+#include "host/device/copy_layers.h"
 #include "host/device/device.h"
 #include "host/memory/page_pool.h"
+#include "host/memory/retired_pages.h"
 
 namespace spillway::cuda {
 
@@ -40,8 +42,19 @@ class CudaModel final : public DeviceModel {
   PagePool* code_pool() const { return code_pool_.get(); }
   // Pages of kResidentPageRows rows.
   PagePool* row_pool() const { return row_pool_.get(); }
-  // Pages of kPageTokenCount rows; null if no sequence is held whole.
-  PagePool* whole_pool() const { return whole_pool_.get(); }
+  // Whether layers have copies of all their rows.
+  bool has_copies() const { return first_copies_ != nullptr; }
+  // Pages of kPageTokenCount rows for the copies of a layer; null without copies. The first layer
+  // has a pool of its own, so that its pages can be counted.
+  PagePool* copy_pool(int layer) const {
+    return layer == 0 ? first_copies_.get() : other_copies_.get();
+  }
+  // The layers that have copies.
+  CopyLayers& copy_layers() const { return *copy_layers_; }
+  // Pages of the copies, for copy_layers(). ahead: see CopyLayers::Pages. REQUIRES: has_copies().
+  CopyLayers::Pages CopyPages(int64_t ahead) const;
+  // Pages of copies that steps which have begun may still read.
+  RetiredPages& retired() const { return *retired_; }
   bool has_rotation() const { return spec_.hash.kind == HashKind::kRotation; }
   RotationWeights rotation(int layer) const;
   // May be null.
@@ -60,7 +73,9 @@ class CudaModel final : public DeviceModel {
   const CodeTiling tiling_;
   std::unique_ptr<PagePool> code_pool_;
   std::unique_ptr<PagePool> row_pool_;
-  std::unique_ptr<PagePool> whole_pool_;
+  std::unique_ptr<PagePool> first_copies_, other_copies_;
+  const std::unique_ptr<CopyLayers> copy_layers_;
+  const std::unique_ptr<RetiredPages> retired_;
   DeviceBuffer weights_;                 // everything below, and the methods' weights
   std::vector<const float*> rotations_;  // transposed [d][d], per layer
   const std::unique_ptr<ModelMethods> methods_;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <iterator>
 #include <utility>
 
 #include "host/base/status_macros.h"
@@ -24,7 +25,7 @@ LayerIndex::LayerIndex(const CudaModel& model, BlockPools* blocks, int layer)
     : model_(&model),
       blocks_(blocks),
       resident_(model.spec(), model.row_pool(), blocks, layer),
-      whole_(model.spec(), model.whole_pool()),
+      whole_(model.spec(), model.copy_pool(layer)),
       mirror_(3 * model.spec().kv_head_count) {
   for (int h = 0; model.spec().has_index() && h < model.spec().kv_head_count; ++h) {
     codes_.emplace_back(model.code_pool(), kPageTokenCount);
@@ -237,7 +238,7 @@ std::byte* const* LayerIndex::code_pages(int kv_head) const {
 }
 
 CudaSequence::CudaSequence(const CudaModel& model, BlockPools* blocks, Residency* residency)
-    : residency_(residency) {
+    : model_(model), residency_(residency), copy_count_(model.spec().layer_count) {
   layers.reserve(model.spec().layer_count);
   for (int l = 0; l < model.spec().layer_count; ++l) layers.emplace_back(model, blocks, l);
   residency_->Add(*this);
@@ -245,7 +246,7 @@ CudaSequence::CudaSequence(const CudaModel& model, BlockPools* blocks, Residency
 
 CudaSequence::CudaSequence(const CudaModel& model, BlockPools* blocks, Residency* residency,
                            const CudaSequence& source, int64_t token_count)
-    : residency_(residency) {
+    : model_(model), residency_(residency), copy_count_(model.spec().layer_count) {
   layers.reserve(source.layers.size());
   for (int l = 0; l < model.spec().layer_count; ++l) {
     layers.emplace_back(model, blocks, source.layers[l], token_count);
@@ -269,14 +270,61 @@ int64_t CudaSequence::held_bytes() const {
   return bytes;
 }
 
+int64_t CudaSequence::AheadPages(const CopyLayers& of) const {
+  return &of == &model_.copy_layers() ? append_pages_.load(std::memory_order_relaxed) : 0;
+}
+
+absl::Status CudaSequence::Prepare(int layer, int64_t start, int64_t count) {
+  if (!model_.has_copies()) return layers[layer].Prepare(start, count, [] { return false; });
+  Trim();
+  if (layer < copy_count_) {
+    ResumeWhole(layer, start);
+  } else {
+    layers[layer].whole().Stop();
+  }
+  const int64_t page_count = layers[layer].whole().page_count();
+  RETURN_IF_ERROR(layers[layer].Prepare(start, count, [&] { return MakeRoom(layer); }));
+  if (layer == 0 && layers[layer].whole().page_count() > page_count) {
+    append_pages_ = PagesFor(count) * model_.spec().kv_head_count;
+    FitCopies();
+  }
+  Trim();
+  return absl::OkStatus();
+}
+
+void CudaSequence::FitCopies() {
+  CopyLayers& all = model_.copy_layers();
+  const auto pages = [&] { return model_.CopyPages(residency_->AheadPages(all)); };
+  CopyLayers::Pages now = pages();
+  // Idle sequences lose their copies first.
+  while (!all.AllFit(now) && residency_->MakeRoom()) now = pages();
+  all.Fit(now);
+}
+
+bool CudaSequence::Trim() {
+  const int count = model_.copy_layers().count();
+  std::vector<PageTable> taken;
+  for (int layer = count; layer < copy_count_; ++layer) {
+    std::ranges::move(layers[layer].whole().TakePages(), std::back_inserter(taken));
+  }
+  copy_count_ = count;
+  return !taken.empty() && model_.retired().Retire(std::move(taken));
+}
+
+bool CudaSequence::MakeRoom(int layer) {
+  if (residency_->MakeRoom()) return true;
+  CopyLayers& all = model_.copy_layers();
+  return all.Lower(model_.CopyPages(/*ahead=*/0)) && Trim() && layer < copy_count_;
+}
+
 void CudaSequence::ResumeWhole(int layer, int64_t token_count) {
   // Asked for every layer, and seldom yes.
   const int64_t of_layer = layers[layer].MissingBytes(token_count);
   if (of_layer == 0 || !Residency::HasMoved(*this, of_layer)) return;
   int64_t bytes = 0;  // read by attends over the link
-  for (const LayerIndex& layer : layers) bytes += layer.MissingBytes(token_count);
+  for (int l = 0; l < copy_count_; ++l) bytes += layers[l].MissingBytes(token_count);
   if (!residency_->TakeTurn(*this, bytes)) return;
-  for (LayerIndex& layer : layers) layer.whole().Resume();
+  for (int l = 0; l < copy_count_; ++l) layers[l].whole().Resume();
 }
 
 }  // namespace spillway::cuda

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <vector>
 
@@ -34,8 +35,8 @@ class LayerIndex {
   // RESOURCE_EXHAUSTED.
   absl::Status Reserve(int64_t token_count);
   // Makes room for index, rows and addresses of tokens up to start + count; see
-  // Device::PrepareAppend(). make_room: for copies of all rows, which are made as far as there is
-  // room. RESOURCE_EXHAUSTED.
+  // Device::PrepareAppend(). make_room: for the copies of all rows, if the layer has copies, which
+  // are made as far as there is room. RESOURCE_EXHAUSTED.
   absl::Status Prepare(int64_t start, int64_t count, WholeRowsOfLayer::MakeRoom make_room);
   void Truncate(int64_t token_count);
 
@@ -133,19 +134,31 @@ class CudaSequence final : public DeviceSequence, public Residency::Member {
   // Residency::Member.
   void GiveUp() override;
   int64_t held_bytes() const override;
-  // With token_count tokens per layer, for one of them: once attends have read as many bytes over
-  // the link as the rows without room here have, the next PrepareAppend() makes room for them.
-  // REQUIRES: in use.
-  void ResumeWhole(int layer, int64_t token_count);
+  int64_t AheadPages(const CopyLayers& of) const override;
+  // Device::PrepareAppend(). REQUIRES: in use.
+  absl::Status Prepare(int layer, int64_t start, int64_t count);
   void CountMoved(int64_t bytes) { residency_->CountMoved(*this, bytes); }
-  bool MakeRoom() { return residency_->MakeRoom(); }
   // While the sequence is in use, nobody calls GiveUp().
   ResidencyUse Use() { return {*residency_, *this}; }
 
   std::vector<LayerIndex> layers;
 
  private:
+  // With token_count tokens per layer, for one of them: once attends have read as many bytes over
+  // the link as the rows without room here have, the next Prepare() makes room for them.
+  void ResumeWhole(int layer, int64_t token_count);
+  // Decides which layers have copies, after the first one has grown.
+  void FitCopies();
+  // Takes the copies from layers that are not to have any. Returns whether their pages are free.
+  bool Trim();
+  // Makes room for a layer's copy, at the cost of idle sequences or of its last layers.
+  bool MakeRoom(int layer);
+
+  const CudaModel& model_;
   Residency* const residency_;
+  int copy_count_;  // layers behind them have no copies
+  // Of the last append to the first layer, of all KV heads.
+  std::atomic<int64_t> append_pages_ = 0;
 };
 
 }  // namespace spillway::cuda

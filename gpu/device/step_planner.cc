@@ -85,7 +85,7 @@ std::vector<std::unique_ptr<LayerRun>> StepPlanner::MakeRuns() const {
   return runs;
 }
 
-std::vector<bool> StepPlanner::FasterDense(const std::vector<int64_t>& lengths) const {
+std::vector<bool> StepPlanner::FasterDense(int layer, const std::vector<int64_t>& lengths) const {
   if (home_.reproducible) return std::vector<bool>(lengths.size(), false);
   std::vector<DenseCandidate> candidates;
   for (size_t i = 0; i < lengths.size(); ++i) {
@@ -93,14 +93,9 @@ std::vector<bool> StepPlanner::FasterDense(const std::vector<int64_t>& lengths) 
     DenseCandidate& candidate = candidates.emplace_back();
     candidate.token_count = lengths[i];
     // Without a tail, the caller asks for the rows that a selector finds.
-    candidate.may_be_dense = part.policy.tail != Tail::kNone;
-    candidate.is_dense = true;
-    for (int layer = 0; layer < spec().layer_count; ++layer) {
-      candidate.is_dense = candidate.is_dense &&
-                           part.policy.IsDense(spec(), layer, options_.token_count, lengths[i]);
-      candidate.may_be_dense =
-          candidate.may_be_dense && index(part, layer).whole().end() >= lengths[i];
-    }
+    candidate.may_be_dense =
+        part.policy.tail != Tail::kNone && index(part, layer).whole().end() >= lengths[i];
+    candidate.is_dense = part.policy.IsDense(spec(), layer, options_.token_count, lengths[i]);
   }
   const int64_t code_bytes = CudaModel::IndexPageBytes(spec()) / kPageTokenCount;
   return ChooseDense(spec(), {home_.gpu.memory_bytes_per_us, home_.gpu.sm_count, kDenseQueryRows},
@@ -258,12 +253,12 @@ absl::StatusOr<StepPlan> StepPlanner::Plan(const StepContext& step, std::byte* w
   for (const StreamStepPart& part : options_.parts) {
     plan.lengths.push_back(part.rows->front().token_count() + options_.token_count);
   }
-  const std::vector<bool> dense = FasterDense(plan.lengths);
   // Layers have nothing in common, so threads share them.
   std::vector<Written> written(layers.runs.size());
   InParallel([&](size_t layer) {
     LayerRun& run = *layers.runs[layer];
-    PlanLayer(static_cast<int>(layer), plan.lengths, step, dense, run);
+    const auto number = static_cast<int>(layer);
+    PlanLayer(number, plan.lengths, step, FasterDense(number, plan.lengths), run);
     written[layer].status = Write(run, workspace, layers, written[layer]);
   });
   for (Written& of_layer : written) {

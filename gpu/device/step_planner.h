@@ -87,7 +87,7 @@ class StepPlanner {
 
   // Whether a layer's sparse and dense attends run at the same time: the first wait for the link,
   // and the second read copies of rows. Without such copies there are few dense attends.
-  bool runs_beside() const { return home_.model->whole_pool() != nullptr; }
+  bool runs_beside() const { return home_.model->has_copies(); }
   // Calls f(layer) for all layers, which several threads share if there is much to do.
   template <typename F>
   void InParallel(F f) const {
@@ -117,8 +117,8 @@ class StepPlanner {
   // Returns the most bytes that a layer takes if parts are dense or as their policies say; raises
   // the bytes of the workspaces to the largest.
   PlanBytes MeasureLayers(bool dense);
-  // Which parts are dense because all their rows are in GPU memory and that is faster.
-  std::vector<bool> FasterDense(const std::vector<int64_t>& lengths) const;
+  // Which parts are dense at a layer because all its rows are in GPU memory and that is faster.
+  std::vector<bool> FasterDense(int layer, const std::vector<int64_t>& lengths) const;
   // Plans a layer whose attends see up to lengths[i] tokens of part i. dense: parts that are dense
   // whatever their policies say.
   void PlanLayer(int layer, const std::vector<int64_t>& lengths, const StepContext& step,

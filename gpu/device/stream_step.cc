@@ -35,6 +35,7 @@ struct Slot {
   std::byte* memory = nullptr;
   Event done;
   bool concluded = false;
+  RetiredPages::Work work = 0;  // while it is pending
   StepHeader* header = nullptr;
   TableUpdate* updates = nullptr;
   PlannedLayers layers;
@@ -70,6 +71,7 @@ class CudaStreamStep final : public StreamStep {
       Slot& slot = oldest();
       SPILLWAY_CUDA_REPORT(slot.concluded ? cudaEventSynchronize(slot.done.get())
                                           : cudaDeviceSynchronize());
+      home_.model->retired().End(slot.work);
     }
     slots_ = {};
     graphs_.clear();
@@ -279,6 +281,7 @@ absl::Status CudaStreamStep::Announce(void* on) {
     for (LayerRows& rows : *options_.parts[i].rows) rows.Commit(lengths[i]);
   }
   slot.concluded = false;
+  slot.work = home_.model->retired().Begin();
   ++announced_count_;
   ++pending_count_;
   return absl::OkStatus();
@@ -528,6 +531,7 @@ const absl::StatusOr<StreamStep::Outcome>* CudaStreamStep::Collect() {
 absl::StatusOr<StreamStep::Outcome> CudaStreamStep::Settle() {
   absl::StatusOr<Outcome> outcome =
       collected_.has_value() ? *std::exchange(collected_, std::nullopt) : CollectOldest();
+  home_.model->retired().End(oldest().work);
   --pending_count_;
   return outcome;
 }

@@ -1,6 +1,7 @@
 #include "gpu/device/whole_rows.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace spillway::cuda {
 namespace {
@@ -47,6 +48,7 @@ bool WholeRowsOfLayer::Reserve(int64_t start, int64_t end) {
 
 void WholeRowsOfLayer::Prepare(int64_t start, int64_t token_count, MakeRoom make_room) {
   if (pool_ == nullptr) return;
+  if (start == 0) grows_ = true;
   while (grows_ && !Reserve(start, token_count)) grows_ = make_room();
   if (grows_ || start >= end_) return;
   // Make the last page writable, which a fork may share.
@@ -62,10 +64,15 @@ void WholeRowsOfLayer::Truncate(int64_t token_count) {
   for (PageTable& table : tables_) table.Truncate(end_);
 }
 
-void WholeRowsOfLayer::GiveUp() {
-  for (PageTable& table : tables_) table.Clear();
+std::vector<PageTable> WholeRowsOfLayer::TakePages() {
+  std::vector<PageTable> taken;
+  taken.reserve(tables_.size());
+  for (PageTable& table : tables_) {
+    taken.push_back(std::exchange(table, PageTable(pool_, kPageTokenCount)));
+  }
   grows_ = false;
   end_ = filled_ = changed_page_ = 0;
+  return taken;
 }
 
 int64_t WholeRowsOfLayer::FirstUnfilled(int64_t token_count) const {

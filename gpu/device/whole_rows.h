@@ -30,8 +30,12 @@ class WholeRowsOfLayer {
   // Lets the next Prepare() make the room that is missing.
   void Resume() { grows_ = pool_ != nullptr; }
   void Truncate(int64_t token_count);
-  // Gives all pages back.
-  void GiveUp();
+  // Gives all pages away, and does not grow before Resume().
+  std::vector<PageTable> TakePages();
+  // Gives all pages back, and does not grow before Resume().
+  void GiveUp() { TakePages(); }
+  // Does not grow before Resume(), a Truncate() to end() or less, or tokens from the first one on.
+  void Stop() { grows_ = false; }
 
   // Tokens [0, end()) have room; a multiple of kPageTokenCount.
   int64_t end() const { return end_; }

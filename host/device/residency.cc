@@ -44,6 +44,17 @@ bool Residency::MakeRoom() {
   return false;
 }
 
+int64_t Residency::AheadPages(const CopyLayers& of) {
+  const MutexLock lock(mutex_);
+  const SteadyTime now = now_();
+  int64_t pages = 0;
+  for (const Member* const member : members_) {
+    const bool is_idle = member->use_count_ == 0 && now >= After(member->last_used_, kIdle);
+    if (!is_idle) pages += member->AheadPages(of);
+  }
+  return pages;
+}
+
 bool Residency::TakeTurn(Member& member, int64_t row_bytes) {
   const MutexLock lock(mutex_);
   if (!HasMoved(member, row_bytes)) return false;

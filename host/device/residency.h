@@ -10,6 +10,7 @@
 #include "absl/time/time.h"
 #include "host/base/mutex.h"
 #include "host/base/steady_time.h"
+#include "host/device/copy_layers.h"
 
 namespace spillway {
 
@@ -32,6 +33,9 @@ class Residency {
     virtual void GiveUp() = 0;
     // Bytes of that room.
     virtual int64_t held_bytes() const = 0;
+    // Pages that a layer's copy may need before the sequence is prepared again. 0 if its layers
+    // are not those of `of`.
+    virtual int64_t AheadPages(const CopyLayers& of) const = 0;
 
    private:
     friend class Residency;
@@ -59,6 +63,9 @@ class Residency {
   // Makes one member give up its room: of those that hold something, the one that has been idle the
   // longest. False: all others that hold something are in use, or were used less than kIdle ago.
   bool MakeRoom() ABSL_LOCKS_EXCLUDED(mutex_);
+
+  // The sum of AheadPages() over the members that are in use, or were less than kIdle ago.
+  int64_t AheadPages(const CopyLayers& of) ABSL_LOCKS_EXCLUDED(mutex_);
 
   // Counts bytes of a member's rows that came over the link.
   static void CountMoved(Member& member, int64_t bytes) {

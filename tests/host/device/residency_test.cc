@@ -24,8 +24,12 @@ class Holder : public Residency::Member {
     holds_ = false;
   }
   int64_t held_bytes() const override { return holds_ ? 1 : 0; }
+  int64_t AheadPages(const CopyLayers& of) const override { return &of == layers ? ahead : 0; }
   void Hold() { holds_ = true; }
   ResidencyUse Use() { return {*residency_, *this}; }
+
+  const CopyLayers* layers = nullptr;
+  int64_t ahead = 0;
 
  private:
   Residency* residency_;
@@ -93,6 +97,7 @@ TEST_F(ResidencyTest, AUseWaitsWhileItsMemoryIsGivenUp) {
       giving = false;
     }
     int64_t held_bytes() const override { return 1; }
+    int64_t AheadPages(const CopyLayers&) const override { return 0; }
     std::atomic<bool> giving = false;
   } member;
   residency_.Add(member);
@@ -111,6 +116,23 @@ TEST_F(ResidencyTest, AUseWaitsWhileItsMemoryIsGivenUp) {
   }
   other.join();
   residency_.Remove(member);
+}
+
+TEST_F(ResidencyTest, TheIdleNeedNoPagesAhead) {
+  const CopyLayers layers(4), others(4);
+  a_.layers = c_.layers = &layers;
+  b_.layers = &others;
+  a_.ahead = 1;
+  b_.ahead = 10;
+  c_.ahead = 100;
+  EXPECT_EQ(residency_.AheadPages(layers), 101);
+  EXPECT_EQ(residency_.AheadPages(others), 10);
+  const ResidencyUse use = a_.Use();
+  Pass(absl::Seconds(0.2));
+  b_.Use();
+  Pass(absl::Seconds(0.2));
+  EXPECT_EQ(residency_.AheadPages(layers), 1);
+  EXPECT_EQ(residency_.AheadPages(others), 10);
 }
 
 TEST_F(ResidencyTest, ACopyIsDueOnceAsMuchWasMoved) {
