@@ -81,12 +81,8 @@ EncodeWork LayerIndex::Work(int64_t begin, int64_t end) const {
   return work;
 }
 
-absl::Status LayerIndex::Prepare(int64_t start, int64_t count,
-                                 WholeRowsOfLayer::MakeRoom make_room) {
-  // Undoes an append that failed; usually nothing.
-  Truncate(start);
+absl::Status LayerIndex::Prepare(int64_t start, int64_t count) {
   RETURN_IF_ERROR(Grow(PagesFor(start + count)));
-  whole_.Prepare(start, start + count, make_room);
   if (codes_.empty() || start + count < kCentreTokenCount) return absl::OkStatus();
   if (indexed_token_count_ == 0) {
     ASSIGN_OR_RETURN(heads_, Block::Create(blocks_->Of(HeadBytes())));
@@ -275,20 +271,27 @@ int64_t CudaSequence::AheadPages(const CopyLayers& of) const {
 }
 
 absl::Status CudaSequence::Prepare(int layer, int64_t start, int64_t count) {
-  if (!model_.has_copies()) return layers[layer].Prepare(start, count, [] { return false; });
+  LayerIndex& index = layers[layer];
+  // Undoes an append that failed; usually nothing.
+  index.Truncate(start);
+  if (!model_.has_copies()) return index.Prepare(start, count);
   Trim();
+  WholeRowsOfLayer& whole = index.whole();
+  const int64_t page_count = whole.page_count();
   if (layer < copy_count_) {
     ResumeWhole(layer, start);
+    bool may_lower = true;
+    whole.Prepare(start, start + count,
+                  [&] { return MakeRoom(layer, std::exchange(may_lower, false)); });
   } else {
-    layers[layer].whole().Stop();
+    whole.Stop();
   }
-  const int64_t page_count = layers[layer].whole().page_count();
-  RETURN_IF_ERROR(layers[layer].Prepare(start, count, [&] { return MakeRoom(layer); }));
-  if (layer == 0 && layers[layer].whole().page_count() > page_count) {
-    append_pages_ = PagesFor(count) * model_.spec().kv_head_count;
-    FitCopies();
-  }
-  Trim();
+  RETURN_IF_ERROR(index.Prepare(start, count));
+  if (layer > 0) return absl::OkStatus();
+  const bool has_grown = whole.page_count() > page_count;
+  if (has_grown) append_pages_ = PagesFor(count) * model_.spec().kv_head_count;
+  // If layers lack copies, there may be room now.
+  if (has_grown || copy_count_ < model_.spec().layer_count) FitCopies();
   return absl::OkStatus();
 }
 
@@ -299,6 +302,7 @@ void CudaSequence::FitCopies() {
   // Idle sequences lose their copies first.
   while (!all.AllFit(now) && residency_->MakeRoom()) now = pages();
   all.Fit(now);
+  Trim();
 }
 
 bool CudaSequence::Trim() {
@@ -311,10 +315,10 @@ bool CudaSequence::Trim() {
   return !taken.empty() && model_.retired().Retire(std::move(taken));
 }
 
-bool CudaSequence::MakeRoom(int layer) {
+bool CudaSequence::MakeRoom(int layer, bool may_lower) {
   if (residency_->MakeRoom()) return true;
   CopyLayers& all = model_.copy_layers();
-  return all.Lower(model_.CopyPages(/*ahead=*/0)) && Trim() && layer < copy_count_;
+  return may_lower && all.Lower(model_.CopyPages(/*ahead=*/0)) && Trim() && layer < copy_count_;
 }
 
 void CudaSequence::ResumeWhole(int layer, int64_t token_count) {

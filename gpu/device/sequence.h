@@ -35,9 +35,9 @@ class LayerIndex {
   // RESOURCE_EXHAUSTED.
   absl::Status Reserve(int64_t token_count);
   // Makes room for index, rows and addresses of tokens up to start + count; see
-  // Device::PrepareAppend(). make_room: for the copies of all rows, if the layer has copies, which
-  // are made as far as there is room. RESOURCE_EXHAUSTED.
-  absl::Status Prepare(int64_t start, int64_t count, WholeRowsOfLayer::MakeRoom make_room);
+  // Device::PrepareAppend(). whole() is prepared apart from it. REQUIRES: no tokens behind `start`.
+  // RESOURCE_EXHAUSTED.
+  absl::Status Prepare(int64_t start, int64_t count);
   void Truncate(int64_t token_count);
 
   // Adds the updates that the GPU's tables of row and index pages need for token_count tokens. Room
@@ -151,8 +151,9 @@ class CudaSequence final : public DeviceSequence, public Residency::Member {
   void FitCopies();
   // Takes the copies from layers that are not to have any. Returns whether their pages are free.
   bool Trim();
-  // Makes room for a layer's copy, at the cost of idle sequences or of its last layers.
-  bool MakeRoom(int layer);
+  // Makes room for a layer's copy, at the cost of idle sequences or, if it may lower the number of
+  // layers that have copies, of the last one.
+  bool MakeRoom(int layer, bool may_lower);
 
   const CudaModel& model_;
   Residency* const residency_;

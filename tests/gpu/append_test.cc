@@ -99,7 +99,10 @@ class Sequence {
     const ModelSpec& spec = gpu_->spec;
     const int64_t start = token_count();
     EXPECT_TRUE(rows_.PrepareAppend(count).ok());
-    EXPECT_TRUE(on_gpu_.layers[kLayer].Prepare(start, count, [] { return false; }).ok());
+    LayerIndex& layer = on_gpu_.layers[kLayer];
+    layer.Truncate(start);
+    layer.whole().Prepare(start, start + count, [] { return false; });
+    EXPECT_TRUE(layer.Prepare(start, count).ok());
     for (std::vector<std::byte>* side : {&k_, &v_}) {
       const std::vector<float> x = Normals(spec.kv_head_count * count * spec.head_dim, 1, random);
       side->resize(x.size() * DTypeBytes(spec.dtype));

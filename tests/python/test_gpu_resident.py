@@ -22,8 +22,8 @@ pytestmark = pytest.mark.skipif(
 LAYERS, HEADS, KV_HEADS, DIM = 2, 8, 2, 64
 TOKENS = 4096
 # A sequence of TOKENS takes 4 MiB, and with one token more up to 8, because each of two pools of
-# copies takes 2 MiB at a time. So one fits, and of two the first layer.
-LIMIT = 8 << 20
+# copies takes 2 MiB at a time. So one fits, and the first layer of two.
+LIMIT = 10 << 20
 POLICIES = [Policy(), Policy(selector="all"), Policy(heavy=TopK(fraction=0.02), tail="none")]
 
 
