@@ -119,11 +119,14 @@ class CudaStreamStep final : public StreamStep {
   absl::StatusOr<Outcome> CollectOldest();
   absl::Status UpdateTables(Slot& slot, const std::vector<TableUpdate>& updates,
                             cudaStream_t stream) const;
-  // Puts a layer's kernels on the stream.
-  absl::Status Enqueue(int layer, const StepTensors& tensors, cudaStream_t stream);
+  // Puts a layer's kernels on the stream. of_graph: they are captured, and run for any announcement
+  // of this version. Otherwise they run once, and the host's time for each launch counts.
+  absl::Status Enqueue(int layer, const StepTensors& tensors, cudaStream_t stream, bool of_graph);
   // The part of an append that follows the copies of the rows: codes of pages that are full now,
-  // and the lengths that outlive the process.
-  absl::Status EnqueueRest(LayerRun& run, cudaStream_t stream, bool overlap);
+  // and the lengths that outlive the process. The codes' kernel has work only if pages are full.
+  absl::Status EnqueueRest(LayerRun& run, cudaStream_t stream, bool overlap, bool encode = true);
+  // Whether the announcement completes pages of a layer, whose codes are to be made.
+  bool CompletesPages(const LayerRun& run) const;
   absl::Status CheckAnnounced() const;
   absl::StatusOr<Graph> Compose(const CudaStepGraph& graph);
   // The layer's graph for these tensors, maybe not captured yet.
@@ -370,17 +373,18 @@ absl::Status CudaStreamStep::Attend(int layer, const StepTensors& tensors, void*
   RETURN_IF_ERROR(CheckStepTensors(home_.ordinal, tensors));
   auto* const stream = static_cast<cudaStream_t>(on);
   ASSIGN_OR_RETURN(const bool captured, IsCaptured(stream));
-  if (captured) return Enqueue(layer, tensors, stream);
+  if (captured) return Enqueue(layer, tensors, stream, /*of_graph=*/true);
   ran_on_ = stream;
   LayerGraph& known = FindGraph(layer, tensors);
   if (known.launch_count < kLaunchesBefore) {
     ++known.launch_count;
-    return Enqueue(layer, tensors, stream);
+    return Enqueue(layer, tensors, stream, /*of_graph=*/false);
   }
   if (!known.graph) {
     cudaStream_t capture = resources_->capture.get();
-    ASSIGN_OR_RETURN(known.graph,
-                     Graph::Capture(capture, [&] { return Enqueue(layer, tensors, capture); }));
+    ASSIGN_OR_RETURN(known.graph, Graph::Capture(capture, [&] {
+                       return Enqueue(layer, tensors, capture, /*of_graph=*/true);
+                     }));
   }
   return known.graph.Launch(stream);
 }
@@ -426,13 +430,14 @@ absl::StatusOr<Graph> CudaStreamStep::Compose(const CudaStepGraph& graph) {
     RETURN_IF_ERROR(CheckStepTensors(home_.ordinal, attend.tensors));
     cudaStream_t capture = resources_->capture.get();
     ASSIGN_OR_RETURN(layers.emplace_back(), CapturedGraph::Of(capture, [&] {
-                       return Enqueue(attend.layer, attend.tensors, capture);
+                       return Enqueue(attend.layer, attend.tensors, capture, /*of_graph=*/true);
                      }));
   }
   return graph.With(layers);
 }
 
-absl::Status CudaStreamStep::Enqueue(int layer, const StepTensors& tensors, cudaStream_t stream) {
+absl::Status CudaStreamStep::Enqueue(int layer, const StepTensors& tensors, cudaStream_t stream,
+                                     bool of_graph) {
   LayerRun& run = *newest().layers.runs[layer];
   run.step.stream = stream;
   CallerTensors& of_step = run.step.tensors;
@@ -470,9 +475,14 @@ absl::Status CudaStreamStep::Enqueue(int layer, const StepTensors& tensors, cuda
     return status;
   };
   if (!clear.empty()) {
-    // Exact attends do not need the rest of the append.
-    return beside([&] { return run.dense.Launch(stream); },
-                  [&](cudaStream_t side) { return EnqueueRest(run, side, /*overlap=*/false); });
+    // Exact attends do not need the rest of the append. To run it beside them takes four calls.
+    const auto attend = [&] { return run.dense.Launch(stream); };
+    if (of_graph) {
+      return beside(attend,
+                    [&](cudaStream_t side) { return EnqueueRest(run, side, /*overlap=*/false); });
+    }
+    RETURN_IF_ERROR(attend());
+    return EnqueueRest(run, stream, /*overlap=*/false, CompletesPages(run));
   }
   RETURN_IF_ERROR(EnqueueRest(run, stream, home_.gpu.hopper));
   if (planner_.runs_beside() && !run.sparse.empty() && !run.dense.empty()) {
@@ -483,9 +493,15 @@ absl::Status CudaStreamStep::Enqueue(int layer, const StepTensors& tensors, cuda
   return run.dense.Launch(stream);
 }
 
-absl::Status CudaStreamStep::EnqueueRest(LayerRun& run, cudaStream_t stream, bool overlap) {
+bool CudaStreamStep::CompletesPages(const LayerRun& run) const {
+  return std::any_of(run.encodes, run.encodes + item_count(),
+                     [](const StepEncode& encode) { return encode.work.begin < encode.work.end; });
+}
+
+absl::Status CudaStreamStep::EnqueueRest(LayerRun& run, cudaStream_t stream, bool overlap,
+                                         bool encode) {
   const auto count = static_cast<int>(item_count());
-  if (home_.model->has_rotation()) {
+  if (home_.model->has_rotation() && encode) {
     EncodeWork shape;
     shape.head_dim = spec().head_dim;
     shape.kv_head_count = spec().kv_head_count;

@@ -6,6 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 
 import torch
 
@@ -80,6 +81,10 @@ class _Append:
         at = len(self.layers)
         copy_rows(self._rows[0, at], k)
         copy_rows(self._rows[1, at], v)
+        self.count_layer()
+
+    def count_layer(self) -> None:
+        """Says that K and V of the next layer are in its memory."""
         self.layers = range(self.layers.start, self.layers.stop + 1)
 
     def close(self) -> None:
@@ -136,6 +141,73 @@ class _Append:
         self._rows = None
 
 
+@dataclass
+class Chunk:
+    """Tokens of a prompt.
+
+    Attributes:
+        key: Key of the sequence.
+        sequence: The sequence.
+        start: Position of the first token in the sequence.
+        begin: Position of the first token in the tensors.
+        end: Position after the last one.
+        lost: Whether its K and V are not appended any more.
+    """
+
+    key: int
+    sequence: Sequence
+    start: int
+    begin: int
+    end: int
+    lost: bool = False
+
+
+class _Block:
+    """K and V of chunks that follow each other in the batch, for some layers.
+
+    Attributes:
+        rows: K and V [2, layers, H_kv, T, d].
+        appends: The appends of these rows, by chunk.
+
+    Args:
+        first_layer: The first of the layers.
+        layer_count: How many there are.
+        like: K of a layer [H_kv, T, d].
+    """
+
+    def __init__(self, first_layer: int, layer_count: int, like: torch.Tensor) -> None:
+        shape = (2, layer_count, *like.shape)
+        self.rows = torch.empty(shape, dtype=like.dtype, device=like.device)
+        self.appends: list[tuple[Chunk, _Append]] = []
+        self._next = first_layer
+        self._stop = first_layer + layer_count
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it has all layers."""
+        return self._next == self._stop
+
+    def continues(
+        self, chunks: list[Chunk], layer: int, last: Callable[[int], _Append | None]
+    ) -> bool:
+        """Whether the layer is its next one, for chunks that it has all.
+
+        last: returns the last append of a sequence.
+        """
+        here = {chunk.key: append for chunk, append in self.appends}
+        return layer == self._next and all(
+            chunk.lost or (chunk.key in here and last(chunk.key) is here[chunk.key])
+            for chunk in chunks
+        )
+
+    def add(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Copies K and V of the next layer."""
+        at = self._next - self._stop
+        copy_rows(self.rows[0, at], k)
+        copy_rows(self.rows[1, at], v)
+        self._next += 1
+
+
 class Appends:
     """Appends of several sequences at once. For one thread.
 
@@ -158,10 +230,78 @@ class Appends:
         # The appends of each sequence that were not settled. Only the last one may take more
         # layers.
         self._of: dict[int, deque[_Append]] = {}
+        # Memory that takes more layers, by the key of its first chunk.
+        self._blocks: dict[int, _Block] = {}
         # Those that hold K/V, in the order in which they began.
         self._order: deque[_Append] = deque()
 
     def add(
+        self, chunks: list[Chunk], layer: int, k: torch.Tensor, v: torch.Tensor, *, share: float
+    ) -> None:
+        """Adds K and V [H_kv, T, d] of a layer, of chunks that follow each other in the tensors.
+
+        Copies them on the current stream, and appends several layers at once. Waits while too many
+        bytes are waiting. Layers of the same tokens come in order, with the same chunks, of which
+        some may be lost meanwhile. What was added to the layer before must be settled.
+
+        Args:
+            chunks: The chunks.
+            layer: The layer.
+            k: Keys.
+            v: Values, with the same shape.
+            share: Part of the step's tokens that are these, in (0, 1].
+        """
+        block = self._blocks.get(chunks[0].key)
+        if block is None or not block.continues(chunks, layer, self._last):
+            block = self._blocks[chunks[0].key] = self._open(chunks, layer, k, v, share)
+        block.add(k, v)
+        for chunk, append in block.appends:
+            if not chunk.lost:
+                append.count_layer()
+                if append.is_full:
+                    self._start(append)
+        if block.is_full:
+            del self._blocks[chunks[0].key]
+
+    def _open(
+        self, chunks: list[Chunk], layer: int, k: torch.Tensor, v: torch.Tensor, share: float
+    ) -> _Block:
+        """Returns memory for the next layers of some chunks, with their appends."""
+        most = max(1, int(self._collected_bytes * share / (k.nbytes + v.nbytes)))
+        block = _Block(layer, min(most, self._layer_count - layer), k)
+        there = [chunk for chunk in chunks if not chunk.lost]
+        for chunk in there:
+            rows = block.rows[:, :, :, chunk.begin : chunk.end]
+            # The memory is free when the last of them has ended.
+            byte_count = block.rows.nbytes if chunk is there[-1] else 0
+            append = self._begin(chunk.key, chunk.sequence, layer, chunk.start, rows, byte_count)
+            block.appends.append((chunk, append))
+        return block
+
+    def _last(self, key: int) -> _Append | None:
+        """Returns the last append of a sequence that was not settled."""
+        appends = self._of.get(key)
+        return appends[-1] if appends else None
+
+    def _begin(
+        self,
+        key: int,
+        sequence: Sequence,
+        layer: int,
+        start: int,
+        rows: torch.Tensor,
+        byte_count: int,
+    ) -> _Append:
+        """Returns a new append, after that of earlier layers or tokens was started."""
+        appends = self._of.setdefault(key, deque())
+        if appends and appends[-1].future is None:
+            self._start(appends[-1])
+        # Those of the same chunk have other layers.
+        before = [each for each in appends if each.start != start]
+        appends.append(_Append(sequence, layer, start, rows, byte_count, before))
+        return appends[-1]
+
+    def add_kept(
         self,
         key: int,
         sequence: Sequence,
@@ -169,45 +309,24 @@ class Appends:
         start: int,
         k: torch.Tensor,
         v: torch.Tensor,
-        *,
-        share: float = 1.0,
-        into: torch.Tensor | None = None,
+        into: torch.Tensor,
     ) -> None:
-        """Adds K and V [H_kv, T, d] of a layer. Layers of the same tokens come in order.
-
-        Copies them on the current stream, and appends several layers at once. Waits while too many
-        bytes are waiting.
-
-        Without `into`, what was added to the layer before must be settled.
+        """The same for a chunk whose K and V stay in memory of the caller.
 
         Args:
             key: Key of the sequence.
             sequence: The sequence.
             layer: The layer.
             start: Position of the first token.
-            k: Keys.
+            k: Keys [H_kv, T, d].
             v: Values, with the same shape.
-            share: Part of the step's tokens that are these, in (0, 1].
-            into: Memory of the caller for K and V of all layers [2, layers, H_kv, T, d]. It must
-                stay as it is until `reads` is False. None: memory is allocated.
+            into: Memory for K and V of all layers [2, layers, H_kv, T, d]. It must stay as it is
+                until `reads` is False.
         """
-        appends = self._of.setdefault(key, deque())
-        if appends and appends[-1].future is None and appends[-1].start != start:
-            self._start(appends[-1])
-        if not appends or appends[-1].future is not None:
-            byte_count = 0
-            if into is None:
-                of_layer = (k.nbytes + v.nbytes) / share
-                most = max(1, int(self._collected_bytes / of_layer))
-                count = min(most, self._layer_count - layer)
-                rows = torch.empty((2, count, *k.shape), dtype=k.dtype, device=k.device)
-                byte_count = rows.nbytes
-            else:
-                rows = into[:, layer : layer + -(-self._layer_count // _CALLERS_APPENDS)]
-            # Those of the same chunk have other layers.
-            before = [each for each in appends if each.start != start]
-            appends.append(_Append(sequence, layer, start, rows, byte_count, before))
-        append = appends[-1]
+        append = self._last(key)
+        if append is None or append.future is not None or append.start != start:
+            rows = into[:, layer : layer + -(-self._layer_count // _CALLERS_APPENDS)]
+            append = self._begin(key, sequence, layer, start, rows, byte_count=0)
         append.add(k, v)
         if append.is_full:
             self._start(append)
@@ -276,6 +395,7 @@ class Appends:
 
     def forget(self, key: int) -> None:
         """Waits for the appends of a sequence, and drops their errors."""
+        self._blocks.pop(key, None)
         for append in self._of.pop(key, ()):
             append.drop()
 
@@ -283,4 +403,5 @@ class Appends:
         """Waits for the appends that have begun, and drops their errors."""
         self._pool.shutdown()
         self._of.clear()
+        self._blocks.clear()
         self._order.clear()

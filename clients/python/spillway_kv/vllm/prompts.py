@@ -9,6 +9,7 @@ import torch
 
 from spillway_kv.prefill import Prefill
 from spillway_kv.prefill_kernels import attention_with_lse
+from spillway_kv.vllm.appends import Chunk
 from spillway_kv.vllm.decoding import Row, on_device
 from spillway_kv.vllm.sequences import Lost, Sequences
 
@@ -72,6 +73,9 @@ class Prompts:
         self._layer_count = layer_count
         self._prefill = Prefill(joined_token_count=JOINED_TOKEN_COUNT)
         self._rows: list[Row] = []
+        # Those whose K/V are copied for their appends, where they follow each other in the batch
+        # together.
+        self._copied: list[_Copied] = []
         # Those that are not beginnings, and whose earlier K/V come from the engine.
         self._later: list[Row] = []
         self._runs: list[_Run] = []
@@ -95,6 +99,9 @@ class Prompts:
         self._token_count = sum(row.plan.token_count for row in rows)
         self._runs = [_Run(each, device) for each in _runs_of(rows)]
         self._kept = self._sequences.keep_prompts([row.plan for row in rows]) if _varlen else {}
+        copied = [row for row in rows if row.plan.key not in self._kept]
+        self._copied = [_Copied(run) for run in _runs_of(copied)]
+        self._copied += [_Copied([row]) for row in copied if row.plan.start > 0]
         later = [row for row in rows if row.plan.start > 0]
         self._continued = [
             _Continued(row, self._kept[row.plan.key], device)
@@ -122,16 +129,19 @@ class Prompts:
             out: Written, [N, H_q, d]. Zeros for requests that are or get lost.
             lose: Called for each request that gets lost.
         """
+        for each in self._copied:
+            share = each.token_count / self._token_count
+            each.append(self._sequences, layer, k, v, share, lose)
         for row in self._rows:
-            if row.alive:
+            if row.alive and row.plan.key in self._kept:
                 try:
-                    self._append(layer, row, k, v)
+                    self._append_kept(layer, row, k, v)
                 except Lost as loss:
                     lose(row, loss)
         for run in self._runs:
             run.attend(q, k, v, out, self._scale)
-        for each in self._continued:
-            each.attend(layer, q, out, self._scale)
+        for chunk in self._continued:
+            chunk.attend(layer, q, out, self._scale)
         for row in self._later:
             if row.alive:
                 try:
@@ -144,13 +154,11 @@ class Prompts:
         if layer + 1 == self._layer_count:
             self._sequences.release_prompts()
 
-    def _append(self, layer: int, row: Row, k: torch.Tensor, v: torch.Tensor) -> None:
+    def _append_kept(self, layer: int, row: Row, k: torch.Tensor, v: torch.Tensor) -> None:
         new = slice(row.begin, row.end)
-        share = row.plan.token_count / self._token_count
         keys, values = k[new].transpose(0, 1), v[new].transpose(0, 1)
-        kept = self._kept.get(row.plan.key)
-        into = None if kept is None else kept[:, :, :, row.plan.start :]
-        self._sequences.append(row.plan, layer, keys, values, share=share, into=into)
+        into = self._kept[row.plan.key][:, :, :, row.plan.start :]
+        self._sequences.append_kept(self._sequences.chunk(row.plan, 0), layer, keys, values, into)
 
     def _attend_later(
         self,
@@ -178,6 +186,55 @@ class Prompts:
                 next_layer=next_layer,
             )
         )
+
+
+class _Copied:
+    """Chunks that follow each other in the batch, whose K/V are copied together for their appends.
+
+    Attributes:
+        token_count: Their tokens.
+
+    Args:
+        rows: The chunks.
+    """
+
+    def __init__(self, rows: list[Row]) -> None:
+        self.token_count = rows[-1].end - rows[0].begin
+        self._rows = {row.plan.key: row for row in rows}
+        self._whole = slice(rows[0].begin, rows[-1].end)
+        self._chunks: list[Chunk] = []
+
+    def append(
+        self,
+        sequences: Sequences,
+        layer: int,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        share: float,
+        lose: Callable[[Row, Lost], None],
+    ) -> None:
+        """Appends K and V of the batch [N, H_kv, d] to a layer. Arguments as for `Prompts`."""
+        if not self._chunks:
+            self._chunks = self._open(sequences, lose)
+        for chunk in self._chunks:
+            chunk.lost |= not self._rows[chunk.key].alive
+        if all(chunk.lost for chunk in self._chunks):
+            return
+        keys, values = (x[self._whole].transpose(0, 1) for x in (k, v))
+        losses = sequences.append(self._chunks, layer, keys, values, share=share)
+        for key, loss in losses.items():
+            lose(self._rows[key], loss)
+
+    def _open(self, sequences: Sequences, lose: Callable[[Row, Lost], None]) -> list[Chunk]:
+        chunks = []
+        for row in self._rows.values():
+            if not row.alive:
+                continue
+            try:
+                chunks.append(sequences.chunk(row.plan, row.begin - self._whole.start))
+            except Lost as loss:
+                lose(row, loss)
+        return chunks
 
 
 class _Run:

@@ -9,6 +9,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TypeVar, cast
 
 import torch
@@ -18,7 +19,7 @@ from spillway_kv.sequence import Sequence
 from spillway_kv.shared_model import shared_model
 from spillway_kv.step import HeadShapes
 from spillway_kv.tensors import DTypeName
-from spillway_kv.vllm.appends import Appends
+from spillway_kv.vllm.appends import Appends, Chunk
 from spillway_kv.vllm.prompt_rows import PromptRows
 from spillway_kv.vllm.settings import PREFIX, Settings
 from spillway_kv.vllm.step_plan import LossKind, PlannedRequest, StepPlan
@@ -180,42 +181,70 @@ class Sequences:
         """Takes back the memory of prompts that are complete, see `keep_prompts`."""
         self._prompt_rows.close_complete()
 
+    def chunk(self, request: PlannedRequest, begin: int) -> Chunk:
+        """Returns the request's tokens as a chunk.
+
+        Args:
+            request: The request.
+            begin: Position of its first token in the tensors that `append` gets.
+
+        Raises:
+            Lost: Another request of the step, which was to begin with its rows, has found out that
+                its sequence is gone.
+        """
+        sequence = self._sequences.get(request.key)
+        if sequence is None:
+            raise Lost("its sequence is gone")
+        end = begin + request.token_count
+        return Chunk(request.key, sequence, request.start, begin, end)
+
     def append(
-        self,
-        request: PlannedRequest,
-        layer: int,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        *,
-        share: float = 1.0,
-        into: torch.Tensor | None = None,
-    ) -> None:
-        """Appends the request's new rows K and V [H_kv, T, d] to a layer.
+        self, chunks: list[Chunk], layer: int, k: torch.Tensor, v: torch.Tensor, *, share: float
+    ) -> dict[int, Lost]:
+        """Appends the new rows K and V [H_kv, T, d] of chunks to a layer.
 
         From tensors on a GPU this copies them, and appends later (`settle`).
 
         Args:
-            request: The request.
+            chunks: Chunks that follow each other in the tensors. Each layer gets the same ones.
             layer: The layer.
             k: Keys.
             v: Values.
-            share: Part of the step's prompt tokens that are the request's.
-            into: Where they stay in GPU memory [2, layers, H_kv, T, d], from `keep_prompts`.
+            share: Part of the step's prompt tokens that are these.
 
-        Raises:
-            Lost: They cannot be appended.
+        Returns:
+            Chunks that cannot be appended, by key of the sequence. They are lost from now on.
         """
-        sequence, start = self._sequences.get(request.key), request.start
-        if sequence is None:
-            # Another request of the step, which was to begin with its rows, has found this out.
-            raise Lost("its sequence is gone")
-        if self._appends is None:
-            self.patiently(lambda: sequence.append(layer, start, k, v))
-            return
-        if into is None:
-            # Chunks come one after the other at each layer.
-            self.settle(request.key, layer)
-        self._appends.add(request.key, sequence, layer, start, k, v, share=share, into=into)
+        losses = {}
+        for chunk in chunks:
+            if chunk.lost:
+                continue
+            try:
+                if self._appends is None:
+                    new = slice(chunk.begin, chunk.end)
+                    append = partial(
+                        chunk.sequence.append, layer, chunk.start, k[:, new], v[:, new]
+                    )
+                    self.patiently(append)
+                else:
+                    # Chunks of a prompt come one after the other at each layer.
+                    self.settle(chunk.key, layer)
+            except Lost as loss:
+                chunk.lost = True
+                losses[chunk.key] = loss
+        if self._appends is not None and not all(chunk.lost for chunk in chunks):
+            self._appends.add(chunks, layer, k, v, share=share)
+        return losses
+
+    def append_kept(
+        self, chunk: Chunk, layer: int, k: torch.Tensor, v: torch.Tensor, into: torch.Tensor
+    ) -> None:
+        """The same for a chunk whose K and V stay in GPU memory.
+
+        into: Where they stay [2, layers, H_kv, T, d], from `keep_prompts`.
+        """
+        assert self._appends is not None
+        self._appends.add_kept(chunk.key, chunk.sequence, layer, chunk.start, k, v, into)
 
     def settle(self, key: int, layer: int | None = None) -> None:
         """Waits until what was appended to a layer, or to all layers, is there.
