@@ -4,6 +4,7 @@
 #include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/un.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -32,12 +33,18 @@ constexpr std::string_view kUnix = "unix:";
 constexpr std::chrono::seconds kTimeout{30};
 // A waiting thread checks this often whether the daemon is still running.
 constexpr std::chrono::milliseconds kLookInterval{100};
+// How long the daemon may take to pass a descriptor, which it does without waiting for anything.
+constexpr std::chrono::seconds kPassingMax{10};
 constexpr char kDetails[] = "spillway/rpc";
 // Number of doorbells kept for later steps. Each one occupies a thread of the daemon.
 constexpr size_t kIdleMax = 4;
 
-absl::Status NoDoorbell(const std::string& why) {
-  return absl::UnimplementedError(absl::StrCat("no doorbell: ", why));
+absl::Status NoSharing(const std::string& why) { return absl::UnimplementedError(why); }
+
+// The error of a session that the daemon does not open, said of what needs it.
+absl::Status Lacking(const char* what, const absl::Status& status) {
+  if (!absl::IsUnimplemented(status) || !DaemonDetails(status).empty()) return status;
+  return absl::UnimplementedError(absl::StrCat("no ", what, ": ", status.message()));
 }
 
 // Calls a function of the system, and calls it again whenever a signal interrupts it.
@@ -89,11 +96,11 @@ absl::StatusOr<std::shared_ptr<SessionSocket>> SessionSocket::Connect(const std:
   sockaddr_un address = {};
   address.sun_family = AF_UNIX;
   if (path.size() >= sizeof(address.sun_path)) {
-    return NoDoorbell(absl::StrCat(path, " is longer than the path of a socket may be"));
+    return NoSharing(absl::StrCat(path, " is longer than the path of a socket may be"));
   }
   std::memcpy(address.sun_path, path.data(), path.size());
   Descriptor made(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
-  if (!made.valid()) return NoDoorbell(absl::StrCat("socket: ", std::strerror(errno)));
+  if (!made.valid()) return NoSharing(absl::StrCat("socket: ", std::strerror(errno)));
   std::array<char, kNameBytesMax> session;
   ssize_t size = -1;
   const auto* const where = reinterpret_cast<const sockaddr*>(&address);
@@ -102,7 +109,7 @@ absl::StatusOr<std::shared_ptr<SessionSocket>> SessionSocket::Connect(const std:
   }
   if (size <= 0) {
     const std::string why = size < 0 ? std::strerror(errno) : "the daemon has too many sessions";
-    return NoDoorbell(absl::StrCat(path, ": ", why));
+    return NoSharing(absl::StrCat(path, ": ", why));
   }
   return std::shared_ptr<SessionSocket>(
       new SessionSocket(std::move(made), std::string(session.data(), static_cast<size_t>(size))));
@@ -122,18 +129,22 @@ absl::StatusOr<Descriptor> SessionSocket::Receive(const std::string& region) con
   message.msg_iovlen = 1;
   message.msg_control = control.data();
   message.msg_controllen = control.size();
-  // An answer that is not received would be taken for the answer to the next request.
   ssize_t size = Uninterrupted(
       [&] { return send(socket_.get(), region.data(), region.size(), MSG_NOSIGNAL); });
   if (size >= 0) {
+    pollfd answer = {socket_.get(), POLLIN, 0};
+    constexpr auto kMax = std::chrono::milliseconds(kPassingMax).count();
+    if (Uninterrupted([&] { return poll(&answer, 1, static_cast<int>(kMax)); }) == 0) {
+      return absl::DeadlineExceededError(
+          absl::StrCat("the daemon has not passed ", region, " in ", kPassingMax.count(), " s"));
+    }
     size = Uninterrupted([&] { return recvmsg(socket_.get(), &message, MSG_CMSG_CLOEXEC); });
   }
   if (size <= 0) return absl::UnavailableError("the daemon has ended the session");
   const cmsghdr* const header = CMSG_FIRSTHDR(&message);
   if (header == nullptr || header->cmsg_type != SCM_RIGHTS) {
-    return absl::UnavailableError(absl::StrCat(
-        region,
-        " was not passed to this process: ", std::string(text.data(), static_cast<size_t>(size))));
+    return absl::NotFoundError(absl::StrCat(region, " was not passed to this process: ",
+                                            std::string(text.data(), static_cast<size_t>(size))));
   }
   int fd;
   std::memcpy(&fd, CMSG_DATA(header), sizeof(fd));
@@ -258,12 +269,11 @@ absl::StatusOr<std::optional<DoorbellAnswer>> Doorbell::Answer(
 
 absl::StatusOr<std::shared_ptr<SessionSocket>> DaemonSession::Connected() {
   if (socket_ != nullptr && socket_->alive()) return socket_;
-  socket_.reset();
-  idle_.clear();
+  Forget();
   if (!target_.starts_with(kUnix)) {
-    return NoDoorbell("it needs a unix socket of the daemon");
+    return NoSharing("it needs a unix socket of the daemon");
   }
-  const auto nothing = [] { return NoDoorbell("the daemon shares no memory"); };
+  const auto nothing = [] { return NoSharing("the daemon shares no memory"); };
   if (shares_nothing_) return nothing();
   const bool known = !path_.empty();
   if (!known) {
@@ -281,16 +291,52 @@ absl::StatusOr<std::shared_ptr<SessionSocket>> DaemonSession::Connected() {
                          info.region_socket());
   }
   absl::StatusOr<std::shared_ptr<SessionSocket>> socket = SessionSocket::Connect(path_);
-  if (socket.ok()) return socket_ = *std::move(socket);
+  if (socket.ok()) {
+    socket_ = *std::move(socket);
+    descriptor_ = socket_->descriptor();
+    return socket_;
+  }
   // The socket existed before, so the daemon has stopped.
   if (known) return absl::UnavailableError(absl::StrCat("no daemon at ", target_));
   path_.clear();
   return socket.status();
 }
 
+void DaemonSession::Forget() {
+  descriptor_ = -1;
+  socket_.reset();
+  idle_.clear();
+}
+
+void DaemonSession::LeaveToParent() {
+  if (const int open = descriptor_.exchange(-1); open >= 0) close(open);
+}
+
+absl::StatusOr<std::string> DaemonSession::Name() {
+  const MutexLock lock(mutex_);
+  const absl::StatusOr<std::shared_ptr<SessionSocket>> socket = Connected();
+  if (!socket.ok()) return Lacking("regions", socket.status());
+  return (*socket)->session();
+}
+
+absl::StatusOr<std::unique_ptr<MappedRegion>> DaemonSession::Map(
+    const v1::AttachRegionResponse& response) {
+  if (!response.region().device().empty()) return MappedRegion::OfGpu(response);
+  const MutexLock lock(mutex_);
+  ASSIGN_OR_RETURN(const std::shared_ptr<SessionSocket> socket, Connected());
+  absl::StatusOr<Descriptor> descriptor = socket->Receive(response.region().name());
+  if (!descriptor.ok()) {
+    if (!absl::IsNotFound(descriptor.status())) Forget();
+    return descriptor.status();
+  }
+  return MappedRegion::OfHost(response.region(), *descriptor);
+}
+
 absl::StatusOr<std::unique_ptr<Doorbell>> DaemonSession::Take(int64_t data_bytes) {
   const MutexLock lock(mutex_);
-  ASSIGN_OR_RETURN(std::shared_ptr<SessionSocket> socket, Connected());
+  absl::StatusOr<std::shared_ptr<SessionSocket>> connected = Connected();
+  if (!connected.ok()) return Lacking("doorbell", connected.status());
+  std::shared_ptr<SessionSocket> socket = *std::move(connected);
   for (auto idle = idle_.begin(); idle != idle_.end(); ++idle) {
     if (static_cast<int64_t>((*idle)->data().size()) < data_bytes || (*idle)->busy()) continue;
     std::unique_ptr<Doorbell> taken = std::move(*idle);
@@ -315,8 +361,12 @@ absl::StatusOr<std::unique_ptr<Doorbell>> DaemonSession::Take(int64_t data_bytes
   }
   RETURN_IF_ERROR(status);
   const v1::Region& region = response.region();
-  ASSIGN_OR_RETURN(const Descriptor descriptor, socket->Receive(region.name()));
-  return Doorbell::Map(std::move(socket), region.name(), descriptor, region.byte_count());
+  absl::StatusOr<Descriptor> descriptor = socket->Receive(region.name());
+  if (!descriptor.ok()) {
+    Forget();
+    return absl::UnavailableError(descriptor.status().message());
+  }
+  return Doorbell::Map(std::move(socket), region.name(), *descriptor, region.byte_count());
 }
 
 void DaemonSession::Give(std::unique_ptr<Doorbell> doorbell) {

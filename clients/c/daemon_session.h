@@ -1,5 +1,6 @@
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <memory>
@@ -12,6 +13,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "clients/c/region.h"
 #include "daemon/doorbell/doorbell_memory.h"
 #include "google/rpc/status.pb.h"
 #include "grpcpp/channel.h"
@@ -39,9 +41,11 @@ class SessionSocket {
   static absl::StatusOr<std::shared_ptr<SessionSocket>> Connect(const std::string& path);
 
   const std::string& session() const { return session_; }
+  int descriptor() const { return socket_.get(); }
   // Whether the daemon still holds the other end of the socket.
   bool alive() const;
-  // Asks the daemon for the descriptor of a region. Not thread-safe.
+  // Asks the daemon for the descriptor of a region. After an error other than NOT_FOUND, an answer
+  // may still come, and the socket must not be used any more. Not thread-safe.
   absl::StatusOr<Descriptor> Receive(const std::string& region) const;
 
  private:
@@ -128,8 +132,20 @@ class DaemonSession {
   // doorbells are idle (then it detaches a busy one, if there is one).
   void Give(std::unique_ptr<Doorbell> doorbell) ABSL_LOCKS_EXCLUDED(mutex_);
 
+  // The session's name, for AttachRegion. Opens the session if it has none, or if the daemon has
+  // ended it. UNIMPLEMENTED as for Take().
+  absl::StatusOr<std::string> Name() ABSL_LOCKS_EXCLUDED(mutex_);
+  // Maps a region of the session. NOT_FOUND if the session has no such region.
+  absl::StatusOr<std::unique_ptr<MappedRegion>> Map(const v1::AttachRegionResponse& response)
+      ABSL_LOCKS_EXCLUDED(mutex_);
+  // In a process that was forked from this one: closes its copy of the socket, which would keep the
+  // parent's session. Takes no lock, because a thread of the parent may have held it.
+  void LeaveToParent();
+
  private:
   absl::StatusOr<std::shared_ptr<SessionSocket>> Connected() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // The session with its socket is over.
+  void Forget() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Detach(std::unique_ptr<Doorbell> doorbell);
 
   const std::string target_;
@@ -139,6 +155,7 @@ class DaemonSession {
   std::string path_ ABSL_GUARDED_BY(mutex_);  // of the socket; empty until the first connection
   bool shares_nothing_ ABSL_GUARDED_BY(mutex_) = false;  // as the daemon has said
   std::shared_ptr<SessionSocket> socket_ ABSL_GUARDED_BY(mutex_);
+  std::atomic<int> descriptor_ = -1;  // of socket_
   std::vector<std::unique_ptr<Doorbell>> idle_ ABSL_GUARDED_BY(mutex_);
 };
 

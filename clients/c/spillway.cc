@@ -1,25 +1,36 @@
 #include "spillway.h"
 
+#include <cstring>
 #include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "clients/c/call.h"
 #include "clients/c/daemon_session.h"
-#include "clients/c/gpu.h"
 #include "clients/c/interface.h"
+#include "clients/c/region.h"
 #include "daemon/convert/trace.h"
 #include "daemon/server/embedded.h"
 #include "grpcpp/channel.h"
 #include "host/base/status_macros.h"
 #include "spillway/access.h"
 #include "spillway/presence.h"
+#include "spillway/v1/memory_service.pb.h"
 
-struct spillway_gpu_region {
-  std::unique_ptr<spillway::ClientGpu> memory;
+struct spillway_region {
+  std::unique_ptr<spillway::MappedRegion> mapped;
 };
+
+namespace {
+
+absl::Status NoRegions() {
+  return absl::UnimplementedError("an embedded engine reads memory of its process without regions");
+}
+
+}  // namespace
 
 int spillway_interface() { return SPILLWAY_INTERFACE; }
 
@@ -88,15 +99,40 @@ void spillway_call_close(spillway_call* call) {
   if (call != nullptr) spillway::CallEnder()(call);
 }
 
-spillway_gpu_region* spillway_gpu_region_map(const char* device, const void* handle, size_t size,
-                                             void** address, int* ordinal) {
-  return spillway::OrNull<spillway_gpu_region>([&]() -> absl::StatusOr<spillway_gpu_region*> {
-    ASSIGN_OR_RETURN(std::unique_ptr<spillway::ClientGpu> memory,
-                     spillway::MapGpuMemory(device, {static_cast<const char*>(handle), size}));
-    *address = memory->data();
-    *ordinal = memory->ordinal();
-    return new spillway_gpu_region{std::move(memory)};
+int spillway_session(spillway_channel* channel, char* session, size_t size) {
+  return spillway::CodeOf(spillway::Caught([&]() -> absl::Status {
+    if (channel->session == nullptr) return NoRegions();
+    ASSIGN_OR_RETURN(const std::string name, channel->session->Name());
+    if (name.size() >= size) {
+      return absl::InvalidArgumentError(absl::StrCat("size: ", size, " bytes are too few for ",
+                                                     name.size(), " characters and a 0"));
+    }
+    std::memcpy(session, name.c_str(), name.size() + 1);
+    return absl::OkStatus();
+  }));
+}
+
+void spillway_session_leave(spillway_channel* channel) {
+  if (channel->session != nullptr) channel->session->LeaveToParent();
+}
+
+spillway_region* spillway_region_map(spillway_channel* channel, const void* response, size_t size,
+                                     spillway_region_place* place) {
+  return spillway::OrNull<spillway_region>([&]() -> absl::StatusOr<spillway_region*> {
+    if (channel->session == nullptr) return NoRegions();
+    spillway::v1::AttachRegionResponse made;
+    if (!made.ParseFromArray(response, static_cast<int>(size)) || made.region().name().empty() ||
+        made.region().byte_count() <= 0) {
+      return absl::InvalidArgumentError("response: this is no AttachRegionResponse");
+    }
+    ASSIGN_OR_RETURN(std::unique_ptr<spillway::MappedRegion> mapped, channel->session->Map(made));
+    *place = {mapped->name().c_str(), mapped->address(), mapped->byte_count(), mapped->ordinal()};
+    return new spillway_region{std::move(mapped)};
   });
 }
 
-void spillway_gpu_region_unmap(spillway_gpu_region* region) { delete region; }
+int spillway_region_leave(spillway_region* region, int64_t kept_bytes) {
+  return spillway::CodeOf(region->mapped->Leave(kept_bytes));
+}
+
+void spillway_region_free(spillway_region* region) { delete region; }

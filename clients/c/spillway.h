@@ -10,11 +10,12 @@
  * Channels are thread-safe. In a call, one thread may send while another one
  * receives, and any thread may cancel. Steps and decoders are for one thread at a
  * time. The functions that free (spillway_channel_close, spillway_call_close,
- * spillway_step_end, spillway_decoder_close, spillway_gpu_region_unmap) must not be
+ * spillway_step_end, spillway_decoder_close, spillway_region_free) must not be
  * called while another thread is in a function with the same pointer, also not when
  * the program ends: free it when that function has returned, or not at all. No
  * function throws, and no error ends the process. After a fork, the child must not
- * call the library if the parent has opened a channel: its threads do not exist there.
+ * call the library if the parent has opened a channel: its threads do not exist there. It may
+ * call spillway_session_leave.
  */
 #ifndef SPILLWAY_SPILLWAY_H_
 #define SPILLWAY_SPILLWAY_H_
@@ -290,26 +291,61 @@ SPILLWAY_EXPORT int spillway_step_sums_of(spillway_step* step, spillway_sums* su
 /* Ends and frees the step. An attend without an answer is given up. */
 SPILLWAY_EXPORT void spillway_step_end(spillway_step* step);
 
-/* --- Regions of GPU memory that a daemon on this host has allocated
- * (MemoryService.AttachRegion with a device). */
+/* --- Regions: memory that a daemon on this host shares with this process, so that K, V and
+ * queries need not be in messages. Open the session, call MemoryService.AttachRegion with its
+ * name, and map the answer. Tensors name their place in the region (RegionSlice). To give the
+ * region back, leave it, call DetachRegion, and free it when nothing uses its memory. */
 
-typedef struct spillway_gpu_region spillway_gpu_region;
+/* Bytes of a session's name and a 0, at most. */
+#define SPILLWAY_SESSION_BYTES_MAX 256
 
-/* Maps a region into this process. Each region can be mapped only once.
+/* Opens the channel's session with the daemon, or finds it. The daemon keeps the session's
+ * regions until the channel is closed. If the daemon has restarted, or ended the session because
+ * no call had named it for ten seconds, this opens another one, without the regions before.
  *
- * device: its Region.device. handle: its AttachRegionResponse.ipc_handle.
- * address: written, its CUDA address in this process. ordinal: written, CUDA's number of
- * the GPU in this process.
+ * session: written, the name with a 0 behind it. size: bytes of it.
  *
- * NULL if the library was built without CUDA (UNIMPLEMENTED), this process does not see
- * the GPU (NOT_FOUND), or CUDA refuses. */
-SPILLWAY_EXPORT spillway_gpu_region* spillway_gpu_region_map(const char* device, const void* handle,
-                                                             size_t size, void** address,
-                                                             int* ordinal);
+ * Returns 0, or an error's code (spillway_error): UNIMPLEMENTED if the daemon shares no memory
+ * with this process. */
+SPILLWAY_EXPORT int spillway_session(spillway_channel* channel, char* session, size_t size);
 
-/* Waits for the GPU and unmaps the region. Its addresses must not be used afterwards.
- * Call it before DetachRegion. */
-SPILLWAY_EXPORT void spillway_gpu_region_unmap(spillway_gpu_region* region);
+/* Closes this process's copy of the session's socket, in a process that was forked from the
+ * one that opened the channel. Otherwise the session lasts until both have ended. The only function
+ * that such a process may call. */
+SPILLWAY_EXPORT void spillway_session_leave(spillway_channel* channel);
+
+typedef struct spillway_region spillway_region;
+
+typedef struct {
+  const char* name; /* regions/{id}, valid until the region is freed */
+  void* address;    /* of its first byte in this process: host memory, or a CUDA address */
+  int64_t size;     /* bytes */
+  int ordinal;      /* CUDA's number of its GPU in this process; -1: host memory */
+} spillway_region_place;
+
+/* Maps a region of the session into this process. Each region in GPU memory can be mapped
+ * once.
+ *
+ * response: the serialised AttachRegionResponse. place: written.
+ *
+ * NULL if the session has no such region (NOT_FOUND); for GPU memory, if the library was
+ * built without CUDA (UNIMPLEMENTED), this process does not see the GPU (NOT_FOUND), or CUDA
+ * refuses. */
+SPILLWAY_EXPORT spillway_region* spillway_region_map(spillway_channel* channel,
+                                                     const void* response, size_t size,
+                                                     spillway_region_place* place);
+
+/* Stops sharing a region in host memory, before DetachRegion: a daemon counts it as long as it
+ * is mapped. Its addresses stay valid until it is freed: the first kept_bytes keep their
+ * content, in memory of this process. GPU memory stays as it is, in use until the region is
+ * freed.
+ *
+ * Returns 0, or RESOURCE_EXHAUSTED: then it is still shared. */
+SPILLWAY_EXPORT int spillway_region_leave(spillway_region* region, int64_t kept_bytes);
+
+/* Unmaps the region, for GPU memory after waiting for the GPU. Its addresses must not be used
+ * afterwards. The daemon keeps it until DetachRegion, or until the session ends. */
+SPILLWAY_EXPORT void spillway_region_free(spillway_region* region);
 
 /* --- Decoding on CUDA streams, with tensors in GPU memory. An embedded engine enqueues
  * attends on the stream, and they can be captured into a CUDA graph. A daemon on this host

@@ -12,6 +12,7 @@
 #include "spillway.h"
 #include "spillway/v1/admin_service.pb.h"
 #include "spillway/v1/attention_service.pb.h"
+#include "spillway/v1/memory_service.pb.h"
 #include "spillway/v1/model_service.pb.h"
 #include "spillway/v1/sequence_service.pb.h"
 #include "tests/clients/fake_daemon.h"
@@ -493,21 +494,51 @@ TEST_F(StepInCTest, AsLongAsOneIsUnansweredSoAreAll) {
   spillway_channel_close(gone);
 }
 
-TEST(GpuRegionInCTest, WhatIsNoHandleOrNoGpuOfThisProcessIsRefused) {
-  const std::string handle(64, '\0');
+// The error of the last function that failed.
+std::pair<int, std::string> LastError() {
+  const char* message = nullptr;
+  const void* details = nullptr;
+  size_t size = 0;
+  const int code = spillway_error(&message, &details, &size);
+  return {code, message};
+}
+
+TEST(RegionInCTest, WhatIsNoHandleOrNoGpuOfThisProcessIsRefused) {
+  spillway_channel* const channel = spillway_channel_open("unix:/tmp/none", nullptr);
   for (const auto& [size, code] : {std::pair(size_t{5}, grpc::StatusCode::INVALID_ARGUMENT),
-                                   std::pair(handle.size(), grpc::StatusCode::NOT_FOUND)}) {
-    void* address = nullptr;
-    int ordinal = -1;
-    EXPECT_EQ(spillway_gpu_region_map("GPU-none", handle.data(), size, &address, &ordinal),
-              nullptr);
-    const char* message = nullptr;
-    const void* details = nullptr;
-    size_t details_size = 0;
-    const int told = spillway_error(&message, &details, &details_size);
+                                   std::pair(size_t{64}, grpc::StatusCode::NOT_FOUND)}) {
+    v1::AttachRegionResponse response;
+    response.mutable_region()->set_name("regions/1");
+    response.mutable_region()->set_byte_count(1 << 21);
+    response.mutable_region()->set_device("GPU-none");
+    response.set_ipc_handle(std::string(size, '\0'));
+    const std::string bytes = response.SerializeAsString();
+    spillway_region_place place = {};
+    EXPECT_EQ(spillway_region_map(channel, bytes.data(), bytes.size(), &place), nullptr);
+    const auto [told, message] = LastError();
     // A build without CUDA cannot map memory.
     EXPECT_TRUE(told == code || told == grpc::StatusCode::UNIMPLEMENTED) << told << message;
-    EXPECT_EQ(address, nullptr);
+    EXPECT_EQ(place.address, nullptr);
+  }
+  spillway_channel_close(channel);
+}
+
+TEST(RegionInCTest, NeedsADaemonThatSharesMemory) {
+  char name[SPILLWAY_SESSION_BYTES_MAX];
+  FakeDaemon daemon;
+  daemon.Start();
+  const char* const settings[] = {"memory.limit=64MiB", "device.name=cpu", "device.thread_count=1"};
+  for (const auto& [channel, told] :
+       {std::pair(spillway_channel_open(daemon.tcp_target().c_str(), nullptr),
+                  "no regions: it needs a unix socket of the daemon"),
+        std::pair(spillway_channel_open(daemon.target().c_str(), nullptr),
+                  "no regions: the daemon shares no memory"),
+        std::pair(spillway_channel_embed(settings, 3),
+                  "an embedded engine reads memory of its process without regions")}) {
+    EXPECT_EQ(spillway_session(channel, name, sizeof(name)), grpc::StatusCode::UNIMPLEMENTED);
+    EXPECT_EQ(LastError(), std::pair(int{grpc::StatusCode::UNIMPLEMENTED}, std::string(told)));
+    spillway_session_leave(channel);
+    spillway_channel_close(channel);
   }
 }
 

@@ -128,7 +128,7 @@ def test_a_region_has_zeros_and_the_size_that_it_says(client: Client) -> None:
 def test_a_gpu_is_named_by_its_uuid_too(client: Client) -> None:
     uuid = client.server_info.devices[0].uuid
     region = client.attach_region(1, device=uuid)
-    request = memory.ListRegionsRequest(session=wire(client).regions._session)
+    request = memory.ListRegionsRequest(session=wire(client).regions.session)
     (listed,) = [
         one
         for one in wire(client).stubs.memory.ListRegions(request).regions

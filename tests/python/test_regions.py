@@ -274,8 +274,38 @@ def test_bad_queries_and_outputs(
     assert refused(lambda: list(wire(client).stubs.attention.FetchPages(request))).code == INVALID
 
 
+class Session:
+    """A session of its own, by the socket and the calls that memory_service.proto describes."""
+
+    def __init__(self, client: Client, target: str) -> None:
+        self._stub = wire(client).stubs.memory
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.connect(target.removeprefix("unix:") + ".regions")
+        self._name = self._socket.recv(256).decode()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._socket.close()
+
+    def attach(self, byte_count: int) -> str:
+        request = memory.AttachRegionRequest(session=self._name, byte_count=byte_count)
+        name: str = self._stub.AttachRegion(request).region.name
+        return name
+
+    def ask(self, name: str) -> tuple[bytes, int | None]:
+        """What the socket tells of a region, and its descriptor."""
+        self._socket.send(name.encode())
+        told, descriptors, _, _ = socket.recv_fds(self._socket, 256, 1)
+        return told, descriptors[0] if descriptors else None
+
+    def detach(self, name: str) -> None:
+        self._stub.DetachRegion(memory.DetachRegionRequest(session=self._name, name=name))
+
+
 def test_sessions_and_regions_that_are_not_there(client: Client, region: Region) -> None:
-    stub, session = wire(client).stubs.memory, wire(client).regions._session
+    stub, session = wire(client).stubs.memory, wire(client).regions.session
     for call in (
         lambda: stub.AttachRegion(memory.AttachRegionRequest(session="none", byte_count=1)),
         lambda: stub.ListRegions(memory.ListRegionsRequest()),
@@ -297,16 +327,14 @@ def test_sessions_and_regions_that_are_not_there(client: Client, region: Region)
 def test_a_session_has_its_own(client: Client, target: str, region: Region) -> None:
     with spillway_kv.connect(target) as other:
         theirs = other.attach_region(4096)
-        stub, session = wire(other).stubs.memory, wire(other).regions._session
+        stub, session = wire(other).stubs.memory, wire(other).regions.session
         listed = stub.ListRegions(memory.ListRegionsRequest(session=session)).regions
         assert [one.name for one in listed] == [theirs.name]
         taken = memory.DetachRegionRequest(session=session, name=region.name)
         assert refused(lambda: stub.DetachRegion(taken)).reason == "REGION_NOT_FOUND"
-        # Its socket does not return another client's region either.
-        connection = wire(other).regions._socket
-        assert connection is not None
-        connection.send(region.name.encode())
-        assert connection.recv(256) == b"this session has no such region"
+    # Its socket does not return another client's region either.
+    with Session(client, target) as mine:
+        assert mine.ask(region.name) == (b"this session has no such region", None)
 
 
 def test_the_most_regions_of_a_session(target: str) -> None:
@@ -359,28 +387,61 @@ def test_a_client_that_keeps_its_descriptors_holds_no_more_than_the_limit(tmp_pa
     with (
         running_daemon(tmp_path, "--device", "cpu", "--memory-limit", "64MiB") as target,
         spillway_kv.connect(target) as client,
+        Session(client, target) as mine,
     ):
         kept: list[mmap.mmap] = []
         with pytest.raises(spillway_kv.ResourceExhausted, match="a region needs"):
             while len(kept) < 10:
-                region = client.attach_region(16 * MIB)
-                connection = wire(client).regions._socket
-                assert connection is not None
-                connection.send(region.name.encode())
-                _, (descriptor,), _, _ = socket.recv_fds(connection, 256, 1)
-                kept.append(mmap.mmap(descriptor, region.byte_count))
-                kept[-1].write(b"\7" * region.byte_count)
-                region.detach()
+                name = mine.attach(16 * MIB)
+                _, descriptor = mine.ask(name)
+                assert descriptor is not None
+                kept.append(mmap.mmap(descriptor, 16 * MIB))
+                kept[-1].write(b"\7" * 16 * MIB)
+                mine.detach(name)
                 assert os.fstat(descriptor).st_blocks == 0
                 assert kept[-1][0] == kept[-1][-1] == 0
                 kept[-1].seek(0)
-                kept[-1].write(b"\7" * region.byte_count)
+                kept[-1].write(b"\7" * 16 * MIB)
                 os.close(descriptor)
         assert len(kept) == 3
         assert client.statistics().memory.used_bytes >= 48 * MIB
         for memory_of_region in kept:
             memory_of_region.close()
         client.attach_region(48 * MIB)
+
+
+CHILD_KEEPS_NOTHING = """
+import os, sys
+import spillway_kv
+
+client = spillway_kv.connect(sys.argv[1])
+region = client.attach_region(32 << 20)
+is_child = os.fork() == 0
+if is_child:
+    del region, client
+else:
+    region.array((1000,))[:] = 1
+    client.close()
+print("child" if is_child else "parent", flush=True)
+# Both wait until nobody writes to their input any more.
+sys.stdin.read()
+os._exit(0)
+"""
+
+
+def test_a_child_keeps_none_of_its_parents_regions(client: Client, target: str) -> None:
+    before = other_bytes(client)
+    with subprocess.Popen(
+        [sys.executable, "-c", CHILD_KEEPS_NOTHING, target],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert sorted(process.stdout.readline() for _ in range(2)) == ["child\n", "parent\n"]
+        wait_for(lambda: other_bytes(client) < before + MIB)
+        process.stdin.close()
 
 
 def test_arrays_in_a_detached_region_keep_their_content(client: Client, target: str) -> None:
@@ -516,7 +577,7 @@ def test_after_an_interrupt_a_region_is_not_taken_for_another(
     with spillway_kv.connect(target) as client:
         sequence = client.create_sequence(model)
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-            patched.setattr(socket, "recv_fds", interrupted)
+            patched.setattr(wire(client).channel, "map_region", interrupted)
             client.attach_region(MIB)
         k, v = client.attach_region(MIB).array(rows.shape)
         k[:], v[:] = rows
@@ -525,9 +586,35 @@ def test_after_an_interrupt_a_region_is_not_taken_for_another(
         assert own_regions(client) == 1
 
 
+def test_only_regions_of_the_session_are_mapped(target: str) -> None:
+    with spillway_kv.connect(target) as client, spillway_kv.connect(target) as other:
+        mine, theirs = client.attach_region(MIB), other.attach_region(MIB)
+        channel = wire(client).channel
+        for name, told in (
+            (theirs.name, "this session has no such region"),
+            ("regions/none", "this session has no such region"),
+        ):
+            response = memory.AttachRegionResponse(
+                region=memory.Region(name=name, byte_count=MIB)
+            ).SerializeToString()
+            with pytest.raises(spillway_kv.NotFound, match=told):
+                channel.map_region(response)
+        for nothing in (b"", b"\xff", memory.AttachRegionResponse().SerializeToString()):
+            with pytest.raises(spillway_kv.InvalidArgument, match="no AttachRegionResponse"):
+                channel.map_region(nothing)
+        # The session goes on, and a region can be mapped twice.
+        again = channel.map_region(
+            memory.AttachRegionResponse(
+                region=memory.Region(name=mine.name, byte_count=MIB)
+            ).SerializeToString()
+        )
+        mine.array((4,))[:] = 7
+        assert (np.asarray(again)[:16].view(np.float32) == 7).all()
+
+
 def own_regions(client: Client) -> int:
     """How many regions the client's session has. The client itself has attached all of them."""
-    request = memory.ListRegionsRequest(session=wire(client).regions._session)
+    request = memory.ListRegionsRequest(session=wire(client).regions.session)
     return len(wire(client).stubs.memory.ListRegions(request).regions)
 
 
@@ -549,7 +636,7 @@ def test_large_appends_go_by_a_region_of_the_clients_own(
     with running_daemon(tmp_path) as target, spillway_kv.connect(target) as client:
         sequence = client.create_sequence(two_layers(client))
         sequence.append(0, 0, k[:, :, :10], v[:, :, :10])
-        assert wire(client).regions._session == ""  # that append was small
+        assert wire(client).regions.session == ""  # that append was small
         result = sequence.append(0, 10, k[:, :, 10:], v[:, :, 10:])
         # The rows went through a region: they would not fit into one message.
         assert (result.appended_chunk_count, result.layer_token_counts) == (1, (20_000, 20_000))
@@ -662,7 +749,7 @@ def test_a_device_without_memory_of_its_own(client: Client, device: str, told: s
     if on_gpu() and device == "cpu:0":
         pytest.skip("of a daemon without a GPU")
     client.attach_region(1).detach()
-    request = memory.ListRegionsRequest(session=wire(client).regions._session)
+    request = memory.ListRegionsRequest(session=wire(client).regions.session)
     before, listed = other_bytes(client), wire(client).stubs.memory.ListRegions(request)
     with pytest.raises(spillway_kv.InvalidArgument, match=re.escape(told)) as caught:
         client.attach_region(MIB, device=device)
@@ -677,6 +764,11 @@ def test_what_is_no_handle_is_not_mapped(client: Client) -> None:
     nowhere = "GPU-00000000-0000-0000-0000-000000000000"
     for handle, codes in ((b"short", {INVALID}), (bytes(64), {MISSING})):
         with pytest.raises(spillway_kv.SpillwayError) as caught:
-            wire(client).channel.map_gpu_region(nowhere, handle)
+            wire(client).channel.map_region(
+                memory.AttachRegionResponse(
+                    region=memory.Region(name="regions/1", byte_count=MIB, device=nowhere),
+                    ipc_handle=handle,
+                ).SerializeToString()
+            )
         # A build without CUDA cannot map.
         assert caught.value.code in codes | {"UNIMPLEMENTED"}, caught.value

@@ -197,7 +197,7 @@ def test_anothers_names_are_as_names_of_nothing(
     daemon: Daemon, alice: spillway_kv.Client, method: MethodDescriptor
 ) -> None:
     region = alice.attach_region(4096)
-    session = wire(alice).regions._session
+    session = wire(alice).regions.session
     theirs = {
         "model": "models/shared-name",
         "sequence": "sequences/secret",

@@ -55,6 +55,28 @@ class Sums(ctypes.Structure):
     certified_error_sum: float
 
 
+class Place(ctypes.Structure):
+    """Where a region is in this process.
+
+    Attributes:
+        name: `regions/{id}`.
+        address: Of its first byte.
+        size: Bytes.
+        ordinal: CUDA's number of its GPU in this process; -1: host memory.
+    """
+
+    _fields_ = (
+        ("name", ctypes.c_char_p),
+        ("address", ctypes.c_void_p),
+        ("size", ctypes.c_int64),
+        ("ordinal", ctypes.c_int),
+    )
+    name: bytes
+    address: int | None
+    size: int
+    ordinal: int
+
+
 @functools.cache
 def library() -> ctypes.CDLL:
     """Returns libspillway.
@@ -116,8 +138,11 @@ def library() -> ctypes.CDLL:
         ("step_results", number, (pointer, pointer, pointer)),
         ("step_sums_of", number, (pointer, pointer)),
         ("step_end", None, (pointer,)),
-        ("gpu_region_map", pointer, (text, text, size, pointer, pointer)),
-        ("gpu_region_unmap", None, (pointer,)),
+        ("session", number, (pointer, pointer, size)),
+        ("session_leave", None, (pointer,)),
+        ("region_map", pointer, (pointer, text, size, pointer)),
+        ("region_leave", number, (pointer, ctypes.c_int64)),
+        ("region_free", None, (pointer,)),
         ("decoder_open", pointer, (pointer, text, size, ctypes.c_int64)),
         ("decoder_gpu", number, (pointer,)),
         ("decoder_next", number, (pointer, pointer, pointer)),

@@ -12,7 +12,7 @@ from google.protobuf import message_factory
 
 from spillway_kv import forks
 from spillway_kv._handle import Handle, Handles
-from spillway_kv._library import Sums, bytes_of, error_of, last_error
+from spillway_kv._library import Place, Sums, bytes_of, error_of, last_error
 from spillway_kv._proto import (
     admin_service_pb2,
     attention_service_pb2,
@@ -22,12 +22,15 @@ from spillway_kv._proto import (
 )
 from spillway_kv.access import Access
 from spillway_kv.errors import SpillwayError
+from spillway_kv.mapping import RegionMapping
 from spillway_kv.tracing import trace_id
 
 # The target for an engine in this process.
 EMBEDDED = "embedded:"
 _RECEIVED, _TIMED_OUT, _ENDED = range(3)
 _UNANSWERED = -1
+# Bytes of a session's name and a 0, at most.
+_SESSION_BYTES_MAX = 256
 # An option of a call.
 _WITHOUT_CLIENT = 1
 # Longest wait inside the library, seconds. Between waits Python handles signals such as Ctrl-C.
@@ -104,6 +107,9 @@ class NativeChannel:
     def leave_to_parent(self, error: str) -> None:
         """Makes every later use raise `error`. Called in a process that was forked."""
         self._left = error
+        # Its copy of the session's socket would keep the parent's regions.
+        with contextlib.suppress(ValueError):
+            self._handle.call(self.library.spillway_session_leave)
 
     def _error(self) -> SpillwayError:
         return last_error(self.library)
@@ -222,19 +228,31 @@ class NativeChannel:
         finally:
             del pointer
 
-    def map_gpu_region(self, device: str, handle: bytes) -> GpuMapping:
-        """Maps GPU memory that a daemon shares.
+    def session(self) -> str:
+        """Returns the name of the session that holds this channel's regions. Opens it if needed.
 
         Raises:
-            SpillwayError: The library has no CUDA, or this process does not see the GPU.
+            SpillwayError: The daemon shares no memory with this process.
             ValueError: The channel is closed.
         """
-        self.check_open()
-        address, ordinal = ctypes.c_void_p(), ctypes.c_int()
-        mapped = self.library.spillway_gpu_region_map(
-            device.encode(), handle, len(handle), ctypes.byref(address), ctypes.byref(ordinal)
+        name = ctypes.create_string_buffer(_SESSION_BYTES_MAX)
+        if self._handle.call(self.library.spillway_session, name, len(name)):
+            raise self._error()
+        return name.value.decode()
+
+    def map_region(self, response: bytes) -> RegionMapping:
+        """Maps a region of the session, for a serialised `AttachRegionResponse`.
+
+        Raises:
+            SpillwayError: The session has no such region, the library has no CUDA, or this process
+                does not see the region's GPU.
+            ValueError: The channel is closed.
+        """
+        place = Place()
+        mapped = self._handle.call(
+            self.library.spillway_region_map, response, len(response), ctypes.byref(place)
         )
-        return GpuMapping(self.library, self._checked(mapped), address.value or 0, ordinal.value)
+        return RegionMapping(self.library, self._checked(mapped), place)
 
     def open_decoder(self, description: bytes, token_count_max: int) -> Handle:
         """Opens a decoder on streams of the engine's GPU, for a serialised `DecodeStep`.
@@ -395,21 +413,6 @@ def attend_at_once(
     finally:
         del held
     return bool(code == 0)
-
-
-class GpuMapping:
-    """GPU memory that a daemon shares, mapped into this process until this object is destroyed.
-
-    Attributes:
-        address: CUDA address in this process.
-        ordinal: CUDA's number of the GPU in this process.
-    """
-
-    def __init__(self, loaded: ctypes.CDLL, handle: int, address: int, ordinal: int) -> None:
-        self.address, self.ordinal = address, ordinal
-        unmapping = forks.finalizer(self, loaded.spillway_gpu_region_unmap, handle)
-        # At exit CUDA is being shut down, and unmaps the memory itself.
-        unmapping.atexit = False
 
 
 class _Responses:

@@ -99,7 +99,7 @@ class Connection:
         forks.keep(self.channel)
         self.channel.leave_to_parent(error)
         self.stubs = cast(Any, forks.Left(error))
-        self.regions.leave_to_parent(error)
+        self.regions.leave_to_parent()
 
     @property
     def transport(self) -> str:

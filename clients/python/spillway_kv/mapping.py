@@ -1,37 +1,37 @@
-"""Memory of another process, mapped into this one."""
+"""Memory that a daemon shares, mapped into this process."""
 
 from __future__ import annotations
 
 import ctypes
-import mmap
-import os
+import weakref
 from typing import Any
 
-_MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
-_FAILED = ctypes.c_void_p(-1).value
+from spillway_kv import forks
+from spillway_kv._library import Place, last_error
 
 
-class Mapping:
-    """Maps a file that several processes share, until the last array in it is deleted.
+class RegionMapping:
+    """A region, mapped until the last array in it is deleted.
 
-    Unlike the module mmap, it keeps no descriptor, and it can let go of the file while there are
-    arrays. numpy makes an array of it, because it has `__array_interface__`.
+    numpy makes an array of one in host memory, because it has `__array_interface__`.
 
     Attributes:
-        address: Where it begins.
+        name: `regions/{id}`.
+        address: Where it begins: in host memory, or a CUDA address.
         byte_count: Its size.
+        ordinal: CUDA's number of its GPU in this process; -1: host memory.
     """
 
-    def __init__(self, descriptor: int, byte_count: int) -> None:
-        self._libc = ctypes.CDLL(None, use_errno=True)
-        for function in (self._libc.mmap, self._libc.mremap):
-            function.restype = ctypes.c_void_p
-        self.byte_count = byte_count
-        self.address = self._map(mmap.MAP_SHARED, descriptor)
-
-    def __del__(self) -> None:
-        if hasattr(self, "address"):
-            self._unmap(self.address)
+    def __init__(self, loaded: ctypes.CDLL, handle: int, place: Place) -> None:
+        """Takes a spillway_region and its place."""
+        self._library, self._handle = loaded, handle
+        self.name = place.name.decode()
+        self.address = place.address or 0
+        self.byte_count, self.ordinal = place.size, place.ordinal
+        # A forked process gives its mapping of host memory back, but cannot call CUDA.
+        finalizer = weakref.finalize if self.ordinal < 0 else forks.finalizer
+        # At exit threads may still use the memory, and CUDA is being shut down.
+        finalizer(self, loaded.spillway_region_free, handle).atexit = False
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
@@ -43,26 +43,10 @@ class Mapping:
         }
 
     def leave(self, used: int) -> None:
-        """Replaces the shared memory by memory of this process; the first `used` bytes stay."""
-        try:
-            own = self._map(mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
-        except OSError:
-            return  # then it stays mapped
-        ctypes.memmove(own, self.address, used)
-        size = ctypes.c_size_t(self.byte_count)
-        flags = _MREMAP_MAYMOVE | _MREMAP_FIXED
-        there = ctypes.c_void_p(self.address)
-        if self._libc.mremap(ctypes.c_void_p(own), size, size, flags, there) == _FAILED:
-            self._unmap(own)
+        """Replaces the shared memory by memory of this process; the first `used` bytes stay.
 
-    def _map(self, flags: int, descriptor: int) -> int:
-        access = mmap.PROT_READ | mmap.PROT_WRITE
-        size = ctypes.c_size_t(self.byte_count)
-        address = self._libc.mmap(None, size, access, flags, descriptor, ctypes.c_long(0))
-        if address is None or address == _FAILED:
-            error = ctypes.get_errno()
-            raise OSError(error, f"mapping {self.byte_count} bytes: {os.strerror(error)}")
-        return int(address)
-
-    def _unmap(self, address: int) -> None:
-        self._libc.munmap(ctypes.c_void_p(address), ctypes.c_size_t(self.byte_count))
+        Raises:
+            SpillwayError: There is no memory. It stays shared.
+        """
+        if self._library.spillway_region_leave(self._handle, used):
+            raise last_error(self._library)

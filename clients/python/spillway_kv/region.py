@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import weakref
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from spillway_kv._native import GpuMapping
-from spillway_kv.mapping import Mapping
+from spillway_kv.errors import SpillwayError
+from spillway_kv.mapping import RegionMapping
 from spillway_kv.tensors import Array, BFloat16, DTypeName, dtype_name, dtype_of, is_torch
 
 if TYPE_CHECKING:
@@ -29,12 +30,13 @@ class Owner(Protocol):
 class _Shared:
     """The common part of regions in host and GPU memory: allocation of pieces."""
 
-    def __init__(self, owner: Owner, name: str, byte_count: int, address: int) -> None:
+    def __init__(self, owner: Owner, mapping: RegionMapping) -> None:
         self._owner = owner
+        self._mapping: RegionMapping | None = mapping
         self._used = 0
-        self.name = name
-        self.byte_count = byte_count
-        self.address = address
+        self.name = mapping.name
+        self.byte_count = mapping.byte_count
+        self.address = mapping.address
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, byte_count={self.byte_count})"
@@ -67,9 +69,8 @@ class Region(_Shared):
         byte_count: Size of the region.
     """
 
-    def __init__(self, owner: Owner, name: str, mapping: Mapping) -> None:
-        super().__init__(owner, name, mapping.byte_count, mapping.address)
-        self._mapping: Mapping | None = mapping
+    def __init__(self, owner: Owner, mapping: RegionMapping) -> None:
+        super().__init__(owner, mapping)
         self._used_max = 0
 
     def _take(self, byte_count: int) -> Any:
@@ -116,13 +117,15 @@ class Region(_Shared):
         mapping = weakref.ref(self._mapping)
         self._mapping = None
         if (left := mapping()) is not None:  # there are arrays in it
-            left.leave(self._used_max)
+            # If there is no memory for their content, it stays mapped.
+            with suppress(SpillwayError):
+                left.leave(self._used_max)
 
 
 class _GpuBytes:
     """Bytes of a mapping. torch keeps this object, and so the mapping, as long as it uses them."""
 
-    def __init__(self, mapping: GpuMapping, start: int, byte_count: int) -> None:
+    def __init__(self, mapping: RegionMapping, start: int, byte_count: int) -> None:
         self._mapping = mapping
         self.__cuda_array_interface__ = {
             "shape": (byte_count,),
@@ -147,9 +150,8 @@ class GpuRegion(_Shared):
         device: torch's name of the GPU in this process, for example `cuda:0`.
     """
 
-    def __init__(self, owner: Owner, name: str, byte_count: int, mapping: GpuMapping) -> None:
-        super().__init__(owner, name, byte_count, mapping.address)
-        self._mapping: GpuMapping | None = mapping
+    def __init__(self, owner: Owner, mapping: RegionMapping) -> None:
+        super().__init__(owner, mapping)
         self.device = f"cuda:{mapping.ordinal}"
 
     def tensor(self, shape: tuple[int, ...], dtype: DTypeName = "bfloat16") -> torch.Tensor:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import math
-import os
-import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
-from spillway_kv import forks
 from spillway_kv._native import EMBEDDED
 from spillway_kv._proto import memory_service_pb2, tensor_pb2
 from spillway_kv.errors import (
@@ -21,9 +18,8 @@ from spillway_kv.errors import (
     OutOfRange,
     ResourceExhausted,
     SpillwayError,
-    Unavailable,
 )
-from spillway_kv.mapping import Mapping
+from spillway_kv.mapping import RegionMapping
 from spillway_kv.places import Place, has_gpu_rows, place_of, place_of_tensor
 from spillway_kv.region import GpuRegion, Region
 from spillway_kv.tensors import (
@@ -43,7 +39,6 @@ if TYPE_CHECKING:
 # Key of the staging region in host memory. Other keys are numbers of GPUs.
 _HOST = -1
 _PROCESS, _GPU = "regions/process", "regions/gpu"
-_NAME_BYTES_MAX = 256
 # Size of a client's own region on a GPU. The daemon takes about 3 ms for an append of 128 MiB.
 _GPU_STAGING_BYTES = 128 << 20
 # Size of a client's own region in host memory, which the daemon's memory limit includes.
@@ -72,8 +67,8 @@ class Regions:
         self._process = connection.target == EMBEDDED
         # Re-entrant, because the garbage collector may run a finalizer that calls while it is held.
         self._lock = threading.RLock()
-        self._socket: socket.socket | None = None
-        self._session = ""
+        # Name of the session that has the regions; empty as long as there were none.
+        self.session = ""
         self._attached: dict[str, Region | GpuRegion] = {}
         # Keys: the GPU's number in this process, or _HOST. None: no region can be used.
         self._staging: dict[int, _Staging | None] = {}
@@ -82,14 +77,10 @@ class Regions:
         # Why no GPU memory of the daemon can be used; empty as long as that is not known.
         self.no_gpu = ""
 
-    def leave_to_parent(self, error: str) -> None:
+    def leave_to_parent(self) -> None:
         """Drops all regions in a forked process. They belong to the parent."""
         self._lock = threading.RLock()
         self._attached, self._staging = {}, {}
-        if self._socket is not None:
-            # The child's copy of the socket would keep the parent's session open.
-            self._socket.close()
-        self._socket = cast(Any, forks.Left(error))
 
     @property
     def available(self) -> bool:
@@ -232,7 +223,7 @@ class Regions:
                 return  # given up meanwhile
             try:
                 staging.region = self.attach(_HOST_STAGING_BYTES)
-            except (SpillwayError, OSError):
+            except SpillwayError:
                 # Do not try again for every append. Transport reports the reason.
                 self._staging[_HOST] = None
             return
@@ -259,60 +250,49 @@ class Regions:
     def attach(self, byte_count: int) -> Region:
         """Lets the daemon allocate a region, and maps it."""
         with self._lock:
-            made = self._made(byte_count, "").region
-            connection = self._connected()
-            try:
-                connection.send(made.name.encode())
-                told, descriptors, _, _ = socket.recv_fds(connection, _NAME_BYTES_MAX, 1)
-            except BaseException:
-                # The answer may still come. It would be taken for the answer to the next request.
-                self._end_session()
-                raise
-            if not descriptors:
-                raise Unavailable(f"{made.name} was not passed to this process: {told.decode()}")
-            try:
-                mapping = Mapping(descriptors[0], made.byte_count)
-            finally:
-                os.close(descriptors[0])
-            region = Region(self, made.name, mapping)
-            self._attached[made.name] = region
+            region = Region(self, self._mapped(byte_count, ""))
+            self._attached[region.name] = region
             return region
 
     def attach_gpu(self, byte_count: int, device: str) -> GpuRegion:
         """Lets the daemon allocate a region of GPU memory, and maps it."""
         with self._lock:
-            made = self._made(byte_count, device)
-            try:
-                mapping = self._wire.channel.map_gpu_region(made.region.device, made.ipc_handle)
-            except BaseException:
-                self._detach(made.region.name)
-                raise
-            region = GpuRegion(self, made.region.name, made.region.byte_count, mapping)
+            region = GpuRegion(self, self._mapped(byte_count, device))
             self._attached[region.name] = region
             return region
 
-    def _made(self, byte_count: int, device: str) -> memory_service_pb2.AttachRegionResponse:
-        def attach() -> memory_service_pb2.AttachRegionResponse:
-            self._connected()
-            request = memory_service_pb2.AttachRegionRequest(
-                session=self._session, byte_count=byte_count, device=device
-            )
-            response: memory_service_pb2.AttachRegionResponse = self._wire.call(
-                self._wire.stubs.memory.AttachRegion, request
-            )
-            return response
-
+    def _mapped(self, byte_count: int, device: str) -> RegionMapping:
         try:
-            return attach()
+            made = self._made(byte_count, device)
         except NotFound as error:
             if error.reason != "SESSION_NOT_FOUND":
                 raise
-        # The daemon has restarted, and the regions that were attached before are gone.
-        self._end_session()
-        return attach()
+            # The daemon has ended the session or restarted, and the regions that were attached
+            # before are gone.
+            self._leave_all()
+            made = self._made(byte_count, device)
+        try:
+            return self._wire.channel.map_region(made.SerializeToString())
+        except BaseException:
+            self._detach(made.region.name)
+            raise
+
+    def _made(self, byte_count: int, device: str) -> memory_service_pb2.AttachRegionResponse:
+        if not self.available:
+            raise ValueError(
+                f"{self._wire.target} has no regions: they need a unix socket of a daemon"
+            )
+        self.session = self._wire.channel.session()
+        request = memory_service_pb2.AttachRegionRequest(
+            session=self.session, byte_count=byte_count, device=device
+        )
+        response: memory_service_pb2.AttachRegionResponse = self._wire.call(
+            self._wire.stubs.memory.AttachRegion, request
+        )
+        return response
 
     def _detach(self, name: str) -> None:
-        request = memory_service_pb2.DetachRegionRequest(session=self._session, name=name)
+        request = memory_service_pb2.DetachRegionRequest(session=self.session, name=name)
         self._wire.call(self._wire.stubs.memory.DetachRegion, request)
 
     def detach(self, region: Region | GpuRegion) -> None:
@@ -324,18 +304,18 @@ class Regions:
                     region.unmap()
                 self._detach(region.name)
 
-    def close(self) -> None:
-        """Ends the session. The daemon then frees its regions."""
+    def forget(self) -> None:
+        """Leaves all regions. The daemon has restarted, or the channel is closed next."""
         with self._lock:
-            self._end_session()
+            self._leave_all()
+
+    def close(self) -> None:
+        """Leaves all regions, before the channel is closed: then the daemon frees them."""
+        with self._lock:
+            self._leave_all()
             self._staging.clear()
 
-    def forget(self) -> None:
-        """Drops all regions after a restart of the daemon, which has none of them any more."""
-        with self._lock:
-            self._end_session()
-
-    def _end_session(self) -> None:
+    def _leave_all(self) -> None:
         left = list(self._attached.values())
         self._attached.clear()
         for region in left:
@@ -344,30 +324,3 @@ class Regions:
         for staging in self._staging.values():
             if staging is not None:
                 staging.region = None
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
-
-    def _connected(self) -> socket.socket:
-        """Returns the socket of the session. Opens it for the first region."""
-        if self._socket is not None:
-            return self._socket
-        if not self.available:
-            raise ValueError(
-                f"{self._wire.target} has no regions: they need a unix socket of a daemon"
-            )
-        # Uses the client's path of the folder: the daemon may know the folder by another path.
-        folder = os.path.dirname(self._wire.target.removeprefix(_UNIX))
-        path = os.path.join(folder, self._wire.server_info.region_socket)
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            connection.connect(path)
-            self._session = connection.recv(_NAME_BYTES_MAX).decode()
-        except OSError as error:
-            connection.close()
-            raise Unavailable(f"no regions at {path}: {error}") from None
-        if not self._session:
-            connection.close()
-            raise Unavailable(f"no regions at {path}: the daemon has too many sessions")
-        self._socket = connection
-        return connection
