@@ -8,6 +8,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -219,3 +220,36 @@ def test_a_new_client_does_not_take_up_an_older_ones_connection(tmp_path: Path) 
                     for layer in range(3):
                         step.attend(layer, q, k, v)
             daemon.kill()
+
+
+def test_a_client_that_gives_up_while_it_is_greeted_closes_its_connection(tmp_path: Path) -> None:
+    """As with a daemon that starts at that moment, and would wait for it when it stops."""
+    serving.prefer_library(binary())
+    empty_settings = bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+    path = tmp_path / "late.sock"
+
+    def connecting() -> str:
+        try:
+            spillway_kv.connect(f"unix:{path}", timeout=0.1)
+        except spillway_kv.SpillwayError as error:
+            # Without its traceback, which keeps the call, and so the connection.
+            return error.code
+        return "OK"
+
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        listener.settimeout(60)
+        with ThreadPoolExecutor(1) as pool:
+            gives_up = pool.submit(connecting)
+            accepted, _ = listener.accept()
+            with accepted:
+                accepted.settimeout(10)
+                while gives_up.running() and not accepted.recv(1 << 16):
+                    pass
+                # Its call has ended after 0.1 s, and then it waits for 0.2 s at most.
+                time.sleep(0.15)
+                accepted.sendall(empty_settings)
+                assert gives_up.result(60) == "DEADLINE_EXCEEDED"
+                while accepted.recv(1 << 16):
+                    pass

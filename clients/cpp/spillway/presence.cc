@@ -22,6 +22,28 @@ constexpr int kPauseMax = 80;
 constexpr std::chrono::seconds kReadTime{5};
 constexpr std::chrono::milliseconds kReadInterval{100};
 
+// Most time to wait at the end for a connection that is being made.
+constexpr std::chrono::milliseconds kEndTime{200};
+
+// Waits for a change of the channel's state, and reads its connection meanwhile. The queue is used
+// for nothing else.
+void AwaitChange(grpc::Channel& channel, grpc_connectivity_state state,
+                 std::chrono::milliseconds most, grpc::CompletionQueue& queue) {
+  channel.NotifyOnStateChange(state, gpr_time_from_millis(most.count(), GPR_TIMESPAN), &queue,
+                              /*tag=*/nullptr);
+  void* tag;
+  bool ok;
+  queue.Next(&tag, &ok);
+}
+
+void Drain(grpc::CompletionQueue& queue) {
+  queue.Shutdown();
+  void* tag;
+  bool ok;
+  while (queue.Next(&tag, &ok)) {
+  }
+}
+
 // A random id of 128 bits.
 std::string NewId() {
   std::random_device random;
@@ -45,11 +67,7 @@ class PresenceKeeper::Connection {
   }
   ~Connection() {
     context_.TryCancel();
-    queue_.Shutdown();
-    void* tag;
-    bool ok;
-    while (queue_.Next(&tag, &ok)) {
-    }
+    Drain(queue_);
   }
 
   // The status code of the stream if it has ended. Does not wait.
@@ -88,6 +106,19 @@ PresenceKeeper::~PresenceKeeper() {
   }
   wake_.NotifyOne();
   thread_.join();
+  connection_.reset();
+  // If its channel goes while gRPC greets a daemon that has just started, nothing reads that
+  // connection any more. It stays open for up to 20 s, and a daemon that stops waits for it. After
+  // a call that found no daemon, the channel's state does not tell whether gRPC connects again.
+  grpc::CompletionQueue queue;
+  const auto end = std::chrono::steady_clock::now() + kEndTime;
+  for (;;) {
+    const grpc_connectivity_state state = channel_->GetState(/*try_to_connect=*/false);
+    if (state != GRPC_CHANNEL_CONNECTING && state != GRPC_CHANNEL_TRANSIENT_FAILURE) break;
+    if (std::chrono::steady_clock::now() >= end) break;
+    AwaitChange(*channel_, state, kEndTime / 10, queue);
+  }
+  Drain(queue);
 }
 
 void PresenceKeeper::Reconnect() const {
@@ -98,23 +129,16 @@ void PresenceKeeper::Reconnect() const {
 
 void PresenceKeeper::AwaitReady() const {
   grpc::CompletionQueue queue;
-  void* tag;
-  bool ok;
   const auto end = std::chrono::steady_clock::now() + kReadTime;
   for (;;) {
     const grpc_connectivity_state state = channel_->GetState(/*try_to_connect=*/true);
     if (state == GRPC_CHANNEL_READY || state == GRPC_CHANNEL_SHUTDOWN) break;
     if (std::chrono::steady_clock::now() >= end) break;
-    channel_->NotifyOnStateChange(state, gpr_time_from_millis(kReadInterval.count(), GPR_TIMESPAN),
-                                  &queue,
-                                  /*tag=*/nullptr);
-    queue.Next(&tag, &ok);
+    AwaitChange(*channel_, state, kReadInterval, queue);
     const MutexLock lock(mutex_);
     if (stopped_) break;
   }
-  queue.Shutdown();
-  while (queue.Next(&tag, &ok)) {
-  }
+  Drain(queue);
 }
 
 void PresenceKeeper::Run() {
