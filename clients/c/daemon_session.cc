@@ -33,19 +33,12 @@ constexpr std::string_view kUnix = "unix:";
 constexpr std::chrono::seconds kTimeout{30};
 // A waiting thread checks this often whether the daemon is still running.
 constexpr std::chrono::milliseconds kLookInterval{100};
-// How long the daemon may take to pass a descriptor, which it does without waiting for anything.
-constexpr std::chrono::seconds kPassingMax{10};
+// How long the daemon may take to answer on a session's socket. It waits for nothing, except that a
+// daemon with too few descriptors accepts a session only when others have closed, or in 30 s.
+constexpr timeval kAnswerMax = {.tv_sec = 60, .tv_usec = 0};
 constexpr char kDetails[] = "spillway/rpc";
 // Number of doorbells kept for later steps. Each one occupies a thread of the daemon.
 constexpr size_t kIdleMax = 4;
-
-absl::Status NoSharing(const std::string& why) { return absl::UnimplementedError(why); }
-
-// The error of a session that the daemon does not open, said of what needs it.
-absl::Status Lacking(const char* what, const absl::Status& status) {
-  if (!absl::IsUnimplemented(status) || !DaemonDetails(status).empty()) return status;
-  return absl::UnimplementedError(absl::StrCat("no ", what, ": ", status.message()));
-}
 
 // Calls a function of the system, and calls it again whenever a signal interrupts it.
 template <typename Call>
@@ -96,20 +89,24 @@ absl::StatusOr<std::shared_ptr<SessionSocket>> SessionSocket::Connect(const std:
   sockaddr_un address = {};
   address.sun_family = AF_UNIX;
   if (path.size() >= sizeof(address.sun_path)) {
-    return NoSharing(absl::StrCat(path, " is longer than the path of a socket may be"));
+    return absl::UnimplementedError(
+        absl::StrCat(path, " is longer than the path of a socket may be"));
   }
   std::memcpy(address.sun_path, path.data(), path.size());
   Descriptor made(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
-  if (!made.valid()) return NoSharing(absl::StrCat("socket: ", std::strerror(errno)));
+  if (!made.valid()) return absl::UnavailableError(absl::StrCat("socket: ", std::strerror(errno)));
+  for (const int limit : {SO_RCVTIMEO, SO_SNDTIMEO}) {
+    setsockopt(made.get(), SOL_SOCKET, limit, &kAnswerMax, sizeof(kAnswerMax));
+  }
   std::array<char, kNameBytesMax> session;
   ssize_t size = -1;
   const auto* const where = reinterpret_cast<const sockaddr*>(&address);
   if (Uninterrupted([&] { return connect(made.get(), where, sizeof(address)); }) == 0) {
     size = Uninterrupted([&] { return recv(made.get(), session.data(), session.size(), 0); });
   }
-  if (size <= 0) {
-    const std::string why = size < 0 ? std::strerror(errno) : "the daemon has too many sessions";
-    return NoSharing(absl::StrCat(path, ": ", why));
+  if (size < 0) return absl::UnavailableError(absl::StrCat(path, ": ", std::strerror(errno)));
+  if (size == 0) {
+    return absl::ResourceExhaustedError(absl::StrCat(path, ": the daemon has too many sessions"));
   }
   return std::shared_ptr<SessionSocket>(
       new SessionSocket(std::move(made), std::string(session.data(), static_cast<size_t>(size))));
@@ -132,13 +129,11 @@ absl::StatusOr<Descriptor> SessionSocket::Receive(const std::string& region) con
   ssize_t size = Uninterrupted(
       [&] { return send(socket_.get(), region.data(), region.size(), MSG_NOSIGNAL); });
   if (size >= 0) {
-    pollfd answer = {socket_.get(), POLLIN, 0};
-    constexpr auto kMax = std::chrono::milliseconds(kPassingMax).count();
-    if (Uninterrupted([&] { return poll(&answer, 1, static_cast<int>(kMax)); }) == 0) {
-      return absl::DeadlineExceededError(
-          absl::StrCat("the daemon has not passed ", region, " in ", kPassingMax.count(), " s"));
-    }
     size = Uninterrupted([&] { return recvmsg(socket_.get(), &message, MSG_CMSG_CLOEXEC); });
+  }
+  if (size < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) {
+    return absl::DeadlineExceededError(
+        absl::StrCat("the daemon has not passed ", region, " in ", kAnswerMax.tv_sec, " s"));
   }
   if (size <= 0) return absl::UnavailableError("the daemon has ended the session");
   const cmsghdr* const header = CMSG_FIRSTHDR(&message);
@@ -267,14 +262,21 @@ absl::StatusOr<std::optional<DoorbellAnswer>> Doorbell::Answer(
   return status;
 }
 
-absl::StatusOr<std::shared_ptr<SessionSocket>> DaemonSession::Connected() {
+absl::StatusOr<std::shared_ptr<SessionSocket>> DaemonSession::Connected(Need need) {
   if (socket_ != nullptr && socket_->alive()) return socket_;
-  Forget();
-  if (!target_.starts_with(kUnix)) {
-    return NoSharing("it needs a unix socket of the daemon");
-  }
-  const auto nothing = [] { return NoSharing("the daemon shares no memory"); };
-  if (shares_nothing_) return nothing();
+  descriptor_ = -1;
+  socket_.reset();
+  idle_.clear();
+  const auto lacking = [need](const absl::Status& why) {
+    if (need == Need::kRegion) {
+      return absl::Status(why.code(), absl::StrCat("no regions: ", why.message()));
+    }
+    // Steps have messages in place of a doorbell.
+    return absl::UnimplementedError(absl::StrCat("no doorbell: ", why.message()));
+  };
+  const auto nothing = [&](const char* why) { return lacking(absl::UnimplementedError(why)); };
+  if (!target_.starts_with(kUnix)) return nothing("it needs a unix socket of the daemon");
+  if (shares_nothing_) return nothing("the daemon shares no memory");
   const bool known = !path_.empty();
   if (!known) {
     v1::GetServerInfoResponse info;
@@ -283,7 +285,7 @@ absl::StatusOr<std::shared_ptr<SessionSocket>> DaemonSession::Connected() {
                                                    v1::GetServerInfoRequest(), info, false,
                                                    client_id_));
     shares_nothing_ = info.region_socket().empty();
-    if (shares_nothing_) return nothing();
+    if (shares_nothing_) return nothing("the daemon shares no memory");
     // Uses the client's path of the folder: the daemon may know the folder by another path.
     const std::string path = target_.substr(kUnix.size());
     const size_t folder = path.rfind('/');
@@ -299,34 +301,35 @@ absl::StatusOr<std::shared_ptr<SessionSocket>> DaemonSession::Connected() {
   // The socket existed before, so the daemon has stopped.
   if (known) return absl::UnavailableError(absl::StrCat("no daemon at ", target_));
   path_.clear();
-  return socket.status();
+  return lacking(socket.status());
 }
 
-void DaemonSession::Forget() {
-  descriptor_ = -1;
-  socket_.reset();
+void DaemonSession::Retire() {
+  retired_descriptor_ = descriptor_.exchange(-1);
+  retired_ = std::move(socket_);
   idle_.clear();
 }
 
 void DaemonSession::LeaveToParent() {
-  if (const int open = descriptor_.exchange(-1); open >= 0) close(open);
+  for (std::atomic<int>* const descriptor : {&descriptor_, &retired_descriptor_}) {
+    if (const int open = descriptor->exchange(-1); open >= 0) close(open);
+  }
 }
 
 absl::StatusOr<std::string> DaemonSession::Name() {
   const MutexLock lock(mutex_);
-  const absl::StatusOr<std::shared_ptr<SessionSocket>> socket = Connected();
-  if (!socket.ok()) return Lacking("regions", socket.status());
-  return (*socket)->session();
+  ASSIGN_OR_RETURN(const std::shared_ptr<SessionSocket> socket, Connected(Need::kRegion));
+  return socket->session();
 }
 
 absl::StatusOr<std::unique_ptr<MappedRegion>> DaemonSession::Map(
     const v1::AttachRegionResponse& response) {
   if (!response.region().device().empty()) return MappedRegion::OfGpu(response);
   const MutexLock lock(mutex_);
-  ASSIGN_OR_RETURN(const std::shared_ptr<SessionSocket> socket, Connected());
+  ASSIGN_OR_RETURN(const std::shared_ptr<SessionSocket> socket, Connected(Need::kRegion));
   absl::StatusOr<Descriptor> descriptor = socket->Receive(response.region().name());
   if (!descriptor.ok()) {
-    if (!absl::IsNotFound(descriptor.status())) Forget();
+    if (!absl::IsNotFound(descriptor.status())) Retire();
     return descriptor.status();
   }
   return MappedRegion::OfHost(response.region(), *descriptor);
@@ -334,9 +337,7 @@ absl::StatusOr<std::unique_ptr<MappedRegion>> DaemonSession::Map(
 
 absl::StatusOr<std::unique_ptr<Doorbell>> DaemonSession::Take(int64_t data_bytes) {
   const MutexLock lock(mutex_);
-  absl::StatusOr<std::shared_ptr<SessionSocket>> connected = Connected();
-  if (!connected.ok()) return Lacking("doorbell", connected.status());
-  std::shared_ptr<SessionSocket> socket = *std::move(connected);
+  ASSIGN_OR_RETURN(std::shared_ptr<SessionSocket> socket, Connected(Need::kDoorbell));
   for (auto idle = idle_.begin(); idle != idle_.end(); ++idle) {
     if (static_cast<int64_t>((*idle)->data().size()) < data_bytes || (*idle)->busy()) continue;
     std::unique_ptr<Doorbell> taken = std::move(*idle);
@@ -355,7 +356,7 @@ absl::StatusOr<std::unique_ptr<Doorbell>> DaemonSession::Take(int64_t data_bytes
   absl::Status status = attach();
   if (absl::IsNotFound(status) && !socket->alive()) {
     // The daemon has just ended the session, because no call had named it.
-    ASSIGN_OR_RETURN(socket, Connected());
+    ASSIGN_OR_RETURN(socket, Connected(Need::kDoorbell));
     request.set_session(socket->session());
     status = attach();
   }
@@ -363,7 +364,7 @@ absl::StatusOr<std::unique_ptr<Doorbell>> DaemonSession::Take(int64_t data_bytes
   const v1::Region& region = response.region();
   absl::StatusOr<Descriptor> descriptor = socket->Receive(region.name());
   if (!descriptor.ok()) {
-    Forget();
+    if (!absl::IsNotFound(descriptor.status())) Retire();
     return absl::UnavailableError(descriptor.status().message());
   }
   return Doorbell::Map(std::move(socket), region.name(), *descriptor, region.byte_count());

@@ -37,7 +37,8 @@ absl::Status NoSense();
 // passes the descriptors of the session's regions.
 class SessionSocket {
  public:
-  // UNIMPLEMENTED if the socket cannot be reached.
+  // UNAVAILABLE if the socket cannot be reached; RESOURCE_EXHAUSTED if the daemon has too many
+  // sessions.
   static absl::StatusOr<std::shared_ptr<SessionSocket>> Connect(const std::string& path);
 
   const std::string& session() const { return session_; }
@@ -45,7 +46,7 @@ class SessionSocket {
   // Whether the daemon still holds the other end of the socket.
   bool alive() const;
   // Asks the daemon for the descriptor of a region. After an error other than NOT_FOUND, an answer
-  // may still come, and the socket must not be used any more. Not thread-safe.
+  // may still come, and nothing must be asked any more. Not thread-safe.
   absl::StatusOr<Descriptor> Receive(const std::string& region) const;
 
  private:
@@ -133,7 +134,8 @@ class DaemonSession {
   void Give(std::unique_ptr<Doorbell> doorbell) ABSL_LOCKS_EXCLUDED(mutex_);
 
   // The session's name, for AttachRegion. Opens the session if it has none, or if the daemon has
-  // ended it. UNIMPLEMENTED as for Take().
+  // ended it. UNIMPLEMENTED as for Take(); UNAVAILABLE and RESOURCE_EXHAUSTED as for
+  // SessionSocket::Connect().
   absl::StatusOr<std::string> Name() ABSL_LOCKS_EXCLUDED(mutex_);
   // Maps a region of the session. NOT_FOUND if the session has no such region.
   absl::StatusOr<std::unique_ptr<MappedRegion>> Map(const v1::AttachRegionResponse& response)
@@ -143,9 +145,13 @@ class DaemonSession {
   void LeaveToParent();
 
  private:
-  absl::StatusOr<std::shared_ptr<SessionSocket>> Connected() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // The session with its socket is over.
-  void Forget() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // What needs the session.
+  enum class Need { kDoorbell, kRegion };
+  absl::StatusOr<std::shared_ptr<SessionSocket>> Connected(Need need)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // Uses another session from now on. This one lasts, because the daemon clears what it shares with
+  // a session that ends.
+  void Retire() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Detach(std::unique_ptr<Doorbell> doorbell);
 
   const std::string target_;
@@ -155,7 +161,8 @@ class DaemonSession {
   std::string path_ ABSL_GUARDED_BY(mutex_);  // of the socket; empty until the first connection
   bool shares_nothing_ ABSL_GUARDED_BY(mutex_) = false;  // as the daemon has said
   std::shared_ptr<SessionSocket> socket_ ABSL_GUARDED_BY(mutex_);
-  std::atomic<int> descriptor_ = -1;  // of socket_
+  std::shared_ptr<SessionSocket> retired_ ABSL_GUARDED_BY(mutex_);
+  std::atomic<int> descriptor_ = -1, retired_descriptor_ = -1;  // of the sockets
   std::vector<std::unique_ptr<Doorbell>> idle_ ABSL_GUARDED_BY(mutex_);
 };
 

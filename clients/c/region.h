@@ -3,8 +3,8 @@
 
 #include <cstdint>
 #include <memory>
-#include <span>
 #include <string>
+#include <utility>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"

@@ -15,7 +15,7 @@
  * the program ends: free it when that function has returned, or not at all. No
  * function throws, and no error ends the process. After a fork, the child must not
  * call the library if the parent has opened a channel: its threads do not exist there. It may
- * call spillway_session_leave.
+ * call spillway_session_leave, and for host memory spillway_region_leave and spillway_region_free.
  */
 #ifndef SPILLWAY_SPILLWAY_H_
 #define SPILLWAY_SPILLWAY_H_
@@ -293,25 +293,28 @@ SPILLWAY_EXPORT void spillway_step_end(spillway_step* step);
 
 /* --- Regions: memory that a daemon on this host shares with this process, so that K, V and
  * queries need not be in messages. Open the session, call MemoryService.AttachRegion with its
- * name, and map the answer. Tensors name their place in the region (RegionSlice). To give the
- * region back, leave it, call DetachRegion, and free it when nothing uses its memory. */
+ * name, and map the answer. Tensors name their place in the region (RegionSlice). To give host
+ * memory back, leave it, call DetachRegion, and free it when nothing uses its addresses. GPU
+ * memory: free it, then call DetachRegion. */
 
 /* Bytes of a session's name and a 0, at most. */
 #define SPILLWAY_SESSION_BYTES_MAX 256
 
 /* Opens the channel's session with the daemon, or finds it. The daemon keeps the session's
- * regions until the channel is closed. If the daemon has restarted, or ended the session because
- * no call had named it for ten seconds, this opens another one, without the regions before.
+ * regions until the channel is closed; then host memory that is not left reads as zeros. If the
+ * daemon has restarted, or ended the session because no call had named it for ten seconds, or
+ * spillway_region_map has failed, this opens another one, with another name.
  *
  * session: written, the name with a 0 behind it. size: bytes of it.
  *
  * Returns 0, or an error's code (spillway_error): UNIMPLEMENTED if the daemon shares no memory
- * with this process. */
+ * with this process, UNAVAILABLE if it does not answer in 60 s, RESOURCE_EXHAUSTED if it has too
+ * many sessions. */
 SPILLWAY_EXPORT int spillway_session(spillway_channel* channel, char* session, size_t size);
 
 /* Closes this process's copy of the session's socket, in a process that was forked from the
- * one that opened the channel. Otherwise the session lasts until both have ended. The only function
- * that such a process may call. */
+ * one that opened the channel. Otherwise the session lasts, if the parent closes the channel, until
+ * the child ends too. */
 SPILLWAY_EXPORT void spillway_session_leave(spillway_channel* channel);
 
 typedef struct spillway_region spillway_region;
@@ -328,7 +331,8 @@ typedef struct {
  *
  * response: the serialised AttachRegionResponse. place: written.
  *
- * NULL if the session has no such region (NOT_FOUND); for GPU memory, if the library was
+ * NULL if the session has no such region (NOT_FOUND), or the daemon does not pass it
+ * (UNAVAILABLE; DEADLINE_EXCEEDED after 60 s); for GPU memory, if the library was
  * built without CUDA (UNIMPLEMENTED), this process does not see the GPU (NOT_FOUND), or CUDA
  * refuses. */
 SPILLWAY_EXPORT spillway_region* spillway_region_map(spillway_channel* channel,

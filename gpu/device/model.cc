@@ -29,7 +29,6 @@ CudaModel::CudaModel(const ModelSpec& spec, Arena* arena, Arena* resident_arena,
     : spec_(spec),
       tiling_(CodeTiling::Of(spec)),
       copy_layers_(std::make_unique<CopyLayers>(spec.layer_count)),
-      retired_(std::make_unique<RetiredPages>()),
       methods_(std::move(methods)) {
   if (resident_arena != nullptr) {
     const int64_t page_bytes = kPageTokenCount * spec.row_bytes();

@@ -11,7 +11,6 @@
 #include "host/device/copy_layers.h"
 #include "host/device/device.h"
 #include "host/memory/page_pool.h"
-#include "host/memory/retired_pages.h"
 
 namespace spillway::cuda {
 
@@ -53,8 +52,6 @@ class CudaModel final : public DeviceModel {
   CopyLayers& copy_layers() const { return *copy_layers_; }
   // Pages of the copies, for copy_layers(). ahead: see CopyLayers::Pages. REQUIRES: has_copies().
   CopyLayers::Pages CopyPages(int64_t ahead) const;
-  // Pages of copies that steps which have begun may still read.
-  RetiredPages& retired() const { return *retired_; }
   bool has_rotation() const { return spec_.hash.kind == HashKind::kRotation; }
   RotationWeights rotation(int layer) const;
   // May be null.
@@ -75,7 +72,6 @@ class CudaModel final : public DeviceModel {
   std::unique_ptr<PagePool> row_pool_;
   std::unique_ptr<PagePool> first_copies_, other_copies_;
   const std::unique_ptr<CopyLayers> copy_layers_;
-  const std::unique_ptr<RetiredPages> retired_;
   DeviceBuffer weights_;                 // everything below, and the methods' weights
   std::vector<const float*> rotations_;  // transposed [d][d], per layer
   const std::unique_ptr<ModelMethods> methods_;

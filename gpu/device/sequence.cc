@@ -291,7 +291,7 @@ absl::Status CudaSequence::Prepare(int layer, int64_t start, int64_t count) {
   const bool has_grown = whole.page_count() > page_count;
   if (has_grown) append_pages_ = PagesFor(count) * model_.spec().kv_head_count;
   // If layers lack copies, there may be room now.
-  if (has_grown || copy_count_ < model_.spec().layer_count) FitCopies();
+  if (has_grown || model_.copy_layers().MayRise(model_.CopyPages(/*ahead=*/0))) FitCopies();
   return absl::OkStatus();
 }
 
@@ -312,7 +312,7 @@ bool CudaSequence::Trim() {
     std::ranges::move(layers[layer].whole().TakePages(), std::back_inserter(taken));
   }
   copy_count_ = count;
-  return !taken.empty() && model_.retired().Retire(std::move(taken));
+  return !taken.empty() && retired_.Retire(std::move(taken));
 }
 
 bool CudaSequence::MakeRoom(int layer, bool may_lower) {

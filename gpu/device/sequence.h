@@ -12,6 +12,7 @@
 #include "gpu/kernels/attend.h"
 #include "host/device/residency.h"
 #include "host/memory/page_table.h"
+#include "host/memory/retired_pages.h"
 
 namespace spillway::cuda {
 
@@ -141,6 +142,9 @@ class CudaSequence final : public DeviceSequence, public Residency::Member {
   // While the sequence is in use, nobody calls GiveUp().
   ResidencyUse Use() { return {*residency_, *this}; }
 
+  // Pages of copies that steps of this sequence which have begun may still read.
+  RetiredPages& retired() { return retired_; }
+
   std::vector<LayerIndex> layers;
 
  private:
@@ -158,6 +162,7 @@ class CudaSequence final : public DeviceSequence, public Residency::Member {
   const CudaModel& model_;
   Residency* const residency_;
   int copy_count_;  // layers behind them have no copies
+  RetiredPages retired_;
   // Of the last append to the first layer, of all KV heads.
   std::atomic<int64_t> append_pages_ = 0;
 };

@@ -35,7 +35,7 @@ struct Slot {
   std::byte* memory = nullptr;
   Event done;
   bool concluded = false;
-  RetiredPages::Work work = 0;  // while it is pending
+  std::vector<RetiredPages::Work> works;  // of each part, while it is pending
   StepHeader* header = nullptr;
   TableUpdate* updates = nullptr;
   PlannedLayers layers;
@@ -71,7 +71,7 @@ class CudaStreamStep final : public StreamStep {
       Slot& slot = oldest();
       SPILLWAY_CUDA_REPORT(slot.concluded ? cudaEventSynchronize(slot.done.get())
                                           : cudaDeviceSynchronize());
-      home_.model->retired().End(slot.work);
+      EndUse(slot);
     }
     slots_ = {};
     graphs_.clear();
@@ -109,6 +109,12 @@ class CudaStreamStep final : public StreamStep {
   // Of the next announcement.
   Slot& next() { return slots_[announced_count_ % kSlotCount]; }
 
+  // From the first to the second, the GPU may read copies that the parts have at the first.
+  void BeginUse(Slot& slot);
+  void EndUse(Slot& slot);
+  RetiredPages& retired(size_t part) const {
+    return static_cast<CudaSequence&>(*options_.parts[part].sequence).retired();
+  }
   // Does what no step can do: indexes first pages of parts, and copies rows that are to be in GPU
   // memory.
   absl::Status CatchUp(cudaStream_t stream);
@@ -284,10 +290,20 @@ absl::Status CudaStreamStep::Announce(void* on) {
     for (LayerRows& rows : *options_.parts[i].rows) rows.Commit(lengths[i]);
   }
   slot.concluded = false;
-  slot.work = home_.model->retired().Begin();
+  BeginUse(slot);
   ++announced_count_;
   ++pending_count_;
   return absl::OkStatus();
+}
+
+void CudaStreamStep::BeginUse(Slot& slot) {
+  slot.works.clear();
+  for (size_t i = 0; i < options_.parts.size(); ++i) slot.works.push_back(retired(i).Begin());
+}
+
+void CudaStreamStep::EndUse(Slot& slot) {
+  for (size_t i = 0; i < slot.works.size(); ++i) retired(i).End(slot.works[i]);
+  slot.works.clear();
 }
 
 absl::Status CudaStreamStep::PlanAhead() {
@@ -547,7 +563,7 @@ const absl::StatusOr<StreamStep::Outcome>* CudaStreamStep::Collect() {
 absl::StatusOr<StreamStep::Outcome> CudaStreamStep::Settle() {
   absl::StatusOr<Outcome> outcome =
       collected_.has_value() ? *std::exchange(collected_, std::nullopt) : CollectOldest();
-  home_.model->retired().End(oldest().work);
+  EndUse(oldest());
   --pending_count_;
   return outcome;
 }

@@ -25,6 +25,10 @@ class CopyLayers {
   int count() const { return count_.load(std::memory_order_relaxed); }
   // Whether there is room for copies of all layers.
   bool AllFit(const Pages& pages) const { return Fitting(pages, 0) >= layer_count_; }
+  // Whether Fit() may give layers their copies back. Ahead need not be known.
+  bool MayRise(const Pages& pages) const {
+    return count() < layer_count_ && Fitting(pages, kSpareShare) > count();
+  }
   // After the first layer's copies have grown. Layers lose their copies before room ends, and get
   // them back when there is an eighth more room than they need.
   void Fit(const Pages& pages);
@@ -36,6 +40,7 @@ class CopyLayers {
   // The layers for whose copies there is room, with a share of 1 / spare_share to spare unless that
   // is 0.
   static int64_t Fitting(const Pages& pages, int64_t spare_share);
+  static constexpr int64_t kSpareShare = 8;
 
   const int layer_count_;
   std::atomic<int> count_;

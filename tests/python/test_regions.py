@@ -559,6 +559,17 @@ def test_a_daemon_that_restarted_knows_no_region(tmp_path: Path) -> None:
         sequence = client.create_sequence(model)
         with pytest.raises(spillway_kv.NotFound, match=region.name):
             sequence.append(0, 0, k, k)
+        # With a new region, the client knows that the old one is gone: its array is sent.
+        rows = client.attach_region(MIB).array((HEADS, 10, DIM))
+        rows[:] = 2
+        assert (k == 1).all()
+        sequence.append(0, 0, k, k)
+        sequence.append(0, 10, rows, rows)
+        found = rows_of(sequence, 0, 20)
+        assert (found[:, :10] == 1).all()
+        assert (found[:, 10:] == 2).all()
+        region.detach()
+        sequence.truncate(0)
         with spillway_kv.connect(target) as anew:
             k = anew.attach_region(MIB).array((HEADS, 10, DIM))
             k[:] = 1
@@ -567,7 +578,7 @@ def test_a_daemon_that_restarted_knows_no_region(tmp_path: Path) -> None:
         client.close()
 
 
-def test_after_an_interrupt_a_region_is_not_taken_for_another(
+def test_after_an_interrupt_a_region_is_given_back(
     target: str, model: Model, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(*_: Any) -> Any:

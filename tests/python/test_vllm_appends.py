@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import closing
 from typing import Any
@@ -89,6 +90,23 @@ def test_chunks_beside_each_other_are_copied_together(copies: list[tuple[int, ..
         for layer, found in sequence.layers.items():
             wanted = (x[:, chunk.begin : chunk.end] for x in tensors(layer))
             assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_a_block_counts_until_its_last_append_has_ended(
+    lost: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer_bytes = 2 * sum(COUNTS) * HEADS * DIM * 4
+    with closing(Appends(LAYERS, at_once, bytes_max=6 * layer_bytes)) as appends:
+        gate = threading.Event()
+        monkeypatch.setattr(Sequence, "append", lambda *_: gate.wait(60))
+        chunks = chunks_of([Sequence() for _ in COUNTS])
+        chunks[lost].lost = True
+        for layer in range(2):
+            assert appends._waiting_bytes() == 0
+            appends.add(chunks, layer, *tensors(layer), share=1.0)
+        assert appends._waiting_bytes() == 2 * layer_bytes
+        gate.set()
 
 
 def test_a_step_that_breaks_off_is_begun_again() -> None:

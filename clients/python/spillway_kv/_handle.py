@@ -135,8 +135,15 @@ class Handles:
 
 
 _all: weakref.WeakSet[Handles] = weakref.WeakSet()
+# What ends before the handles when the program ends.
+_before: weakref.WeakSet[Any] = weakref.WeakSet()
 # Re-entrant, because the garbage collector may run a finalizer while it is held.
 _lock = threading.RLock()
+
+
+def ends_first(held: Any) -> None:
+    """Registers an object whose `end` is called before all handles are freed at the end."""
+    _before.add(held)
 
 
 def _end() -> None:
@@ -144,6 +151,8 @@ def _end() -> None:
     # What a forked process has is its parent's.
     with _lock:
         own = [handles for handles in _all if handles._pid == os.getpid()]
+    for held in list(_before):
+        held.end()
     for handles in own:
         handles.close()
     until = time.monotonic() + _EXIT_SECONDS

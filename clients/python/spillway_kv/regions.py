@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
+from spillway_kv._handle import ends_first
 from spillway_kv._native import EMBEDDED
 from spillway_kv._proto import memory_service_pb2, tensor_pb2
 from spillway_kv.errors import (
@@ -48,6 +49,7 @@ _STAGED_BYTES_MIN = 1 << 20
 # Errors with which a daemon answers an append after it has stopped reading the rows.
 ANSWERED = (Aborted, AlreadyExists, InvalidArgument, OutOfRange, ResourceExhausted)
 _UNIX = "unix:"
+_END_SECONDS = 1.0
 
 
 class _Staging:
@@ -76,6 +78,8 @@ class Regions:
         self.staged_bytes_min = _STAGED_BYTES_MIN
         # Why no GPU memory of the daemon can be used; empty as long as that is not known.
         self.no_gpu = ""
+        # Otherwise arrays in regions would read as zeros while the program ends.
+        ends_first(self)
 
     def leave_to_parent(self) -> None:
         """Drops all regions in a forked process. They belong to the parent."""
@@ -267,14 +271,13 @@ class Regions:
         except NotFound as error:
             if error.reason != "SESSION_NOT_FOUND":
                 raise
-            # The daemon has ended the session or restarted, and the regions that were attached
-            # before are gone.
-            self._leave_all()
+            # The daemon has just ended the session, because no call had named it.
             made = self._made(byte_count, device)
         try:
             return self._wire.channel.map_region(made.SerializeToString())
         except BaseException:
-            self._detach(made.region.name)
+            with suppress(SpillwayError):
+                self._detach(made.region.name)
             raise
 
     def _made(self, byte_count: int, device: str) -> memory_service_pb2.AttachRegionResponse:
@@ -282,9 +285,13 @@ class Regions:
             raise ValueError(
                 f"{self._wire.target} has no regions: they need a unix socket of a daemon"
             )
-        self.session = self._wire.channel.session()
+        session = self._wire.channel.session()
+        if session != self.session:
+            # The daemon has restarted, or has ended the one before with its regions.
+            self._leave_all()
+            self.session = session
         request = memory_service_pb2.AttachRegionRequest(
-            session=self.session, byte_count=byte_count, device=device
+            session=session, byte_count=byte_count, device=device
         )
         response: memory_service_pb2.AttachRegionResponse = self._wire.call(
             self._wire.stubs.memory.AttachRegion, request
@@ -302,18 +309,30 @@ class Regions:
                 # Only now: what is still attached after a call has what the call wrote (`holds`).
                 if isinstance(region, Region):
                     region.unmap()
-                self._detach(region.name)
+                try:
+                    self._detach(region.name)
+                except NotFound as error:
+                    # With the session, if it has ended.
+                    if error.reason != "SESSION_NOT_FOUND":
+                        raise
 
     def forget(self) -> None:
-        """Leaves all regions. The daemon has restarted, or the channel is closed next."""
+        """Leaves all regions after a restart of the daemon, which has none of them any more."""
         with self._lock:
             self._leave_all()
 
     def close(self) -> None:
-        """Leaves all regions, before the channel is closed: then the daemon frees them."""
-        with self._lock:
-            self._leave_all()
-            self._staging.clear()
+        """Leaves all regions, before the channel is closed: then the daemon clears them."""
+        self.forget()
+        self._staging.clear()
+
+    def end(self) -> None:
+        """The same when the program ends, unless another thread attaches a region."""
+        if self._lock.acquire(timeout=_END_SECONDS):
+            try:
+                self._leave_all()
+            finally:
+                self._lock.release()
 
     def _leave_all(self) -> None:
         left = list(self._attached.values())

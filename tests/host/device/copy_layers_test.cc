@@ -40,10 +40,13 @@ TEST(CopyLayers, TheyGetThemBackWithAnEighthToSpare) {
   // Of 165, and with the eighth, rounded up: 14 x 186 = 2,604.
   layers.Fit({.of_first = 165, .of_others = 2145, .free = 458, .ahead = 0});
   EXPECT_EQ(layers.count(), 14);
+  EXPECT_FALSE(layers.MayRise({.of_first = 165, .of_others = 2145, .free = 458, .ahead = 0}));
+  EXPECT_TRUE(layers.MayRise({.of_first = 165, .of_others = 2145, .free = 459, .ahead = 0}));
   layers.Fit({.of_first = 165, .of_others = 2145, .free = 459, .ahead = 0});
   EXPECT_EQ(layers.count(), 15);
   layers.Fit({.of_first = 0, .of_others = 0, .free = 2800, .ahead = 0});
   EXPECT_EQ(layers.count(), 28);
+  EXPECT_FALSE(layers.MayRise({.of_first = 0, .of_others = 0, .free = 2800, .ahead = 0}));
 }
 
 TEST(CopyLayers, OneLayerLessWhenTheOthersHaveGivenUpTheirs) {

@@ -39,7 +39,6 @@ class _Append:
         first_layer: The first of the layers.
         start: Position of the first token.
         rows: Memory for K and V [2, layers, H_kv, T, d].
-        byte_count: Bytes that are free when it has ended.
         before: Appends that must have ended before it begins.
     """
 
@@ -49,7 +48,6 @@ class _Append:
         first_layer: int,
         start: int,
         rows: torch.Tensor,
-        byte_count: int,
         before: list[_Append],
     ) -> None:
         self.sequence = sequence
@@ -58,7 +56,8 @@ class _Append:
         self.end = start + rows.shape[3]
         self.device = rows.device
         self.future: Future[None] | None = None
-        self.byte_count = byte_count
+        # Bytes that are free when it has ended.
+        self.byte_count = 0
         self._before = [each.future for each in before if each.future is not None]
         self._layer_count = rows.shape[1]
         self._rows: torch.Tensor | None = rows
@@ -179,7 +178,7 @@ class _Block:
         shape = (2, layer_count, *like.shape)
         self.rows = torch.empty(shape, dtype=like.dtype, device=like.device)
         self.appends: list[tuple[Chunk, _Append]] = []
-        self._next = first_layer
+        self._first = self._next = first_layer
         self._stop = first_layer + layer_count
 
     @property
@@ -202,7 +201,7 @@ class _Block:
 
     def add(self, k: torch.Tensor, v: torch.Tensor) -> None:
         """Copies K and V of the next layer."""
-        at = self._next - self._stop
+        at = self._next - self._first
         copy_rows(self.rows[0, at], k)
         copy_rows(self.rows[1, at], v)
         self._next += 1
@@ -255,13 +254,16 @@ class Appends:
         if block is None or not block.continues(chunks, layer, self._last):
             block = self._blocks[chunks[0].key] = self._open(chunks, layer, k, v, share)
         block.add(k, v)
-        for chunk, append in block.appends:
-            if not chunk.lost:
-                append.count_layer()
-                if append.is_full:
-                    self._start(append)
+        left = [append for chunk, append in block.appends if not chunk.lost]
+        for append in left:
+            append.count_layer()
         if block.is_full:
             del self._blocks[chunks[0].key]
+            # The memory is free when the last of them has ended.
+            for append in left[-1:]:
+                append.byte_count = block.rows.nbytes
+            for append in left:
+                self._start(append)
 
     def _open(
         self, chunks: list[Chunk], layer: int, k: torch.Tensor, v: torch.Tensor, share: float
@@ -269,12 +271,11 @@ class Appends:
         """Returns memory for the next layers of some chunks, with their appends."""
         most = max(1, int(self._collected_bytes * share / (k.nbytes + v.nbytes)))
         block = _Block(layer, min(most, self._layer_count - layer), k)
-        there = [chunk for chunk in chunks if not chunk.lost]
-        for chunk in there:
+        for chunk in chunks:
+            if chunk.lost:
+                continue
             rows = block.rows[:, :, :, chunk.begin : chunk.end]
-            # The memory is free when the last of them has ended.
-            byte_count = block.rows.nbytes if chunk is there[-1] else 0
-            append = self._begin(chunk.key, chunk.sequence, layer, chunk.start, rows, byte_count)
+            append = self._begin(chunk.key, chunk.sequence, layer, chunk.start, rows)
             block.appends.append((chunk, append))
         return block
 
@@ -284,13 +285,7 @@ class Appends:
         return appends[-1] if appends else None
 
     def _begin(
-        self,
-        key: int,
-        sequence: Sequence,
-        layer: int,
-        start: int,
-        rows: torch.Tensor,
-        byte_count: int,
+        self, key: int, sequence: Sequence, layer: int, start: int, rows: torch.Tensor
     ) -> _Append:
         """Returns a new append, after that of earlier layers or tokens was started."""
         appends = self._of.setdefault(key, deque())
@@ -298,7 +293,7 @@ class Appends:
             self._start(appends[-1])
         # Those of the same chunk have other layers.
         before = [each for each in appends if each.start != start]
-        appends.append(_Append(sequence, layer, start, rows, byte_count, before))
+        appends.append(_Append(sequence, layer, start, rows, before))
         return appends[-1]
 
     def add_kept(
@@ -326,7 +321,7 @@ class Appends:
         append = self._last(key)
         if append is None or append.future is not None or append.start != start:
             rows = into[:, layer : layer + -(-self._layer_count // _CALLERS_APPENDS)]
-            append = self._begin(key, sequence, layer, start, rows, byte_count=0)
+            append = self._begin(key, sequence, layer, start, rows)
         append.add(k, v)
         if append.is_full:
             self._start(append)

@@ -73,8 +73,8 @@ class Prompts:
         self._layer_count = layer_count
         self._prefill = Prefill(joined_token_count=JOINED_TOKEN_COUNT)
         self._rows: list[Row] = []
-        # Those whose K/V are copied for their appends, where they follow each other in the batch
-        # together.
+        # Those whose K/V are copied for their appends: together, if they follow each other in the
+        # batch.
         self._copied: list[_Copied] = []
         # Those that are not beginnings, and whose earlier K/V come from the engine.
         self._later: list[Row] = []
