@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from spillway_kv import _library, _native, _split, forks
-from spillway_kv._native import Carrier, NativeChannel, Services
+from spillway_kv._native import Carrier, NativeChannel
 from spillway_kv._proto import admin_service_pb2
 from spillway_kv.access import Access
 from spillway_kv.errors import Unavailable, VersionMismatch
 from spillway_kv.regions import Regions
 from spillway_kv.restart import Restarts
 from spillway_kv.server import ServerInfo, Transport
+from spillway_kv.services import Services
 
 if TYPE_CHECKING:
     from spillway_kv.client import Client
