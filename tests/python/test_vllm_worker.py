@@ -12,6 +12,7 @@ import pytest
 import spillway_kv
 import torch
 from daemon_process import binary, device, on_gpu
+from helpers import wait_for
 from spillway_kv._library import Sums
 from spillway_kv.decoding import Decoding
 from spillway_kv.lab import serving
@@ -251,7 +252,11 @@ def test_a_prompt_in_chunks_stays_in_memory(model: Model, monkeypatch: pytest.Mo
     )
     for key, start in ((1, 100), (2, 70), (3, 0)):
         _check(model, outs[key], key, start)
-    # A prompt that waits makes room for one that is computed, and then fetches.
+    # A prompt that waits makes room for one that is computed, and then fetches. Not while its K/V
+    # are still read for an append.
+    appends = model.worker._sequences._appends
+    assert appends is not None
+    wait_for(lambda: not appends.reads(3))
     _, outs = model.step(StepPlan([_request(4, 0, 20, prompt=120)]), texts)
     _check(model, outs[4], 4, 0)
     fetched.clear()
