@@ -1,7 +1,6 @@
 #include "clients/c/daemon_session.h"
 
 #include <poll.h>
-#include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/un.h>
 #include <unistd.h>
@@ -147,29 +146,19 @@ absl::StatusOr<Descriptor> SessionSocket::Receive(const std::string& region) con
 }
 
 absl::StatusOr<std::unique_ptr<Doorbell>> Doorbell::Map(std::shared_ptr<SessionSocket> socket,
-                                                        std::string name,
-                                                        const Descriptor& descriptor,
-                                                        int64_t byte_count) {
-  void* const mapped = mmap(nullptr, static_cast<size_t>(byte_count), PROT_READ | PROT_WRITE,
-                            MAP_SHARED, descriptor.get(), 0);
-  if (mapped == MAP_FAILED) {
-    return absl::ResourceExhaustedError(
-        absl::StrCat("mapping ", byte_count, " bytes of ", name, ": ", std::strerror(errno)));
-  }
-  return std::unique_ptr<Doorbell>(
-      new Doorbell(std::move(socket), std::move(name),
-                   {static_cast<std::byte*>(mapped), static_cast<size_t>(byte_count)}));
+                                                        const v1::Region& region,
+                                                        const Descriptor& descriptor) {
+  ASSIGN_OR_RETURN(std::unique_ptr<MappedRegion> mapped, MappedRegion::OfHost(region, descriptor));
+  return std::unique_ptr<Doorbell>(new Doorbell(std::move(socket), std::move(mapped)));
 }
 
-Doorbell::Doorbell(std::shared_ptr<SessionSocket> socket, std::string name,
-                   std::span<std::byte> bytes)
+Doorbell::Doorbell(std::shared_ptr<SessionSocket> socket, std::unique_ptr<MappedRegion> region)
     : socket_(std::move(socket)),
-      name_(std::move(name)),
-      bytes_(bytes),
-      memory_(*reinterpret_cast<DoorbellMemory*>(bytes.data())),
-      data_(bytes.subspan(DoorbellMemory::kDataOffset)) {}
-
-Doorbell::~Doorbell() { munmap(bytes_.data(), bytes_.size()); }
+      region_(std::move(region)),
+      memory_(*static_cast<DoorbellMemory*>(region_->address())),
+      data_(std::span(static_cast<std::byte*>(region_->address()),
+                      static_cast<size_t>(region_->byte_count()))
+                .subspan(DoorbellMemory::kDataOffset)) {}
 
 bool Doorbell::answered() const {
   return memory_.answered.number.load(std::memory_order_acquire) == rung_;
@@ -304,10 +293,13 @@ absl::StatusOr<std::shared_ptr<SessionSocket>> DaemonSession::Connected(Need nee
   return lacking(socket.status());
 }
 
-void DaemonSession::Retire() {
+absl::StatusOr<Descriptor> DaemonSession::Receive(const v1::Region& region) {
+  absl::StatusOr<Descriptor> descriptor = socket_->Receive(region.name());
+  if (descriptor.ok() || absl::IsNotFound(descriptor.status())) return descriptor;
   retired_descriptor_ = descriptor_.exchange(-1);
   retired_ = std::move(socket_);
   idle_.clear();
+  return descriptor;
 }
 
 void DaemonSession::LeaveToParent() {
@@ -326,13 +318,9 @@ absl::StatusOr<std::unique_ptr<MappedRegion>> DaemonSession::Map(
     const v1::AttachRegionResponse& response) {
   if (!response.region().device().empty()) return MappedRegion::OfGpu(response);
   const MutexLock lock(mutex_);
-  ASSIGN_OR_RETURN(const std::shared_ptr<SessionSocket> socket, Connected(Need::kRegion));
-  absl::StatusOr<Descriptor> descriptor = socket->Receive(response.region().name());
-  if (!descriptor.ok()) {
-    if (!absl::IsNotFound(descriptor.status())) Retire();
-    return descriptor.status();
-  }
-  return MappedRegion::OfHost(response.region(), *descriptor);
+  RETURN_IF_ERROR(Connected(Need::kRegion).status());
+  ASSIGN_OR_RETURN(const Descriptor descriptor, Receive(response.region()));
+  return MappedRegion::OfHost(response.region(), descriptor);
 }
 
 absl::StatusOr<std::unique_ptr<Doorbell>> DaemonSession::Take(int64_t data_bytes) {
@@ -362,12 +350,9 @@ absl::StatusOr<std::unique_ptr<Doorbell>> DaemonSession::Take(int64_t data_bytes
   }
   RETURN_IF_ERROR(status);
   const v1::Region& region = response.region();
-  absl::StatusOr<Descriptor> descriptor = socket->Receive(region.name());
-  if (!descriptor.ok()) {
-    if (!absl::IsNotFound(descriptor.status())) Retire();
-    return absl::UnavailableError(descriptor.status().message());
-  }
-  return Doorbell::Map(std::move(socket), region.name(), *descriptor, region.byte_count());
+  const absl::StatusOr<Descriptor> descriptor = Receive(region);
+  if (!descriptor.ok()) return absl::UnavailableError(descriptor.status().message());
+  return Doorbell::Map(std::move(socket), region, *descriptor);
 }
 
 void DaemonSession::Give(std::unique_ptr<Doorbell> doorbell) {

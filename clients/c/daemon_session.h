@@ -61,14 +61,12 @@ class SessionSocket {
 class Doorbell {
  public:
   static absl::StatusOr<std::unique_ptr<Doorbell>> Map(std::shared_ptr<SessionSocket> socket,
-                                                       std::string name,
-                                                       const Descriptor& descriptor,
-                                                       int64_t byte_count);
-  ~Doorbell();
+                                                       const v1::Region& region,
+                                                       const Descriptor& descriptor);
   Doorbell(const Doorbell&) = delete;
   Doorbell& operator=(const Doorbell&) = delete;
 
-  const std::string& name() const { return name_; }
+  const std::string& name() const { return region_->name(); }
   const std::shared_ptr<SessionSocket>& socket() const { return socket_; }
   // Whether no more calls are possible.
   bool broken() const { return broken_; }
@@ -98,14 +96,13 @@ class Doorbell {
   bool answered() const;
 
  private:
-  Doorbell(std::shared_ptr<SessionSocket> socket, std::string name, std::span<std::byte> bytes);
+  Doorbell(std::shared_ptr<SessionSocket> socket, std::unique_ptr<MappedRegion> region);
 
   // Waits for the answer to the last call. Returns false at the deadline or after a signal.
   absl::StatusOr<bool> Await(BellWaiter::Clock::time_point deadline);
 
   const std::shared_ptr<SessionSocket> socket_;
-  const std::string name_;
-  const std::span<std::byte> bytes_;
+  const std::unique_ptr<MappedRegion> region_;
   DoorbellMemory& memory_;
   const std::span<std::byte> data_;
   BellWaiter waiter_;
@@ -149,9 +146,11 @@ class DaemonSession {
   enum class Need { kDoorbell, kRegion };
   absl::StatusOr<std::shared_ptr<SessionSocket>> Connected(Need need)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  // Uses another session from now on. This one lasts, because the daemon clears what it shares with
-  // a session that ends.
-  void Retire() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  // SessionSocket::Receive() of socket_. If nothing must be asked any more, another session is used
+  // from then on. This one lasts, because the daemon clears what it shares with a session that
+  // ends.
+  absl::StatusOr<Descriptor> Receive(const v1::Region& region)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void Detach(std::unique_ptr<Doorbell> doorbell);
 
   const std::string target_;

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 namespace spillway {
+
 int64_t CopyLayers::Fitting(const Pages& pages, int64_t spare_share) {
   int64_t needed = std::max<int64_t>(1, pages.of_first + pages.ahead);
   if (spare_share > 0) needed += (needed + spare_share - 1) / spare_share;

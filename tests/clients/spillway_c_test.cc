@@ -494,15 +494,6 @@ TEST_F(StepInCTest, AsLongAsOneIsUnansweredSoAreAll) {
   spillway_channel_close(gone);
 }
 
-// The error of the last function that failed.
-std::pair<int, std::string> LastError() {
-  const char* message = nullptr;
-  const void* details = nullptr;
-  size_t size = 0;
-  const int code = spillway_error(&message, &details, &size);
-  return {code, message};
-}
-
 TEST(RegionInCTest, WhatIsNoHandleOrNoGpuOfThisProcessIsRefused) {
   spillway_channel* const channel = spillway_channel_open("unix:/tmp/none", nullptr);
   for (const auto& [size, code] : {std::pair(size_t{5}, grpc::StatusCode::INVALID_ARGUMENT),
@@ -515,7 +506,7 @@ TEST(RegionInCTest, WhatIsNoHandleOrNoGpuOfThisProcessIsRefused) {
     const std::string bytes = response.SerializeAsString();
     spillway_region_place place = {};
     EXPECT_EQ(spillway_region_map(channel, bytes.data(), bytes.size(), &place), nullptr);
-    const auto [told, message] = LastError();
+    const auto [told, message] = Failure();
     // A build without CUDA cannot map memory.
     EXPECT_TRUE(told == code || told == grpc::StatusCode::UNIMPLEMENTED) << told << message;
     EXPECT_EQ(place.address, nullptr);
@@ -536,7 +527,7 @@ TEST(RegionInCTest, NeedsADaemonThatSharesMemory) {
         std::pair(spillway_channel_embed(settings, 3),
                   "an embedded engine reads memory of its process without regions")}) {
     EXPECT_EQ(spillway_session(channel, name, sizeof(name)), grpc::StatusCode::UNIMPLEMENTED);
-    EXPECT_EQ(LastError(), std::pair(int{grpc::StatusCode::UNIMPLEMENTED}, std::string(told)));
+    EXPECT_EQ(Failure(), std::pair(int{grpc::StatusCode::UNIMPLEMENTED}, std::string(told)));
     spillway_session_leave(channel);
     spillway_channel_close(channel);
   }

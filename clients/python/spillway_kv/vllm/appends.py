@@ -59,28 +59,14 @@ class _Append:
         # Bytes that are free when it has ended.
         self.byte_count = 0
         self._before = [each.future for each in before if each.future is not None]
-        self._layer_count = rows.shape[1]
         self._rows: torch.Tensor | None = rows
         self._error: Exception | None = None
         self._made = torch.cuda.Event() if rows.device.type == "cuda" else None
 
     @property
-    def is_full(self) -> bool:
-        """Whether it has as many layers as it can take."""
-        return len(self.layers) == self._layer_count
-
-    @property
     def needs_rows(self) -> bool:
         """Whether its K/V are still needed where they are."""
         return self._rows is not None
-
-    def add(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Copies K and V [H_kv, T, d] of the next layer."""
-        assert self._rows is not None
-        at = len(self.layers)
-        copy_rows(self._rows[0, at], k)
-        copy_rows(self._rows[1, at], v)
-        self.count_layer()
 
     def count_layer(self) -> None:
         """Says that K and V of the next layer are in its memory."""
@@ -165,21 +151,23 @@ class _Block:
     """K and V of chunks that follow each other in the batch, for some layers.
 
     Attributes:
+        first_layer: The first of the layers.
         rows: K and V [2, layers, H_kv, T, d].
+        byte_count: Bytes that are free when its appends have ended.
         appends: The appends of these rows, by chunk.
 
     Args:
-        first_layer: The first of the layers.
-        layer_count: How many there are.
-        like: K of a layer [H_kv, T, d].
+        first_layer: As above.
+        rows: As above.
+        byte_count: As above.
     """
 
-    def __init__(self, first_layer: int, layer_count: int, like: torch.Tensor) -> None:
-        shape = (2, layer_count, *like.shape)
-        self.rows = torch.empty(shape, dtype=like.dtype, device=like.device)
+    def __init__(self, first_layer: int, rows: torch.Tensor, byte_count: int) -> None:
+        self.rows = rows
+        self.byte_count = byte_count
         self.appends: list[tuple[Chunk, _Append]] = []
-        self._first = self._next = first_layer
-        self._stop = first_layer + layer_count
+        self.first_layer = self._next = first_layer
+        self._stop = first_layer + rows.shape[1]
 
     @property
     def is_full(self) -> bool:
@@ -201,7 +189,7 @@ class _Block:
 
     def add(self, k: torch.Tensor, v: torch.Tensor) -> None:
         """Copies K and V of the next layer."""
-        at = self._next - self._first
+        at = self._next - self.first_layer
         copy_rows(self.rows[0, at], k)
         copy_rows(self.rows[1, at], v)
         self._next += 1
@@ -235,13 +223,21 @@ class Appends:
         self._order: deque[_Append] = deque()
 
     def add(
-        self, chunks: list[Chunk], layer: int, k: torch.Tensor, v: torch.Tensor, *, share: float
+        self,
+        chunks: list[Chunk],
+        layer: int,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        share: float,
+        into: torch.Tensor | None = None,
     ) -> None:
         """Adds K and V [H_kv, T, d] of a layer, of chunks that follow each other in the tensors.
 
         Copies them on the current stream, and appends several layers at once. Waits while too many
         bytes are waiting. Layers of the same tokens come in order, with the same chunks, of which
-        some may be lost meanwhile. What was added to the layer before must be settled.
+        some may be lost meanwhile. Without `into`, what was added to the layer before must be
+        settled.
 
         Args:
             chunks: The chunks.
@@ -249,10 +245,14 @@ class Appends:
             k: Keys.
             v: Values, with the same shape.
             share: Part of the step's tokens that are these, in (0, 1].
+            into: Memory of the caller for K and V of all layers [2, layers, H_kv, T, d]. It must
+                stay as it is until `reads` is False. None: memory is allocated.
         """
         block = self._blocks.get(chunks[0].key)
         if block is None or not block.continues(chunks, layer, self._last):
-            block = self._blocks[chunks[0].key] = self._open(chunks, layer, k, v, share)
+            block = self._blocks[chunks[0].key] = self._open(
+                chunks, self._new_block(layer, k, share, into)
+            )
         block.add(k, v)
         left = [append for chunk, append in block.appends if not chunk.lost]
         for append in left:
@@ -261,22 +261,27 @@ class Appends:
             del self._blocks[chunks[0].key]
             # The memory is free when the last of them has ended.
             for append in left[-1:]:
-                append.byte_count = block.rows.nbytes
+                append.byte_count = block.byte_count
             for append in left:
                 self._start(append)
 
-    def _open(
-        self, chunks: list[Chunk], layer: int, k: torch.Tensor, v: torch.Tensor, share: float
+    def _new_block(
+        self, layer: int, k: torch.Tensor, share: float, into: torch.Tensor | None
     ) -> _Block:
-        """Returns memory for the next layers of some chunks, with their appends."""
-        most = max(1, int(self._collected_bytes * share / (k.nbytes + v.nbytes)))
-        block = _Block(layer, min(most, self._layer_count - layer), k)
+        """Returns memory for a layer and the next ones, for K like `k`. Arguments as for `add`."""
+        if into is not None:
+            end = layer + -(-self._layer_count // _CALLERS_APPENDS)
+            return _Block(layer, into[:, layer:end], byte_count=0)
+        most = max(1, int(self._collected_bytes * share / (2 * k.nbytes)))
+        count = min(most, self._layer_count - layer)
+        rows = torch.empty((2, count, *k.shape), dtype=k.dtype, device=k.device)
+        return _Block(layer, rows, rows.nbytes)
+
+    def _open(self, chunks: list[Chunk], block: _Block) -> _Block:
+        """Gives a block the appends of its chunks."""
         for chunk in chunks:
-            if chunk.lost:
-                continue
-            rows = block.rows[:, :, :, chunk.begin : chunk.end]
-            append = self._begin(chunk.key, chunk.sequence, layer, chunk.start, rows)
-            block.appends.append((chunk, append))
+            if not chunk.lost:
+                block.appends.append((chunk, self._begin(chunk, block)))
         return block
 
     def _last(self, key: int) -> _Append | None:
@@ -284,47 +289,16 @@ class Appends:
         appends = self._of.get(key)
         return appends[-1] if appends else None
 
-    def _begin(
-        self, key: int, sequence: Sequence, layer: int, start: int, rows: torch.Tensor
-    ) -> _Append:
-        """Returns a new append, after that of earlier layers or tokens was started."""
-        appends = self._of.setdefault(key, deque())
+    def _begin(self, chunk: Chunk, block: _Block) -> _Append:
+        """Returns a chunk's append, after that of earlier layers or tokens was started."""
+        appends = self._of.setdefault(chunk.key, deque())
         if appends and appends[-1].future is None:
             self._start(appends[-1])
         # Those of the same chunk have other layers.
-        before = [each for each in appends if each.start != start]
-        appends.append(_Append(sequence, layer, start, rows, before))
+        before = [each for each in appends if each.start != chunk.start]
+        rows = block.rows[:, :, :, chunk.begin : chunk.end]
+        appends.append(_Append(chunk.sequence, block.first_layer, chunk.start, rows, before))
         return appends[-1]
-
-    def add_kept(
-        self,
-        key: int,
-        sequence: Sequence,
-        layer: int,
-        start: int,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        into: torch.Tensor,
-    ) -> None:
-        """The same for a chunk whose K and V stay in memory of the caller.
-
-        Args:
-            key: Key of the sequence.
-            sequence: The sequence.
-            layer: The layer.
-            start: Position of the first token.
-            k: Keys [H_kv, T, d].
-            v: Values, with the same shape.
-            into: Memory for K and V of all layers [2, layers, H_kv, T, d]. It must stay as it is
-                until `reads` is False.
-        """
-        append = self._last(key)
-        if append is None or append.future is not None or append.start != start:
-            rows = into[:, layer : layer + -(-self._layer_count // _CALLERS_APPENDS)]
-            append = self._begin(key, sequence, layer, start, rows)
-        append.add(k, v)
-        if append.is_full:
-            self._start(append)
 
     def _start(self, append: _Append) -> None:
         append.close()

@@ -73,9 +73,8 @@ class Prompts:
         self._layer_count = layer_count
         self._prefill = Prefill(joined_token_count=JOINED_TOKEN_COUNT)
         self._rows: list[Row] = []
-        # Those whose K/V are copied for their appends: together, if they follow each other in the
-        # batch.
-        self._copied: list[_Copied] = []
+        # The rows, by what is appended together.
+        self._appended: list[_Appended] = []
         # Those that are not beginnings, and whose earlier K/V come from the engine.
         self._later: list[Row] = []
         self._runs: list[_Run] = []
@@ -99,9 +98,14 @@ class Prompts:
         self._token_count = sum(row.plan.token_count for row in rows)
         self._runs = [_Run(each, device) for each in _runs_of(rows)]
         self._kept = self._sequences.keep_prompts([row.plan for row in rows]) if _varlen else {}
-        copied = [row for row in rows if row.plan.key not in self._kept]
-        self._copied = [_Copied(run) for run in _runs_of(copied)]
-        self._copied += [_Copied([row]) for row in copied if row.plan.start > 0]
+        others = [row for row in rows if row.plan.key not in self._kept]
+        self._appended = [_Appended(run) for run in _runs_of(others)]
+        self._appended += [_Appended([row]) for row in others if row.plan.start > 0]
+        self._appended += [
+            _Appended([row], self._kept[row.plan.key][:, :, :, row.plan.start :])
+            for row in rows
+            if row.plan.key in self._kept
+        ]
         later = [row for row in rows if row.plan.start > 0]
         self._continued = [
             _Continued(row, self._kept[row.plan.key], device)
@@ -129,15 +133,9 @@ class Prompts:
             out: Written, [N, H_q, d]. Zeros for requests that are or get lost.
             lose: Called for each request that gets lost.
         """
-        for each in self._copied:
+        for each in self._appended:
             share = each.token_count / self._token_count
             each.append(self._sequences, layer, k, v, share, lose)
-        for row in self._rows:
-            if row.alive and row.plan.key in self._kept:
-                try:
-                    self._append_kept(layer, row, k, v)
-                except Lost as loss:
-                    lose(row, loss)
         for run in self._runs:
             run.attend(q, k, v, out, self._scale)
         for chunk in self._continued:
@@ -153,12 +151,6 @@ class Prompts:
                 out[row.begin : row.end].zero_()
         if layer + 1 == self._layer_count:
             self._sequences.release_prompts()
-
-    def _append_kept(self, layer: int, row: Row, k: torch.Tensor, v: torch.Tensor) -> None:
-        new = slice(row.begin, row.end)
-        keys, values = k[new].transpose(0, 1), v[new].transpose(0, 1)
-        into = self._kept[row.plan.key][:, :, :, row.plan.start :]
-        self._sequences.append_kept(self._sequences.chunk(row.plan, 0), layer, keys, values, into)
 
     def _attend_later(
         self,
@@ -188,7 +180,7 @@ class Prompts:
         )
 
 
-class _Copied:
+class _Appended:
     """Chunks that follow each other in the batch, whose K/V are copied together for their appends.
 
     Attributes:
@@ -196,9 +188,11 @@ class _Copied:
 
     Args:
         rows: The chunks.
+        into: Where their K/V stay in GPU memory; None: nowhere.
     """
 
-    def __init__(self, rows: list[Row]) -> None:
+    def __init__(self, rows: list[Row], into: torch.Tensor | None = None) -> None:
+        self._into = into
         self.token_count = rows[-1].end - rows[0].begin
         self._rows = {row.plan.key: row for row in rows}
         self._whole = slice(rows[0].begin, rows[-1].end)
@@ -221,7 +215,7 @@ class _Copied:
         if all(chunk.lost for chunk in self._chunks):
             return
         keys, values = (x[self._whole].transpose(0, 1) for x in (k, v))
-        losses = sequences.append(self._chunks, layer, keys, values, share=share)
+        losses = sequences.append(self._chunks, layer, keys, values, share=share, into=self._into)
         for key, loss in losses.items():
             lose(self._rows[key], loss)
 

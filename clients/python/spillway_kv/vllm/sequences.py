@@ -199,7 +199,14 @@ class Sequences:
         return Chunk(request.key, sequence, request.start, begin, end)
 
     def append(
-        self, chunks: list[Chunk], layer: int, k: torch.Tensor, v: torch.Tensor, *, share: float
+        self,
+        chunks: list[Chunk],
+        layer: int,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        share: float,
+        into: torch.Tensor | None = None,
     ) -> dict[int, Lost]:
         """Appends the new rows K and V [H_kv, T, d] of chunks to a layer.
 
@@ -211,6 +218,7 @@ class Sequences:
             k: Keys.
             v: Values.
             share: Part of the step's prompt tokens that are these.
+            into: Where they stay in GPU memory [2, layers, H_kv, T, d], from `keep_prompts`.
 
         Returns:
             Chunks that cannot be appended, by key of the sequence. They are lost from now on.
@@ -226,25 +234,15 @@ class Sequences:
                         chunk.sequence.append, layer, chunk.start, k[:, new], v[:, new]
                     )
                     self.patiently(append)
-                else:
+                elif into is None:
                     # Chunks of a prompt come one after the other at each layer.
                     self.settle(chunk.key, layer)
             except Lost as loss:
                 chunk.lost = True
                 losses[chunk.key] = loss
         if self._appends is not None and not all(chunk.lost for chunk in chunks):
-            self._appends.add(chunks, layer, k, v, share=share)
+            self._appends.add(chunks, layer, k, v, share=share, into=into)
         return losses
-
-    def append_kept(
-        self, chunk: Chunk, layer: int, k: torch.Tensor, v: torch.Tensor, into: torch.Tensor
-    ) -> None:
-        """The same for a chunk whose K and V stay in GPU memory.
-
-        into: Where they stay [2, layers, H_kv, T, d], from `keep_prompts`.
-        """
-        assert self._appends is not None
-        self._appends.add_kept(chunk.key, chunk.sequence, layer, chunk.start, k, v, into)
 
     def settle(self, key: int, layer: int | None = None) -> None:
         """Waits until what was appended to a layer, or to all layers, is there.
