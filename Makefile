@@ -34,13 +34,13 @@ build: setup ## release build in build/release
 
 # The demo takes a release build that is there, or makes one for itself: in few units and without
 # CUDA, it takes a third of the time.
-DEMO_PRESET := $(if $(or $(filter cuda%,$(DEVICE)),$(wildcard build/release/clients/c/libspillway.so.1)),release,demo)
+DEMO_PRESET := $(if $(or $(filter cuda%,$(DEVICE)),$(wildcard build/release/lib/libspillway.so.1)),release,demo)
 
 demo: setup ## a real model over a real document; FILE=, QUESTION=, SEED=, DEVICE=, DAEMON=1, RESTART=1
 	@echo "demo: installs what it needs and builds Spillway, the first time: about five minutes on two cores."
 	@echo "demo: then a model reads a document twice, by dense attention and by Spillway: two minutes more."
 	@$(MAKE) --no-print-directory -j2 demo-venv demo-build
-	@SPILLWAYD=$(CURDIR)/build/$(DEMO_PRESET)/daemon/spillwayd SPILLWAY_LIBRARY=$(CURDIR)/build/$(DEMO_PRESET)/clients/c/libspillway.so.1 \
+	@SPILLWAYD=$(CURDIR)/build/$(DEMO_PRESET)/daemon/spillwayd SPILLWAY_LIBRARY=$(CURDIR)/build/$(DEMO_PRESET)/lib/libspillway.so.1 \
 	  $(PYTHON) scripts/demo.py $(call option,file,FILE) $(call option,question,QUESTION) $(call option,seed,SEED) $(call option,device,DEVICE) $(if $(DAEMON),--daemon) $(if $(RESTART),--restart)
 
 demo-venv:

@@ -7,13 +7,13 @@
 
 #include "absl/synchronization/mutex.h"
 #include "daemon/config/command_line.h"
-#include "daemon/config/config.h"
 #include "daemon/config/config_file.h"
 #include "daemon/server/daemon.h"
-#include "daemon/server/library_messages.h"
-#include "daemon/server/logging.h"
 #include "daemon/server/reflection.h"
 #include "host/memory/topology.h"
+#include "services/config/config.h"
+#include "services/log/library_messages.h"
+#include "services/log/logging.h"
 
 #ifdef SPILLWAY_MIMALLOC
 #include <mimalloc.h>

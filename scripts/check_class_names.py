@@ -3,7 +3,7 @@
 A program that contains both would use the functions of one for objects of the other (the one
 definition rule), without an error of compiler or linker. libspillway contains daemon and client.
 
-Nor may two files of the host or of the daemon have a constant of one name at the beginning of a
+Nor may two files of one library have a constant of one name at the beginning of a
 line, in namespaces without a name: `make demo` compiles many files as one, and which ones changes
 whenever a file is added.
 """
@@ -17,7 +17,8 @@ from collections import defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("clients/c", "clients/cpp/spillway", "clients/cpp/cli", "daemon", "gpu", "host")
+FOLDERS = ("clients/cpp/spillway", "clients/cpp/cli", "daemon", "engine", "gpu", "host", "lib")
+FOLDERS += ("services",)
 SUFFIXES = {".h", ".cc", ".cu", ".cuh"}
 # A definition at the beginning of a line: not a nested class, and no declaration.
 _CLASS = re.compile(r"(?:class|struct) (?:alignas\(\w+\) )?(\w+)(?: final)?(?: :| \{)")
@@ -55,7 +56,9 @@ def main() -> int:
     for name in listed.stdout.split():
         if Path(name).suffix in SUFFIXES and (ROOT / name).exists():
             text = (ROOT / name).read_text()
-            joined = name.endswith(".cc") and name.startswith(("host/", "daemon/"))
+            joined = name.endswith(".cc") and name.startswith(
+                ("daemon/", "engine/", "host/", "services/")
+            )
             constants = constants_of(text) if joined and not name.startswith(_APART) else []
             of_library = [f"{name.split('/')[0]}: {constant}" for constant in constants]
             for each in classes_of(text) + of_library:

@@ -8,10 +8,10 @@
 #include "absl/strings/ascii.h"
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
-#include "daemon/config/config.h"
 #include "daemon/config/toml_text.h"
-#include "daemon/engine/registry.h"
+#include "engine/registry.h"
 #include "host/base/status_macros.h"
+#include "services/config/config.h"
 
 namespace spillway {
 namespace {

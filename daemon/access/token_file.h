@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "daemon/engine/account.h"
+#include "engine/account.h"
 #include "host/base/regular_file.h"
 
 namespace spillway {

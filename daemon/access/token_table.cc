@@ -5,7 +5,7 @@
 #include <algorithm>
 
 #include "absl/strings/match.h"
-#include "daemon/engine/errors.h"
+#include "engine/errors.h"
 #include "host/base/status_macros.h"
 
 namespace spillway {
@@ -31,7 +31,7 @@ absl::StatusOr<Caller> TokenTable::Authenticate(std::string_view authorization) 
     return WithReason(
         absl::UnauthenticatedError(
             "this daemon requires a token: send the metadata \"authorization: Bearer TOKEN\""),
-        "TOKEN_MISSING");
+        Reason::kTokenMissing);
   }
   const TokenDigest digest = DigestOf(authorization.substr(kScheme.size()));
   std::shared_ptr<const Grant> found;
@@ -45,7 +45,7 @@ absl::StatusOr<Caller> TokenTable::Authenticate(std::string_view authorization) 
   }
   if (found != nullptr) return Caller(std::move(found));
   return WithReason(absl::UnauthenticatedError("this daemon does not know the token"),
-                    "TOKEN_UNKNOWN");
+                    Reason::kTokenUnknown);
 }
 
 absl::Status TokenTable::Take(const RegularFile& file) {

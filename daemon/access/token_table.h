@@ -10,15 +10,16 @@
 #include "absl/status/statusor.h"
 #include "daemon/access/token_file.h"
 #include "daemon/config/watched_file.h"
-#include "daemon/engine/account.h"
-#include "daemon/engine/caller.h"
+#include "engine/account.h"
+#include "engine/caller.h"
 #include "host/base/mutex.h"
+#include "services/authenticator.h"
 
 namespace spillway {
 
 // The tokens that may use the daemon, from a file that is read again when it changes. Thread-safe,
 // except for Reload().
-class TokenTable {
+class TokenTable final : public Authenticator {
  public:
   // accounts: receive the quotas in the file; must outlive the table. Errors as
   // WatchedFile::Read and ParseTokens.
@@ -27,9 +28,8 @@ class TokenTable {
   TokenTable(const TokenTable&) = delete;
   TokenTable& operator=(const TokenTable&) = delete;
 
-  // The caller, from the value "Bearer TOKEN" of the header "authorization". UNAUTHENTICATED,
-  // reason TOKEN_MISSING or TOKEN_UNKNOWN. Takes the same time for every token.
-  absl::StatusOr<Caller> Authenticate(std::string_view authorization) const
+  // Takes the same time for every token.
+  absl::StatusOr<Caller> Authenticate(std::string_view authorization) const override
       ABSL_LOCKS_EXCLUDED(mutex_);
 
   // Reads the file again. True if it has changed and is used from now on. Callers whose tokens it

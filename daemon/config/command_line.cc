@@ -9,10 +9,10 @@
 #include "CLI/CLI.hpp"
 #include "absl/strings/str_cat.h"
 #include "daemon/config/config_file.h"
-#include "daemon/config/settings.h"
 #include "daemon/config/socket_path.h"
 #include "host/base/default_socket.h"
 #include "host/base/status_macros.h"
+#include "services/config/settings.h"
 
 namespace spillway {
 namespace {

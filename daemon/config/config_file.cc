@@ -3,10 +3,10 @@
 #include <cstdint>
 
 #include "absl/strings/str_cat.h"
-#include "daemon/config/settings.h"
 #include "daemon/config/toml_text.h"
 #include "daemon/config/watched_file.h"
 #include "host/base/status_macros.h"
+#include "services/config/settings.h"
 #include "toml.hpp"
 
 namespace spillway {

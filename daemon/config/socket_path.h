@@ -11,8 +11,8 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
-#include "daemon/config/config.h"
 #include "host/base/descriptor.h"
+#include "services/config/config.h"
 
 namespace spillway {
 

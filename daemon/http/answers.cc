@@ -6,9 +6,9 @@
 #include <utility>
 
 #include "daemon/http/page.h"
-#include "daemon/metrics/status_json.h"
+#include "daemon/http/prometheus_text.h"
+#include "daemon/http/status_json.h"
 #include "nlohmann/json.hpp"
-#include "prometheus/text_serializer.h"
 
 namespace spillway {
 namespace {
@@ -57,8 +57,7 @@ HttpAnswer Answers::To(const HttpRequest& request) const {
   if (path == "/status.svg") return {200, "image/svg+xml", std::string(kPageSvg)};
   if (path == "/status.json") return {200, kJson, StatusJson(metrics_)};
   if (path == "/metrics") {
-    return {200, "text/plain; version=0.0.4; charset=utf-8",
-            prometheus::TextSerializer().Serialize(metrics_.Collect())};
+    return {200, "text/plain; version=0.0.4; charset=utf-8", PrometheusText(metrics_.Collect())};
   }
   if (path == "/healthz") return {200, kJson, "{\"serving\":true}\n"};
   if (path == "/readyz") return Readiness(metrics_.sources().not_ready());

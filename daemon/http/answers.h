@@ -3,7 +3,7 @@
 #include <string>
 #include <string_view>
 
-#include "daemon/metrics/metrics.h"
+#include "services/metrics/metrics.h"
 
 namespace spillway {
 

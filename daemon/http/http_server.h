@@ -3,8 +3,8 @@
 #include <memory>
 #include <vector>
 
-#include "daemon/metrics/metrics.h"
 #include "host/base/descriptor.h"
+#include "services/metrics/metrics.h"
 
 namespace spillway {
 

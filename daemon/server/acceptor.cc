@@ -14,7 +14,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "daemon/server/connection_shield.h"
-#include "daemon/server/descriptors.h"
+#include "host/base/descriptor_limit.h"
 
 namespace spillway {
 namespace {

@@ -10,11 +10,11 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/status/status.h"
 #include "absl/time/time.h"
-#include "daemon/server/event_log.h"
 #include "grpcpp/security/server_credentials.h"
 #include "grpcpp/server_builder.h"
 #include "host/base/descriptor.h"
 #include "host/base/mutex.h"
+#include "services/log/event_log.h"
 
 namespace spillway {
 

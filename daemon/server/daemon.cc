@@ -10,19 +10,19 @@
 #include "daemon/config/socket_path.h"
 #include "daemon/http/http_server.h"
 #include "daemon/server/connection_shield.h"
-#include "daemon/server/descriptors.h"
 #include "daemon/server/drain.h"
-#include "daemon/server/home.h"
 #include "daemon/server/listeners.h"
-#include "daemon/server/logging.h"
 #include "daemon/server/loss_policy.h"
 #include "daemon/server/mps.h"
 #include "daemon/server/mps_system.h"
-#include "daemon/server/server.h"
+#include "daemon/server/network_server.h"
 #include "daemon/server/service_manager.h"
 #include "daemon/server/shielded_reads.h"
 #include "daemon/server/watchdog.h"
+#include "host/base/descriptor_limit.h"
 #include "host/base/status_macros.h"
+#include "services/home.h"
+#include "services/log/logging.h"
 
 namespace spillway {
 namespace {
@@ -67,7 +67,8 @@ absl::Status CheckMps(const Config& config, const Mps& mps, const Device& device
   return absl::OkStatus();
 }
 
-absl::StatusOr<std::unique_ptr<HttpServer>> StartHttp(const Config& config, const Server& server) {
+absl::StatusOr<std::unique_ptr<HttpServer>> StartHttp(const Config& config,
+                                                      const NetworkServer& server) {
   ASSIGN_OR_RETURN(const std::string address, TcpAddress(config.http_listen, config.allow_remote));
   ASSIGN_OR_RETURN(TcpListeners bound, ListenAtTcp(address));
   if (!IsLoopback(address)) {
@@ -82,7 +83,7 @@ absl::StatusOr<std::unique_ptr<HttpServer>> StartHttp(const Config& config, cons
   return http;
 }
 
-std::unique_ptr<Watchdog> StartWatchdog(const ServiceManager& manager, Server& server) {
+std::unique_ptr<Watchdog> StartWatchdog(const ServiceManager& manager, NetworkServer& server) {
   const absl::Duration interval = manager.beat_interval_max();
   if (interval == absl::InfiniteDuration()) return nullptr;
   return std::make_unique<Watchdog>(
@@ -91,7 +92,7 @@ std::unique_ptr<Watchdog> StartWatchdog(const ServiceManager& manager, Server& s
 }
 
 // Applies the settings that may change while the daemon serves.
-void Apply(const Config& config, Server& server) {
+void Apply(const Config& config, NetworkServer& server) {
   SetLogLevel(config.log_level);
   server.Apply(config);
 }
@@ -157,8 +158,8 @@ int RunDaemon(const Config& asked, const Topology& topology, const sigset_t& sig
   ConnectionShield::Get().Enable(config.stream_count_max);
   int signal = 0;
   {
-    absl::StatusOr<std::unique_ptr<Server>> server =
-        Server::Start(config, base->home->engine(), losses.past());
+    absl::StatusOr<std::unique_ptr<NetworkServer>> server =
+        NetworkServer::Start(config, base->home->engine(), losses.past());
     if (!server.ok()) return CannotStart(server.status());
     LogInfo("serving", {{"address", (*server)->address()},
                         {"boot_id", (*server)->boot_id()},

@@ -2,9 +2,9 @@
 
 #include <csignal>
 
-#include "daemon/config/config.h"
 #include "daemon/server/reload.h"
 #include "host/memory/topology.h"
+#include "services/config/config.h"
 
 namespace spillway {
 

@@ -8,8 +8,8 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
-#include "daemon/server/logging.h"
 #include "host/base/steady_time.h"
+#include "services/log/logging.h"
 
 namespace spillway {
 namespace {
@@ -39,7 +39,7 @@ void Tell(const ServiceManager* manager, const DrainProgress& progress) {
 
 }  // namespace
 
-void DrainAndStop(Server& server, absl::Duration grace, const sigset_t& signals,
+void DrainAndStop(NetworkServer& server, absl::Duration grace, const sigset_t& signals,
                   const ServiceManager* manager) {
   server.BeginDrain(grace);
   DrainProgress progress = server.drain_progress();

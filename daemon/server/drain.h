@@ -3,7 +3,7 @@
 #include <csignal>
 
 #include "absl/time/time.h"
-#include "daemon/server/server.h"
+#include "daemon/server/network_server.h"
 #include "daemon/server/service_manager.h"
 
 namespace spillway {
@@ -12,7 +12,7 @@ namespace spillway {
 // arrives. Then stops it. Reports the progress in the log and to the service manager. The manager
 // is null if another process will replace this one: then the service does not stop. After a second
 // signal, a third one kills the process. REQUIRES: the signals are blocked.
-void DrainAndStop(Server& server, absl::Duration grace, const sigset_t& signals,
+void DrainAndStop(NetworkServer& server, absl::Duration grace, const sigset_t& signals,
                   const ServiceManager* manager);
 
 }  // namespace spillway

@@ -5,8 +5,8 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "daemon/server/listeners.h"
-#include "daemon/server/logging.h"
 #include "host/base/status_macros.h"
+#include "services/log/logging.h"
 
 namespace spillway {
 

@@ -8,12 +8,12 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/status/statusor.h"
 #include "daemon/config/socket_path.h"
-#include "daemon/engine/regions.h"
 #include "daemon/server/acceptor.h"
-#include "daemon/server/event_log.h"
 #include "daemon/server/region_server.h"
+#include "engine/regions.h"
 #include "host/base/descriptor.h"
 #include "host/base/mutex.h"
+#include "services/log/event_log.h"
 
 namespace spillway {
 

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "daemon/server/logging.h"
+#include "services/log/logging.h"
 
 namespace spillway {
 namespace {

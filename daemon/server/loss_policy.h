@@ -6,10 +6,10 @@
 #include <utility>
 
 #include "absl/status/status.h"
-#include "daemon/config/config.h"
-#include "daemon/engine/device_watch.h"
-#include "daemon/metrics/metrics.h"
 #include "daemon/server/relaunch.h"
+#include "engine/device_watch.h"
+#include "services/config/config.h"
+#include "services/metrics/metrics.h"
 
 namespace spillway {
 

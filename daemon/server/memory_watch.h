@@ -4,9 +4,9 @@
 #include <thread>
 
 #include "absl/base/thread_annotations.h"
-#include "daemon/server/event_log.h"
 #include "host/base/descriptor.h"
 #include "host/base/mutex.h"
+#include "services/log/event_log.h"
 
 namespace spillway {
 

@@ -8,8 +8,8 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "daemon/config/config.h"
 #include "host/device/device.h"
+#include "services/config/config.h"
 
 namespace spillway {
 

@@ -16,7 +16,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "daemon/server/descriptors.h"
+#include "host/base/descriptor_limit.h"
 #include "host/base/status_macros.h"
 
 namespace spillway {

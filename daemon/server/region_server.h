@@ -6,7 +6,7 @@
 #include <thread>
 
 #include "absl/status/statusor.h"
-#include "daemon/engine/regions.h"
+#include "engine/regions.h"
 #include "host/base/descriptor.h"
 
 namespace spillway {

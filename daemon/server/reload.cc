@@ -3,7 +3,7 @@
 #include <string>
 
 #include "absl/strings/str_cat.h"
-#include "daemon/server/logging.h"
+#include "services/log/logging.h"
 
 namespace spillway {
 

@@ -3,7 +3,7 @@
 #include <functional>
 
 #include "absl/status/statusor.h"
-#include "daemon/config/config.h"
+#include "services/config/config.h"
 
 namespace spillway {
 

@@ -26,7 +26,7 @@ constexpr std::array<const char*, 3> kSettings = {"tls.certificate (--tls-certif
 std::string FileOf(const Descriptor& held) { return absl::StrCat("/proc/self/fd/", held.get()); }
 
 // OpenSSL's last error.
-std::string Reason() {
+std::string OpenSslError() {
   const char* reason = nullptr;
   while (const unsigned long code = ERR_get_error()) reason = ERR_reason_error_string(code);
   return reason == nullptr ? "it cannot be read" : reason;
@@ -63,12 +63,12 @@ absl::StatusOr<Tls::Texts> Tls::Read(absl::Duration wait) {
 absl::StatusOr<std::vector<Descriptor>> Tls::Check(const Texts& texts) const {
   const std::unique_ptr<SSL_CTX, void (*)(SSL_CTX*)> context(SSL_CTX_new(TLS_server_method()),
                                                              SSL_CTX_free);
-  if (context == nullptr) return absl::InternalError(absl::StrCat("OpenSSL: ", Reason()));
+  if (context == nullptr) return absl::InternalError(absl::StrCat("OpenSSL: ", OpenSslError()));
   SSL_CTX_set_default_passwd_cb(context.get(), NoPassword);
   ERR_clear_error();
   const auto wrong = [this](Part part, const std::string& what) {
     return absl::InvalidArgumentError(
-        absl::StrCat(kSettings[part], ": ", files_[part].path(), " ", what, ": ", Reason()));
+        absl::StrCat(kSettings[part], ": ", files_[part].path(), " ", what, ": ", OpenSslError()));
   };
   std::vector<Descriptor> files;
   for (const std::string& text : texts) {

@@ -8,10 +8,10 @@
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
-#include "daemon/config/config.h"
 #include "daemon/config/watched_file.h"
 #include "grpcpp/security/server_credentials.h"
 #include "host/base/descriptor.h"
+#include "services/config/config.h"
 
 namespace spillway {
 

@@ -4,7 +4,7 @@
 #include <string>
 #include <utility>
 
-#include "daemon/server/logging.h"
+#include "services/log/logging.h"
 
 namespace spillway {
 namespace {

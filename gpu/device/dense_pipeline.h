@@ -8,6 +8,7 @@
 #include "absl/status/status.h"
 #include "gpu/device/carver.h"
 #include "gpu/device/job_context.h"
+#include "gpu/kernels/dense.h"
 
 namespace spillway::cuda {
 

@@ -4,7 +4,7 @@
 
 #include "gpu/cuda/stream.h"
 #include "gpu/device/packer.h"
-#include "gpu/kernels/attend.h"
+#include "gpu/kernels/resident.h"
 #include "host/base/status_macros.h"
 #include "host/codes/rotation.h"
 

@@ -9,7 +9,7 @@
 #include "gpu/device/model.h"
 #include "gpu/device/resident_rows.h"
 #include "gpu/device/whole_rows.h"
-#include "gpu/kernels/attend.h"
+#include "gpu/kernels/resident.h"
 #include "host/device/residency.h"
 #include "host/memory/page_table.h"
 #include "host/memory/retired_pages.h"

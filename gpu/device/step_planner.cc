@@ -7,6 +7,7 @@
 #include "absl/strings/str_cat.h"
 #include "gpu/device/carver.h"
 #include "gpu/device/wave_kernels.h"
+#include "gpu/kernels/dense.h"
 #include "host/base/status_macros.h"
 #include "host/device/results.h"
 #include "host/memory/layer_record.h"

@@ -372,11 +372,6 @@ absl::Status CudaStreamStep::Upload(Slot& slot, StepPlan plan, cudaStream_t stre
                   "cudaMemcpyAsync");
 }
 
-template <typename Byte>
-CallerTensor<Byte> TensorOf(const StepPlace<Byte>& place) {
-  return {place.data, place.sequence_stride, place.token_stride, place.head_stride};
-}
-
 absl::Status CudaStreamStep::CheckAnnounced() const {
   if (pending_count_ > 0 && !newest().concluded) return absl::OkStatus();
   return absl::FailedPreconditionError("no tokens are announced: begin the next step first");
@@ -458,9 +453,9 @@ absl::Status CudaStreamStep::Enqueue(int layer, const StepTensors& tensors, cuda
   run.step.stream = stream;
   CallerTensors& of_step = run.step.tensors;
   of_step.q_dtype = tensors.q_dtype;
-  of_step.q = TensorOf(tensors.q);
+  of_step.q = tensors.q;
   of_step.out_dtype = tensors.out_dtype;
-  of_step.out = TensorOf(tensors.out);
+  of_step.out = tensors.out;
   of_step.lse = tensors.lse;
   of_step.token_count = static_cast<int32_t>(options_.token_count);
   of_step.query_head_count = spec().query_head_count;
@@ -469,8 +464,8 @@ absl::Status CudaStreamStep::Enqueue(int layer, const StepTensors& tensors, cuda
   append.head_dim = spec().head_dim;
   append.item_count = static_cast<int32_t>(item_count());
   append.kv_head_count = spec().kv_head_count;
-  append.k = TensorOf(tensors.k);
-  append.v = TensorOf(tensors.v);
+  append.k = tensors.k;
+  append.v = tensors.v;
   append.targets = run.context.Uploaded(run.targets);
   append.bad = bad_ + layer * item_count();
   append.step = of_step;

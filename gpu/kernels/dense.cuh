@@ -1,5 +1,6 @@
 #pragma once
 
+#include "gpu/kernels/dense.h"
 #include "gpu/kernels/fold.cuh"
 #include "gpu/kernels/fold_tensor.cuh"
 #include "gpu/kernels/step.cuh"

@@ -5,7 +5,8 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "gpu/kernels/attend.h"
+#include "gpu/kernels/resident.h"
+#include "host/base/dtype.h"
 
 // Long appends with K and V in GPU memory.
 namespace spillway::cuda {

@@ -5,32 +5,20 @@
 
 #include "host/base/dtype.h"
 #include "host/core/host_device.h"
+#include "host/core/step_place.h"
 
 // What kernels know of a decode step on a stream of the caller: tensors in GPU memory, and reports
 // that tell the host how the step went. Launches of a step may be captured and run again for later
 // tokens, so what differs is in memory.
 namespace spillway::cuda {
 
+inline constexpr uint32_t kNoToken = 0xFFFFFFFFu;  // no error
+
 // Where a unit's queries are in the caller's tensors. Made with {}.
 struct UnitPlace {
   int32_t item;
   int16_t query;
   int16_t kv_head;
-};
-
-// A tensor of the caller in GPU memory. Strides are in bytes; the elements of a head are
-// contiguous.
-template <typename Byte>
-struct CallerTensor {
-  Byte* data = nullptr;
-  int64_t item_stride = 0;
-  int64_t token_stride = 0;
-  int64_t head_stride = 0;
-
-  SPILLWAY_HOST_DEVICE Byte* At(int64_t item, int64_t token, int64_t head) const {
-    return data + item * item_stride + token * token_stride + head * head_stride;
-  }
-  bool operator==(const CallerTensor&) const = default;
 };
 
 // The step that was announced last; in device memory.
@@ -75,13 +63,14 @@ struct StepCheck {
   bool operator==(const StepCheck&) const = default;
 };
 
+// The caller's tensors of a layer that an attend reads and writes, in GPU memory.
 struct CallerTensors {
   DType q_dtype = DType::kF32;
-  CallerTensor<const std::byte> q;  // [B, T, H_q, d]
+  StepPlace<const std::byte> q;  // [B, T, H_q, d]
   DType out_dtype = DType::kF32;
-  CallerTensor<std::byte> out;  // the same
-  float* lse = nullptr;         // [B, T, H_q], may be null
-  int32_t token_count = 0;      // T
+  StepPlace<std::byte> out;  // the same
+  float* lse = nullptr;      // [B, T, H_q], may be null
+  int32_t token_count = 0;   // T
   int32_t query_head_count = 0;
   StepCheck check;
 

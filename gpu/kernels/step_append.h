@@ -24,8 +24,8 @@ struct TensorAppend {
   int32_t head_dim = 0;
   int32_t item_count = 0;              // B
   int32_t kv_head_count = 0;           // H
-  CallerTensor<const std::byte> k;     // [B, T, H, d], 16-byte aligned rows
-  CallerTensor<const std::byte> v;     // the same
+  StepPlace<const std::byte> k;        // [B, T, H, d], 16-byte aligned rows
+  StepPlace<const std::byte> v;        // the same
   const RowTarget* targets = nullptr;  // [B][T][H]
   BadElement* bad = nullptr;           // [B]; the same array as step.check.bad
   CallerTensors step;                  // its q is checked

@@ -2,27 +2,11 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <type_traits>
 
 #include "host/base/dtype.h"
+#include "host/core/step_place.h"
 
 namespace spillway {
-
-// Where an input or output of a decode step lies: its first element, and the distances between
-// sequences, tokens and heads in bytes. The elements of a head are adjacent.
-template <typename Byte>
-struct StepPlace {
-  Byte* data = nullptr;
-  int64_t sequence_stride = 0;
-  int64_t token_stride = 0;
-  int64_t head_stride = 0;
-  Byte* At(int64_t sequence) const { return data + sequence * sequence_stride; }
-  // The same place, read-only.
-  operator StepPlace<const Byte>() const requires(!std::is_const_v<Byte>) {
-    return {data, sequence_stride, token_stride, head_stride};
-  }
-  bool operator==(const StepPlace&) const = default;
-};
 
 // One layer of a decode step, sequences in the step's order.
 struct StepTensors {

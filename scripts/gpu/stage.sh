@@ -92,7 +92,7 @@ if ((${#programs[@]} == 0)); then
     bench/gpu/link/spillway-link-bench bench/rpc/append_bench bench/rpc/decoder_bench \
     bench/rpc/rpc_bench bench/rpc/rpc_echo_server \
     tests/gpu/libspillway_fault.so daemon/spillwayd clients/cpp/spillway \
-    clients/cpp/attend_example clients/cpp/decode_example clients/c/libspillway.so.1; do
+    clients/cpp/attend_example clients/cpp/decode_example lib/libspillway.so.1; do
     if [[ -x "$build/$name" ]]; then
       programs+=("$build/$name")
     fi

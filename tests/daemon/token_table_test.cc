@@ -9,7 +9,7 @@
 
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
-#include "daemon/engine/errors.h"
+#include "engine/errors.h"
 #include "tests/host/memory/scratch_folder.h"
 
 namespace spillway {

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def library() -> Path:
-    return binary().parents[1] / "clients/c/libspillway.so.1"
+    return binary().parents[1] / "lib/libspillway.so.1"
 
 
 def test_generate(loaded: tuple[Any, Any]) -> None:

@@ -14,7 +14,7 @@ from daemon_process import binary
 from spillway_kv import _library, _native_step
 from spillway_kv.lab.serving import prefer_library
 
-HEADER = Path(__file__).resolve().parents[2] / "clients/c/spillway.h"
+HEADER = Path(__file__).resolve().parents[2] / "lib/spillway.h"
 
 if not HEADER.exists():
     pytest.skip("no checkout here, only what a bundle has of it", allow_module_level=True)

@@ -28,7 +28,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         check=True,
         capture_output=True,
     )
-    shutil.copy(BUILD / "clients/c/libspillway.so.1", root / LIBRARIES)
+    shutil.copy(BUILD / "lib/libspillway.so.1", root / LIBRARIES)
     return root
 
 

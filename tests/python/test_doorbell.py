@@ -32,7 +32,7 @@ LAYERS, HEADS, KV_HEADS, DIM = 2, 4, 2, 16  # as in the fixture `model`
 BEGIN, ATTEND, RESULTS, END = 1, 2, 3, 4
 OPEN, NEXT, ATTEND_ON_GPU, FINISH, DECODER_RESULTS, SUMS, CLOSE = range(5, 12)
 F32 = 1
-# Offsets from host/ipc/bell.h and daemon/doorbell/doorbell_memory.h.
+# Offsets from host/ipc/bell.h and services/doorbell/doorbell_memory.h.
 RUNG, ANSWERED, CALL, ANSWER, TEXT, DATA = 0, 64, 128, 192, 256, 16 << 10
 FUTEX, FUTEX_WAKE = {"x86_64": 202, "aarch64": 98}[platform.machine()], 1
 CALL_FORM, ANSWER_FORM = "<IiIIIIqq", "<iIqq"

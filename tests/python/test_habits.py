@@ -76,9 +76,9 @@ DATES = {
     "clients/cpp/cli/top.cc",
     "clients/python/spillway_kv/lab/bench/link.py",
     "clients/python/spillway_kv/lab/evaluation/results.py",
-    "daemon/convert/model.cc",
-    "daemon/engine/engine.cc",
-    "daemon/server/server.cc",
+    "services/convert/model.cc",
+    "engine/engine.cc",
+    "services/server.cc",
 }
 WALL_CLOCK = re.compile(
     r"absl::Now\b|system_clock|CLOCK_REALTIME|gettimeofday|\btime\.time\b|\bdatetime\.(utc)?now\b"

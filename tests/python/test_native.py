@@ -35,7 +35,7 @@ def loaded(target: str) -> str:
 
 def built() -> Path:
     """The library under test: $SPILLWAY_LIBRARY, or else the one beside the daemon."""
-    return Path(NAMED or binary().resolve().parents[1] / "clients/c/libspillway.so.1")
+    return Path(NAMED or binary().resolve().parents[1] / "lib/libspillway.so.1")
 
 
 def own(monkeypatch: pytest.MonkeyPatch, path: Path) -> Path:

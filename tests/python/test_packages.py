@@ -30,7 +30,7 @@ class Wheels(NamedTuple):
 
 
 def real_library() -> Path:
-    return binary().resolve().parents[1] / "clients/c/libspillway.so.1"
+    return binary().resolve().parents[1] / "lib/libspillway.so.1"
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Wheel:
     """The wheel of scripts/wheels.sh, from the library under test without symbols."""
     folder = tmp_path_factory.mktemp("wheels")
     library = folder / "libspillway.so.1"
-    built = binary().resolve().parents[1] / "clients/c/libspillway.so.1"
+    built = binary().resolve().parents[1] / "lib/libspillway.so.1"
     subprocess.run(["strip", "-o", library, built], check=True)
     made = folder / "made"
     raw = build(copied(folder), folder / "raw", library)

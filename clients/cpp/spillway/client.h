@@ -66,7 +66,7 @@ class Client {
                                                          const ClientOptions& options = {});
 
   // The same over a channel that is already open, for example to an embedded engine
-  // (daemon/server/embedded.h).
+  // (services/embedded.h).
   static absl::StatusOr<std::unique_ptr<Client>> Connect(std::shared_ptr<grpc::Channel> channel,
                                                          const std::string& target,
                                                          const ClientOptions& options = {});

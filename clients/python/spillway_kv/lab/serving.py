@@ -30,10 +30,9 @@ def prefer_library(binary: Path) -> None:
 
     If `SPILLWAY_LIBRARY` names a file, it is not changed.
     """
-    for folder in ("clients/c", "lib"):
-        path = binary.resolve().parent.parent / folder / "libspillway.so.1"
-        if path.exists() and not os.environ.get("SPILLWAY_LIBRARY"):
-            os.environ["SPILLWAY_LIBRARY"] = str(path)
+    path = binary.resolve().parent.parent / "lib/libspillway.so.1"
+    if path.exists() and not os.environ.get("SPILLWAY_LIBRARY"):
+        os.environ["SPILLWAY_LIBRARY"] = str(path)
 
 
 class Daemon:

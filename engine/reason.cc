@@ -1,0 +1,103 @@
+#include "engine/reason.h"
+
+namespace spillway {
+
+std::string_view NameOf(Reason reason) {
+  switch (reason) {
+    case Reason::kInvalidField:
+      return "INVALID_FIELD";
+    case Reason::kMessageUnreadable:
+      return "MESSAGE_UNREADABLE";
+    case Reason::kNonFinite:
+      return "NON_FINITE";
+    case Reason::kResponseTooLarge:
+      return "RESPONSE_TOO_LARGE";
+    case Reason::kModelNotFound:
+      return "MODEL_NOT_FOUND";
+    case Reason::kModelExists:
+      return "MODEL_EXISTS";
+    case Reason::kModelNotReady:
+      return "MODEL_NOT_READY";
+    case Reason::kModelInUse:
+      return "MODEL_IN_USE";
+    case Reason::kModelCountExhausted:
+      return "MODEL_COUNT_EXHAUSTED";
+    case Reason::kWeightsNotAwaited:
+      return "WEIGHTS_NOT_AWAITED";
+    case Reason::kUploadUnderWay:
+      return "UPLOAD_UNDER_WAY";
+    case Reason::kSequenceNotFound:
+      return "SEQUENCE_NOT_FOUND";
+    case Reason::kSequenceExists:
+      return "SEQUENCE_EXISTS";
+    case Reason::kSequenceCountExhausted:
+      return "SEQUENCE_COUNT_EXHAUSTED";
+    case Reason::kSequenceHeld:
+      return "SEQUENCE_HELD";
+    case Reason::kSequenceSealed:
+      return "SEQUENCE_SEALED";
+    case Reason::kSequenceNotSealed:
+      return "SEQUENCE_NOT_SEALED";
+    case Reason::kStaleGeneration:
+      return "STALE_GENERATION";
+    case Reason::kTokenStartOutOfRange:
+      return "TOKEN_START_OUT_OF_RANGE";
+    case Reason::kRowsDiffer:
+      return "ROWS_DIFFER";
+    case Reason::kTokenCountOutOfRange:
+      return "TOKEN_COUNT_OUT_OF_RANGE";
+    case Reason::kTokenOutOfRange:
+      return "TOKEN_OUT_OF_RANGE";
+    case Reason::kQueryCountOutOfRange:
+      return "QUERY_COUNT_OUT_OF_RANGE";
+    case Reason::kVisibleTokenCountOutOfRange:
+      return "VISIBLE_TOKEN_COUNT_OUT_OF_RANGE";
+    case Reason::kNoSnapshotFolder:
+      return "NO_SNAPSHOT_FOLDER";
+    case Reason::kSnapshotNotFound:
+      return "SNAPSHOT_NOT_FOUND";
+    case Reason::kSnapshotBusy:
+      return "SNAPSHOT_BUSY";
+    case Reason::kSnapshotModelDiffers:
+      return "SNAPSHOT_MODEL_DIFFERS";
+    case Reason::kSnapshotVersion:
+      return "SNAPSHOT_VERSION";
+    case Reason::kNotASnapshot:
+      return "NOT_A_SNAPSHOT";
+    case Reason::kMemoryExhausted:
+      return "MEMORY_EXHAUSTED";
+    case Reason::kQuotaExhausted:
+      return "QUOTA_EXHAUSTED";
+    case Reason::kStreamCountExhausted:
+      return "STREAM_COUNT_EXHAUSTED";
+    case Reason::kStreamIdle:
+      return "STREAM_IDLE";
+    case Reason::kCallThreadsExhausted:
+      return "CALL_THREADS_EXHAUSTED";
+    case Reason::kThreadsExhausted:
+      return "THREADS_EXHAUSTED";
+    case Reason::kSessionNotFound:
+      return "SESSION_NOT_FOUND";
+    case Reason::kRegionNotFound:
+      return "REGION_NOT_FOUND";
+    case Reason::kRegionCountExhausted:
+      return "REGION_COUNT_EXHAUSTED";
+    case Reason::kDoorbellCountExhausted:
+      return "DOORBELL_COUNT_EXHAUSTED";
+    case Reason::kTokenMissing:
+      return "TOKEN_MISSING";
+    case Reason::kTokenUnknown:
+      return "TOKEN_UNKNOWN";
+    case Reason::kTokenRevoked:
+      return "TOKEN_REVOKED";
+    case Reason::kMetricsOfAll:
+      return "METRICS_OF_ALL";
+    case Reason::kDraining:
+      return "DRAINING";
+    case Reason::kStopping:
+      return "STOPPING";
+  }
+  return "";
+}
+
+}  // namespace spillway
