@@ -25,12 +25,16 @@ __device__ inline bool DenseStops(const DenseWave& wave) {
 // the one before.
 class DenseTurns {
  public:
-  __device__ DenseTurns(const DenseWave& of, int worker, int workers) : wave_(of) {
+  __device__ DenseTurns(const DenseWave& of, int worker, int workers)
+      : DenseTurns(of, worker, workers, of.link_workers) {}
+  // link_workers: workers that run if rows come over the link.
+  __device__ DenseTurns(const DenseWave& of, int worker, int workers, int link_workers)
+      : wave_(of) {
     const DenseUnit& last = wave_.units[wave_.unit_count - 1];
     const bool over_link = wave_.units[0].over_link;
     const int total = FirstOf(wave_.unit_count - 1) + CountOf(last);
     if (over_link) {
-      step_ = min(workers, wave_.link_workers);
+      step_ = min(workers, link_workers);
       at_ = worker < step_ ? worker : total;
       end_ = total;
     } else if (total <= workers) {
@@ -232,76 +236,103 @@ inline constexpr int kDenseFinishThreads = 512;
 
 // Merges a dense unit's splits, in an order that depends on their number alone. Grid (query rows,
 // units); kDenseFinishThreads.
-__global__ void __launch_bounds__(kDenseFinishThreads) DenseFinishKernel(DenseWave wave) {
+__global__ void __launch_bounds__(kDenseFinishThreads, 2) DenseFinishKernel(DenseWave wave) {
   constexpr int kThreads = kDenseFinishThreads;
   static_assert(kHeadDimMax <= kThreads);
   __shared__ float factors[kThreads];
-  __shared__ double2 shares[kThreads];
+  __shared__ double shares[kThreads][4];
   __shared__ float warp_max[kThreads / 32];
   __shared__ double warp_sums[kThreads / 32];
   const DenseUnit& u = wave.units[blockIdx.y];
   const int r = blockIdx.x;
   const int d = wave.head_dim;
+  // Read before the wait: the fold does not write them.
+  const int query_rows = u.query_rows;
+  const int64_t split_count = u.split_count;
+  const float* const partials = u.partials;
+  uint32_t* const error_token = u.error_token;
   GridDependencyWait();
-  if (r == 0 && threadIdx.x == 0) u.result->error_token = *u.error_token;
-  if (r >= u.query_rows) return;
+  if (r == 0 && threadIdx.x == 0) u.result->error_token = *error_token;
+  if (r >= query_rows) return;
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
-  const int64_t stride = u.query_rows * (2 + d);
-  const float* const of_row = u.partials + 2 * r;
-  float max = -INFINITY;
-  for (int64_t s = threadIdx.x; s < u.split_count; s += kThreads) {
-    max = fmaxf(max, of_row[s * stride]);
+  const int64_t stride = query_rows * (2 + d);
+  const auto part_of = [&](int64_t split) {
+    return *reinterpret_cast<const float2*>(partials + 2 * r + split * stride);
+  };
+  // Few units have more splits than threads.
+  const float2 own = threadIdx.x < split_count ? part_of(threadIdx.x) : make_float2(-INFINITY, 0);
+  float max = own.x;
+  for (int64_t s = threadIdx.x + kThreads; s < split_count; s += kThreads) {
+    max = fmaxf(max, part_of(s).x);
   }
   max = WarpMax(max);
   if (lane == 0) warp_max[warp] = max;
   __syncthreads();
   for (const float of_warp : warp_max) max = fmaxf(max, of_warp);
 
-  // Each pair of elements has several threads, which share the splits. d is even.
-  const int pairs = d / 2;
-  const int share_count = kThreads / pairs;
-  const int share = static_cast<int>(threadIdx.x) / pairs;
-  const int pair = static_cast<int>(threadIdx.x) % pairs;
-  const float* const values = u.partials + 2 * u.query_rows + r * d + 2 * pair;
+  // Each four elements have several threads, which share the splits. d is a multiple of 16.
+  const int fours = d / 4;
+  const int share_count = kThreads / fours;
+  const int share = static_cast<int>(threadIdx.x) / fours;
+  const int four = static_cast<int>(threadIdx.x) % fours;
+  // 8-byte aligned: the maxima and sums before it are pairs.
+  const float* const values = partials + 2 * query_rows + r * d + 4 * four;
   double sum = 0;
-  double2 pair_sum = make_double2(0, 0);
-  for (int64_t base = 0; base < u.split_count; base += kThreads) {
-    const int count = static_cast<int>(min(int64_t{kThreads}, u.split_count - base));
+  double of_four[4] = {};
+  for (int64_t base = 0; base < split_count; base += kThreads) {
+    const int count = static_cast<int>(min(int64_t{kThreads}, split_count - base));
     if (static_cast<int>(threadIdx.x) < count) {
-      const float* const part = of_row + (base + threadIdx.x) * stride;
-      const float factor = SoftmaxFactor(part[0], max);
+      const float2 part = base == 0 ? own : part_of(base + threadIdx.x);
+      const float factor = SoftmaxFactor(part.x, max);
       factors[threadIdx.x] = factor;
-      sum += double{factor} * part[1];
+      sum += double{factor} * part.y;
     }
     __syncthreads();
     if (share < share_count) {
-#pragma unroll 8
-      for (int s = share; s < count; s += share_count) {
-        const float2 of_split = *reinterpret_cast<const float2*>(values + (base + s) * stride);
-        pair_sum.x += double{factors[s]} * of_split.x;
-        pair_sum.y += double{factors[s]} * of_split.y;
+      // Many are loaded at once, because the latency of memory is high.
+      constexpr int kTogether = 8;
+      for (int first = share; first < count; first += kTogether * share_count) {
+        float2 low[kTogether], high[kTogether];
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {
+          const int s = first + i * share_count;
+          if (s >= count) continue;
+          const float* const of_split = values + (base + s) * stride;
+          low[i] = *reinterpret_cast<const float2*>(of_split);
+          high[i] = *reinterpret_cast<const float2*>(of_split + 2);
+        }
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {
+          const int s = first + i * share_count;
+          if (s >= count) break;
+          const double factor = factors[s];
+          of_four[0] += factor * low[i].x;
+          of_four[1] += factor * low[i].y;
+          of_four[2] += factor * high[i].x;
+          of_four[3] += factor * high[i].y;
+        }
       }
     }
     __syncthreads();
   }
   sum = WarpSum(sum);
   if (lane == 0) warp_sums[warp] = sum;
-  shares[threadIdx.x] = pair_sum;
+#pragma unroll
+  for (int e = 0; e < 4; ++e) shares[threadIdx.x][e] = of_four[e];
   __syncthreads();
   sum = 0;
   for (const double of_warp : warp_sums) sum += of_warp;
   // Thread i has element i now.
   double value = 0;
   for (int i = 0; i < share_count && static_cast<int>(threadIdx.x) < d; ++i) {
-    const double2 of_share = shares[i * pairs + static_cast<int>(threadIdx.x) / 2];
-    value += threadIdx.x % 2 == 0 ? of_share.x : of_share.y;
+    value += shares[i * fours + static_cast<int>(threadIdx.x) / 4][threadIdx.x % 4];
   }
   const auto out = static_cast<float>(value / sum);
   const auto lse = static_cast<float>(max + log(sum));
   if (wave.step.check.header != nullptr) {
     return WriteToTensors(
-        wave.step, u.place, wave.group, d, r, *u.error_token == kNoToken, [&](int) { return out; },
+        wave.step, u.place, wave.group, d, r, *error_token == kNoToken, [&](int) { return out; },
         lse, u.result->report);
   }
   if (static_cast<int>(threadIdx.x) < d) u.out[r * d + threadIdx.x] = out;

@@ -5,6 +5,10 @@
 // Exact attention over rows of 16 bits for up to eight query rows, by warps that share nothing:
 // each has splits of its own, brings their rows into its own part of shared memory, and keeps
 // queries, sums and outputs in registers. So no barrier stands between a warp and its next rows.
+//
+// The rows of a long unit's split are in two or four runs, whose sums are merged in order. Where a
+// wave has so few splits that they leave most warps idle, each warp of a block folds a run, and the
+// sums have the same bits.
 namespace spillway::cuda {
 
 inline constexpr int kDenseWarps = 4;  // of a block
@@ -12,6 +16,17 @@ inline constexpr int kDenseWarpBlocksPerSm = 2;
 // Rows that a warp folds at once, and brings at once.
 inline constexpr int kWarpRows = 16;
 static_assert(kTensorTileRows % kWarpRows == 0);
+
+// Runs of a split of a unit with n rows. At least some 64 rows in each.
+__device__ inline int RunsOfSplit(int64_t n) {
+  constexpr int64_t kRowsOfTwo = 16384;
+  return n < kRowsOfTwo ? 1 : n < 2 * kRowsOfTwo ? 2 : kDenseWarps;
+}
+// Where run `run` of a split with `count` rows begins, of `runs`; with run = runs, its end.
+__device__ inline int RunBegin(int count, int run, int runs) {
+  const int steps = (count + kWarpRows - 1) / kWarpRows;
+  return min(count, steps * run / runs * kWarpRows);
+}
 
 // Stages of a warp, each with kWarpRows rows: one is folded, the others are under way.
 __host__ __device__ constexpr int WarpStages(int head_dim) { return 384 / head_dim; }
@@ -99,18 +114,26 @@ class WarpTiles {
   static constexpr int kRowBytes = 4 * kDim;
   static constexpr int kStageBytes = kWarpRows * kRowBytes;
 
-  __device__ WarpTiles(const DenseRows& rows, const SplitRange& splits, std::byte* stages)
-      : rows_(rows), splits_(splits), stages_(stages), split_(rows.At(splits.begin)) {
+  // The rows of runs [first_run, last_run) of `runs` of each split.
+  __device__ WarpTiles(const DenseRows& rows, const SplitRange& splits, int first_run, int last_run,
+                       int runs, std::byte* stages)
+      : rows_(rows),
+        splits_(splits),
+        first_run_(first_run),
+        last_run_(last_run),
+        runs_(runs),
+        stages_(stages) {
+    Open();
     LookUp();
 #pragma unroll
     for (int s = 0; s + 1 < kStages; ++s) Bring();
   }
   // Waits for the rows that are folded next, and returns where they are. The stage before them is
   // free, and gets the rows that have none yet.
-  __device__ const std::byte* Next() {
+  __device__ std::byte* Next() {
     asm volatile("cp.async.wait_group %0;" ::"n"(kStages - 2) : "memory");
     __syncwarp();
-    const std::byte* const tile = stages_ + folded_ * kStageBytes;
+    std::byte* const tile = stages_ + folded_ * kStageBytes;
     folded_ = folded_ + 1 < kStages ? folded_ + 1 : 0;
     Bring();
     return tile;
@@ -122,6 +145,15 @@ class WarpTiles {
   }
 
  private:
+  // Goes to the next split with rows, from splits_.begin on.
+  __device__ void Open() {
+    for (; splits_.begin < splits_.end; splits_.begin += splits_.step) {
+      split_ = rows_.At(splits_.begin);
+      first_ = RunBegin(split_.count, first_run_, runs_);
+      end_ = RunBegin(split_.count, last_run_, runs_);
+      if (first_ < end_) return;
+    }
+  }
   // The address of the next rows, which lie side by side, is looked up one stage ahead.
   __device__ void LookUp() {
     if (splits_.begin < splits_.end) next_ = rows_.Row(split_, first_);
@@ -131,7 +163,7 @@ class WarpTiles {
       constexpr int kChunks = kRowBytes / 16;
       constexpr int kRowsAtOnce = 32 / kChunks;
       const int lane = threadIdx.x % 32;
-      const int count = min(kWarpRows, split_.count - first_);
+      const int count = min(kWarpRows, end_ - first_);
       const std::byte* const from = next_ + lane * 16;
       const auto to =
           static_cast<uint32_t>(__cvta_generic_to_shared(stages_ + brought_ * kStageBytes));
@@ -146,10 +178,9 @@ class WarpTiles {
             : "memory");
       }
       first_ += kWarpRows;
-      if (first_ >= split_.count) {
-        first_ = 0;
+      if (first_ >= end_) {
         splits_.begin += splits_.step;
-        if (splits_.begin < splits_.end) split_ = rows_.At(splits_.begin);
+        Open();
       }
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
@@ -159,9 +190,13 @@ class WarpTiles {
 
   const DenseRows& rows_;
   SplitRange splits_;  // begins with the one whose rows are brought next
+  const int first_run_;
+  const int last_run_;
+  const int runs_;
   std::byte* const stages_;
   KvSplit split_;
   int first_ = 0;  // of its rows, the one that is brought next
+  int end_ = 0;    // of its rows that are brought
   int brought_ = 0;
   int folded_ = 0;
   const std::byte* next_ = nullptr;
@@ -222,6 +257,23 @@ struct WarpSums {
     }
   }
 
+  // Adds the sums of a later run.
+  __device__ void Merge(const WarpSums& other) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const float most = fmaxf(max[e], other.max[e]);
+      const float keep = SoftmaxFactor(max[e], most);
+      const float take = SoftmaxFactor(other.max[e], most);
+      max[e] = most;
+      sum[e] = fmaf(other.sum[e], take, sum[e] * keep);
+#pragma unroll
+      for (int m = 0; m < kDimTiles; ++m) {
+        value[m][e] = fmaf(other.value[m][e], take, value[m][e] * keep);
+        value[m][e + 2] = fmaf(other.value[m][e + 2], take, value[m][e + 2] * keep);
+      }
+    }
+  }
+
   // Writes them to a split's place.
   __device__ void Write(const DenseRows& rows, int split, float sum_unit) {
     const int lane = threadIdx.x % 32;
@@ -267,53 +319,116 @@ __device__ inline void WarpLogits(const WarpQueries<kDType, kDim>& queries, cons
   for (int e = 0; e < 4; ++e) l[e] = (sum[0][e] + sum[1][e]) + (rest[0][e] + rest[1][e]);
 }
 
-// Folds splits of a unit. Returns false if the work is to stop. All lanes.
-template <DType kDType, int kDim>
-__device__ inline bool FoldByWarp(const DenseRows& rows, const SplitRange& splits,
-                                  std::byte* stages) {
-  // Weights of f16 are in the upper part of its range, so that small ones keep their bits.
-  constexpr float kWeightUnit = kDType == DType::kF16 ? 32768 : 1;
-  const int lane = threadIdx.x % 32;
-  WarpTiles<kDim> tiles(rows, splits, stages);
-  WarpQueries<kDType, kDim> queries;
-  queries.Load(rows);
-  int64_t seen_by_all = rows.u.n;
-  int64_t visible[2];
-  for (int r = 0; r < rows.u.query_rows; ++r) seen_by_all = min(seen_by_all, rows.u.visible[r]);
+// Folds splits of a unit by warps, each with splits of its own or, if kTogether, each with a run of
+// every split.
+template <DType kDType, int kDim, bool kTogether>
+class WarpFold {
+ public:
+  using Sums = WarpSums<kDType, kDim>;
+
+  // All lanes. stages: of this warp.
+  __device__ WarpFold(const DenseRows& rows, std::byte* stages)
+      : rows_(rows), stages_(stages), seen_by_all_(rows.u.n), runs_(RunsOfSplit(rows.u.n)) {
+    const int lane = threadIdx.x % 32;
+    for (int r = 0; r < rows.u.query_rows; ++r) seen_by_all_ = min(seen_by_all_, rows.u.visible[r]);
 #pragma unroll
-  for (int e = 0; e < 2; ++e) {
-    const int head = lane % 4 * 2 + e;
-    visible[e] = head < rows.u.query_rows ? rows.u.visible[head] : 0;
+    for (int e = 0; e < 2; ++e) {
+      const int head = lane % 4 * 2 + e;
+      visible_[e] = head < rows.u.query_rows ? rows.u.visible[head] : 0;
+    }
   }
-  for (int s = splits.begin; s < splits.end; s += splits.step) {
-    const bool stop = rows.wave.cancel != nullptr && lane == 0 && rows.Stops();
-    if (__any_sync(kFullWarp, stop)) return false;
-    const KvSplit split = rows.At(s);
-    WarpSums<kDType, kDim> sums;
-    for (int first = 0; first < split.count; first += kWarpRows) {
-      const std::byte* const tile = tiles.Next();
+
+  // Returns false if the work is to stop. All warps of the block if kTogether.
+  __device__ bool Fold(const SplitRange& splits) {
+    const int warp = threadIdx.x / 32;
+    const int first_run = kTogether ? min(warp, runs_) : 0;
+    const int last_run = kTogether ? min(warp + 1, runs_) : runs_;
+    WarpTiles<kDim> tiles(rows_, splits, first_run, last_run, runs_, stages_);
+    WarpQueries<kDType, kDim> queries;
+    queries.Load(rows_);
+    for (int s = splits.begin; s < splits.end; s += splits.step) {
+      if (Stops()) return false;
+      const KvSplit split = rows_.At(s);
+      Sums all;
+      std::byte* tile = nullptr;
+      for (int run = first_run; run < last_run; ++run) {
+        Sums sums;
+        FoldRun(queries, tiles, split, run, sums, tile);
+        all.Merge(sums);
+      }
+      if (kTogether) {
+        Gather(all, tile, s);
+      } else {
+        all.Write(rows_, s, 1 / kWeightUnit);
+      }
+    }
+    return true;
+  }
+
+ private:
+  // Weights of f16 are in the upper part of its range, so that small ones keep their bits.
+  static constexpr float kWeightUnit = kDType == DType::kF16 ? 32768 : 1;
+  static_assert(32 * sizeof(Sums) <= WarpTiles<kDim>::kStageBytes);
+
+  __device__ bool Stops() const {
+    if (rows_.wave.cancel == nullptr) return false;
+    if (kTogether) return __syncthreads_or(threadIdx.x == 0 && rows_.Stops()) != 0;
+    return __any_sync(kFullWarp, threadIdx.x % 32 == 0 && rows_.Stops()) != 0;
+  }
+
+  // tile: becomes the rows that were folded last.
+  __device__ void FoldRun(const WarpQueries<kDType, kDim>& queries, WarpTiles<kDim>& tiles,
+                          const KvSplit& split, int run, Sums& sums, std::byte*& tile) {
+    const int lane = threadIdx.x % 32;
+    const int end = RunBegin(split.count, run + 1, runs_);
+    for (int first = RunBegin(split.count, run, runs_); first < end; first += kWarpRows) {
+      tile = tiles.Next();
       float l[4];
       WarpLogits(queries, tile, l);
-      const int64_t token = rows.Token(split, first);
+      const int64_t token = rows_.Token(split, first);
       const int count = min(kWarpRows, split.count - first);
-      const bool all = count == kWarpRows && token + kWarpRows <= seen_by_all;
+      const bool all = count == kWarpRows && token + kWarpRows <= seen_by_all_;
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int row = lane / 4 + e / 2 * 8;
         l[e] *= queries.factor[e % 2];
-        const bool sees = all || (row < count && token + row < visible[e % 2]);
-        if (sees && !isfinite(l[e]) && visible[e % 2] > 0) rows.Bad(split, first + row);
+        const bool sees = all || (row < count && token + row < visible_[e % 2]);
+        if (sees && !isfinite(l[e]) && visible_[e % 2] > 0) rows_.Bad(split, first + row);
         if (!sees) l[e] = -INFINITY;
       }
       sums.Add(l, tile, kWeightUnit);
     }
-    sums.Write(rows, s, 1 / kWeightUnit);
   }
-  return true;
-}
+
+  // Merges the sums of the block's warps, and writes them to a split's place. tile: the rows that
+  // this warp folded last, or null. Their stage is free until the warp asks for its next rows.
+  __device__ void Gather(const Sums& own, std::byte* tile, int split) {
+    __shared__ Sums* of_warps[kDenseWarps];
+    const int lane = threadIdx.x % 32;
+    if (tile != nullptr) {
+      auto* const sums = reinterpret_cast<Sums*>(tile);
+      if (lane == 0) of_warps[threadIdx.x / 32] = sums;
+      __syncwarp();
+      sums[lane] = own;
+    }
+    __syncthreads();
+    if (threadIdx.x < 32) {
+      Sums all = own;
+      for (int run = 1; run < runs_; ++run) all.Merge(of_warps[run][lane]);
+      all.Write(rows_, split, 1 / kWeightUnit);
+    }
+    __syncthreads();
+  }
+
+  const DenseRows& rows_;
+  std::byte* const stages_;
+  int64_t seen_by_all_;
+  const int runs_;
+  int64_t visible_[2];
+};
 
 // Folds the splits of dense units. Grid (blocks); kDenseWarps warps. Shared memory: DenseWarpBytes.
-template <DType kDType, int kDim>
+template <DType kDType, int kDim, bool kTogether>
 __global__ void __launch_bounds__(32 * kDenseWarps, kDenseWarpBlocksPerSm)
     DenseWarpKernel(DenseWave wave) {
   extern __shared__ __align__(128) std::byte fold_memory[];
@@ -321,9 +436,11 @@ __global__ void __launch_bounds__(32 * kDenseWarps, kDenseWarpBlocksPerSm)
   const int warp = threadIdx.x / 32;
   auto& u = *reinterpret_cast<DenseUnit*>(units[warp]);
   std::byte* const stages = fold_memory + warp * (DenseWarpBytes(kDim) / kDenseWarps);
-  // Neighbouring workers are in other blocks, so that few of them spread over the GPU.
   const auto blocks = static_cast<int>(gridDim.x);
-  DenseTurns turns(wave, warp * blocks + static_cast<int>(blockIdx.x), kDenseWarps * blocks);
+  const auto block = static_cast<int>(blockIdx.x);
+  // Neighbouring workers are in other blocks, so that few of them spread over the GPU.
+  DenseTurns turns = kTogether ? DenseTurns(wave, block, blocks, wave.link_workers / kDenseWarps)
+                               : DenseTurns(wave, warp * blocks + block, kDenseWarps * blocks);
   GridDependencyWait();
   TriggerDependents();
   const auto load = [](const DenseUnit* from, DenseUnit& to) {
@@ -332,7 +449,7 @@ __global__ void __launch_bounds__(32 * kDenseWarps, kDenseWarpBlocksPerSm)
   };
   for (SplitRange splits; turns.Next(u, splits, load);) {
     const DenseRows rows(wave, u);
-    if (!FoldByWarp<kDType, kDim>(rows, splits, stages)) return;
+    if (!WarpFold<kDType, kDim, kTogether>(rows, stages).Fold(splits)) return;
   }
 }
 

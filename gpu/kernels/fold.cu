@@ -37,17 +37,22 @@ cudaError_t ForTensors(DType dtype, int head_dim, int rows, F f) {
                                : of_type.template operator()<DType::kF16>();
 }
 
-// No more blocks than run at once: all warps have an equal part of the work.
+// No more blocks than run at once: all warps have an equal part of the work. If there is a block
+// for each split, the warps of a block share one.
 cudaError_t LaunchDenseWarps(const DenseWave& wave, int64_t splits, cudaStream_t stream) {
   const int bytes = DenseWarpBytes(wave.head_dim);
   const int per_sm =
       std::clamp(wave.block_shared_bytes / (bytes + kStaticBytes), 1, kDenseWarpBlocksPerSm);
-  const LaunchShape shape = {
-      static_cast<unsigned>(std::min<int64_t>(splits, int64_t{per_sm} * wave.sm_count)),
-      32 * kDenseWarps, static_cast<size_t>(bytes), wave.overlap && wave.follows_append};
+  const int64_t blocks = int64_t{per_sm} * wave.sm_count;
+  const LaunchShape shape = {static_cast<unsigned>(std::min(splits, blocks)), 32 * kDenseWarps,
+                             static_cast<size_t>(bytes), wave.overlap && wave.follows_append};
+  const auto launch = [&]<DType kDType, int kDim>() {
+    return splits <= blocks ? Launch<DenseWarpKernel<kDType, kDim, true>>(shape, stream, wave)
+                            : Launch<DenseWarpKernel<kDType, kDim, false>>(shape, stream, wave);
+  };
   const auto of_type = [&]<DType kDType>() {
-    return wave.head_dim == 64 ? Launch<DenseWarpKernel<kDType, 64>>(shape, stream, wave)
-                               : Launch<DenseWarpKernel<kDType, 128>>(shape, stream, wave);
+    return wave.head_dim == 64 ? launch.template operator()<kDType, 64>()
+                               : launch.template operator()<kDType, 128>();
   };
   return wave.dtype == DType::kBF16 ? of_type.template operator()<DType::kBF16>()
                                     : of_type.template operator()<DType::kF16>();

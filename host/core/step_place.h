@@ -1,5 +1,6 @@
 #pragma once
 
+#include <concepts>
 #include <cstdint>
 #include <type_traits>
 
@@ -20,7 +21,8 @@ struct StepPlace {
     return data + sequence * sequence_stride + token * token_stride + head * head_stride;
   }
   // The same place, read-only.
-  operator StepPlace<const Byte>() const requires(!std::is_const_v<Byte>) {
+  template <std::same_as<const Byte> To>
+  requires(!std::is_const_v<Byte>) operator StepPlace<To>() const {
     return {data, sequence_stride, token_stride, head_stride};
   }
   bool operator==(const StepPlace&) const = default;

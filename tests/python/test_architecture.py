@@ -17,7 +17,7 @@ if not PAGE.exists():
 TEXT = PAGE.read_text()
 SOURCES = (".c", ".cc", ".h", ".cu", ".cuh", ".py", ".proto", ".sh", ".cmake")
 # In these folders, the map must name each subfolder; of others, only the top folder.
-DIVIDED = ("host", "gpu", "daemon", "clients", "docs", "proto")
+DIVIDED = ("host", "gpu", "engine", "services", "daemon", "clients", "docs", "proto")
 
 
 def tracked() -> list[Path]:

@@ -88,7 +88,7 @@ WALL_CLOCK = re.compile(
 def test_durations_are_not_of_the_wall_clock() -> None:
     read = {
         str(path.relative_to(ROOT))
-        for folder in ("clients", "daemon", "gpu", "host")
+        for folder in ("clients", "daemon", "engine", "gpu", "host", "lib", "services")
         for kind in ("cc", "cu", "cuh", "h", "py")
         for path in (ROOT / folder).rglob(f"*.{kind}")
         if WALL_CLOCK.search(path.read_text())
