@@ -24,9 +24,10 @@ namespace {
 constexpr int kSlotCount = StepResources::kSlotCount;
 // Most updates of page tables that a slot holds.
 constexpr int64_t kUpdatesMax = 1 << 16;
-// Graphs that a layer keeps, each for different tensors, and launches before one is captured.
+// Graphs that a layer keeps, each for different tensors, and launches before one is captured. That
+// takes as long as many launches, and some decoders make few steps.
 constexpr size_t kGraphsOfLayer = 4;
-constexpr int kLaunchesBefore = 2;
+constexpr int kLaunchesBefore = 8;
 // Callers' graphs that a step keeps with its attends in them.
 constexpr size_t kRunsMax = 4;
 
