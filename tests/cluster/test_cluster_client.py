@@ -23,7 +23,7 @@ from spillway_kv.at_once import AttendsAtOnce
 from spillway_kv.cluster import ClusterClient, ClusterSequence
 from spillway_kv.cluster.connect import owner_of
 from spillway_kv.cluster.placement import Moved
-from spillway_kv.connection import wire
+from spillway_kv.step_state import StepState
 from spillway_kv.transformers import SpillwayCache
 
 LAYERS, KV_HEADS, GROUP, DIM, TOKENS = 3, 2, 2, 64, 2500
@@ -98,7 +98,7 @@ def by_messages(
     client: ClusterClient, sequence: ClusterSequence, number: int
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     for daemon in sequence.daemons:
-        wire(client.placement.client(daemon)).carrier = Carrier.MESSAGES
+        client.placement.client(daemon).connection.carrier = Carrier.MESSAGES
     return by_step(client, sequence, number)
 
 
@@ -372,7 +372,7 @@ def test_an_attend_that_one_daemon_was_not_asked_is_not_taken_for_the_next(
 ) -> None:
     with client_of(cluster, 2) as client:
         sequence = filled(client)
-        asked, calls = spillway_kv.DecodeStep._asked, [0]
+        asked, calls = StepState.ask, [0]
 
         def second_fails(*arguments: Any, **options: Any) -> Any:
             calls[0] += 1
@@ -382,7 +382,7 @@ def test_an_attend_that_one_daemon_was_not_asked_is_not_taken_for_the_next(
 
         # The daemons are asked one by one.
         monkeypatch.setattr(AttendsAtOnce, "possible", lambda _: False)
-        monkeypatch.setattr(spillway_kv.DecodeStep, "_asked", second_fails)
+        monkeypatch.setattr(StepState, "ask", second_fails)
         (q, k, v), other = new_rows(0, 0), Q[1]
         with client.begin_step([sequence]) as step:
             with pytest.raises(spillway_kv.ResourceExhausted):
@@ -509,13 +509,13 @@ def test_a_node_that_is_gone_takes_its_sequences_and_no_others(tmp_path: Path) -
         lost = sequences[0].daemons[0]
         cluster.directory.dead_nodes["node-" + lost[-1]] = "its machine is off"
         # As if the connection were lost.
-        wire(client.placement.client(lost)).channel.close()
+        client.placement.client(lost).connection.channel.close()
         broken = client.placement.client(lost)
 
         def unreachable(*_: Any, **__: Any) -> None:
             raise spillway_kv.Unavailable("no route to host")
 
-        wire(broken).call = unreachable  # type: ignore[method-assign]
+        broken.connection.call = unreachable  # type: ignore[method-assign]
         started = time.monotonic()
         with pytest.raises(spillway_kv.Unavailable, match="its machine is off") as raised:
             sequences[0].refresh()
@@ -546,7 +546,7 @@ def test_a_name_that_was_lost_with_a_daemon_is_free_again(tmp_path: Path) -> Non
             def unreachable(*_: Any, **__: Any) -> None:
                 raise spillway_kv.Unavailable("no route to host")
 
-            wire(broken).call = unreachable  # type: ignore[method-assign]
+            broken.connection.call = unreachable  # type: ignore[method-assign]
             deleted.delete()
             assert client.placement.find("sequences/a") is None
             # The old part of "b" was replaced, and its handle does not take the new one's name.

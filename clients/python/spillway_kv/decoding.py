@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from spillway_kv.attend_sums import LayerStatistics
-from spillway_kv.connection import wire
 from spillway_kv.errors import NotFound, SpillwayError
 from spillway_kv.kept_decoder import KeptDecoder
 from spillway_kv.policy import Policy
@@ -255,7 +254,7 @@ class Decoding:
             self._in_step = False
             raise error
         # A layer may or may not have the new tokens, so each is attended at its own position.
-        wire(self._client).restarts.wait(error)
+        self._client.connection.restarts.wait(error)
 
     def _raise_restart(self) -> None:
         """Raises DaemonRestarted if that is why a step broke; its own error does not say so."""

@@ -97,7 +97,7 @@ class KeptDecoder:
 
         out: written and returned if it is given.
         """
-        made, _ = self.decoder._enqueue(layer, q, k, v, wants_lse=False, out=out)
+        made, _ = self.decoder.attend(layer, q, k, v, out=out, wants_lse=False)
         self._next_layer = layer + 1
         return made
 

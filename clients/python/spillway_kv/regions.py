@@ -148,6 +148,10 @@ class Regions:
         """
         return self._staging_for(k, v) is not None
 
+    def take_from_gpu(self, k: Array, v: Array) -> bool:
+        """Whether CUDA tensors are appended from their GPU's memory, in place or staged there."""
+        return self.slice_of(k) is not None or self.stages(k, v)
+
     def _staging_for(self, k: Array, v: Array) -> _Staging | None:
         if self._process:
             return None

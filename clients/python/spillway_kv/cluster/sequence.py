@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceABC
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +29,7 @@ from spillway_kv.results import (
     Selection,
     SequenceInfo,
 )
-from spillway_kv.tensors import Array, OutDType, empty_like, engine_array
+from spillway_kv.tensors import Array, OutDType, empty_like, engine_array, wait_for_stream
 
 if TYPE_CHECKING:
     from spillway_kv.cluster.client import ClusterClient
@@ -100,15 +101,6 @@ class ClusterSequence:
         """Names of the daemons that hold the parts, as last known."""
         return [part.daemon for part in self.parts]
 
-    def _forget(self) -> None:
-        """Makes the next use of a length ask the daemons. Used by `spillway_kv.transformers`."""
-        for part in self.parts:
-            part.sequence._forget()
-
-    def _takes_from_gpu(self, array: Array) -> bool:
-        """Whether the appends of all daemons read the tensor's rows directly in GPU memory."""
-        return all(part.sequence._takes_from_gpu(array) for part in self.parts)
-
     @property
     def generation(self) -> int:
         """Generation of the first part, from the last answer."""
@@ -117,8 +109,15 @@ class ClusterSequence:
     @property
     def layer_token_counts(self) -> tuple[int, ...]:
         """Number of tokens of each layer that all its parts have, from the last answers."""
+        return self._token_counts({})
+
+    def _token_counts(self, told: Mapping[Part, SequenceABC[int]]) -> tuple[int, ...]:
+        """The same, with what answers have just told of some parts."""
         shares = [part.share for part in self.parts]
-        counts = [part.call(lambda s: s.layer_token_counts) for part in self.parts]
+        counts = [
+            told[part] if part in told else part.call(lambda s: s.layer_token_counts)
+            for part in self.parts
+        ]
         return merged_counts(shares, counts, self.whole.layer_count)
 
     @property
@@ -157,6 +156,8 @@ class ClusterSequence:
         for each in layers:
             self.parts_of(each)
         first = self.layer_token_counts[layer] if start is None else start
+        # The calls are made in threads, which have other current streams.
+        wait_for_stream(k)
 
         def put(part: Part) -> AppendResult:
             share = part.share
@@ -174,7 +175,12 @@ class ClusterSequence:
         return AppendResult(
             sum(result.appended_chunk_count for result in results),
             sum(result.already_present_chunk_count for result in results),
-            self.layer_token_counts,
+            self._token_counts(
+                {
+                    part: result.layer_token_counts
+                    for part, result in zip(concerned, results, strict=True)
+                }
+            ),
         )
 
     def attend(
