@@ -57,7 +57,7 @@ def append(
     if tuple(v.shape) != shape:
         raise ValueError(f"v has shape {list(v.shape)}, k has {list(shape)}")
     first = sequence.token_counts()[layer] if start is None else start
-    if on_gpu(k) and on_gpu(v) and not sequence.connection.regions.take_from_gpu(k, v):
+    if on_gpu(k) and on_gpu(v) and not sequence.connection.regions.reads_on_gpu(k, v):
         k, v = _copied(k, v)
     since = sequence.change_count
     made = Append(sequence, layer, first, k, v, timeout)

@@ -148,7 +148,7 @@ class Regions:
         """
         return self._staging_for(k, v) is not None
 
-    def take_from_gpu(self, k: Array, v: Array) -> bool:
+    def reads_on_gpu(self, k: Array, v: Array) -> bool:
         """Whether CUDA tensors are appended from their GPU's memory, in place or staged there."""
         return self.slice_of(k) is not None or self.stages(k, v)
 
