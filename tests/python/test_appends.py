@@ -36,16 +36,7 @@ class _Collecting:
 
 def test_a_cache_that_is_finalized_in_its_own_thread_deletes_its_sequences() -> None:
     nothing: Any = None
-    store = RowStore(
-        nothing,
-        nothing,
-        model=None,
-        policy=None,
-        hash_weights=None,
-        ttl=None,
-        prefill_block_token_count=1024,
-        config_fields={},
-    )
+    store = RowStore(nothing, nothing, policy=None, ttl=None, prefill_block_token_count=1024)
     sequence = _Collecting(store)
     rows = torch.ones((1, 1, 16))
     store.rows = [Row(cast(Any, sequence))]
