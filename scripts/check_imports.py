@@ -1,6 +1,8 @@
-"""Checks that no modules of the Python package import each other in a circle.
+"""Checks that modules of the Python package import neither in a circle nor private names.
 
-Imports that run when a module is imported count; those in functions and for type checkers do not.
+For circles, imports that run when a module is imported count; those in functions and for type
+checkers do not. Modules whose names begin with an underscore are no private names: they are private
+to the package. ruff (SLF001) checks that no module reads a private name of another's objects.
 """
 
 from __future__ import annotations
@@ -41,19 +43,35 @@ def imported(nodes: Iterable[ast.AST], known: Container[str]) -> Iterator[str]:
             yield from imported(ast.iter_child_nodes(node), known)
 
 
+def private(tree: ast.AST, known: Container[str]) -> Iterator[str]:
+    """Yields the private names of modules of the package that are imported anywhere."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module in known:
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                if alias.name.startswith("_") and alias.name[1] != "_" and name not in known:
+                    yield name
+
+
 def main() -> int:
-    """Prints a circle, if there is one. Returns 1 then."""
+    """Prints what is wrong, if anything is. Returns 1 then."""
     known = modules()
+    trees = {name: ast.parse(path.read_text()) for name, path in known.items()}
+    wrong = [(name, what) for name, tree in trees.items() for what in private(tree, known)]
+    for name, what in wrong:
+        print(f"{name} imports {what}, which is private")
+    if wrong:
+        return 1
     graph = {
-        name: set(imported(ast.parse(path.read_text()).body, known)) & known.keys() - {name}
-        for name, path in known.items()
+        name: set(imported(tree.body, known)) & known.keys() - {name}
+        for name, tree in trees.items()
     }
     try:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:
         print("modules import each other in a circle:", " <- ".join(error.args[1]))
         return 1
-    print(f"The imports of {len(known)} modules have no circle.")
+    print(f"The imports of {len(known)} modules have no circle, and no private names.")
     return 0
 
 
