@@ -87,6 +87,12 @@ def new_rows(number: int, layer: int) -> tuple[np.ndarray, np.ndarray, np.ndarra
     return Q[number][None], K[None, layer, :, at], V[None, layer, :, at]
 
 
+def ensure_part(client: ClusterClient, number: int, daemon: str) -> None:
+    """Makes sure that a daemon has a part of the model."""
+    models = client._models
+    models.with_part(models.described("models/m"), number, daemon, lambda _: None)
+
+
 def by_step(
     client: ClusterClient, sequence: ClusterSequence, number: int
 ) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -212,7 +218,7 @@ def test_a_name_whose_sequence_is_gone_is_free_again(
         sequence.parts[0].sequence.delete()
         with pytest.raises(spillway_kv.AlreadyExists):
             client.create_sequence("models/m", "short")
-        monkeypatch.setattr("spillway_kv.cluster.client.CLAIM_SECONDS", 0.0)
+        monkeypatch.setattr("spillway_kv.cluster.sequence_parts.CLAIM_SECONDS", 0.0)
         # A client with another token would not see the sequence even if it were there.
         with cluster.connect(owner="another token") as other:
             with pytest.raises(spillway_kv.NotFound):
@@ -352,7 +358,7 @@ def test_what_is_created_just_before_a_daemon_counts_as_drained_is_moved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with fresh(tmp_path, 2) as cluster, client_of(cluster) as client:
-        client._ensure(client.described("models/m"), 0, "daemon-0")
+        ensure_part(client, 0, "daemon-0")
         ask = cluster.directory.ask
         late: list[spillway_kv.Sequence] = []
 
@@ -634,7 +640,7 @@ def test_transformers(cluster: LocalCluster) -> None:
 def test_what_fails_leaves_nothing(cluster: LocalCluster) -> None:
     with client_of(cluster, 2) as client, ExitStack() as stack:
         taken = client.placement.client("daemon-1")
-        client._ensure(client.described("models/m"), 1, "daemon-1")
+        ensure_part(client, 1, "daemon-1")
         blocker = taken.create_sequence("models/m.1of2", "blocked.1of2")
         stack.callback(blocker.delete)
         for _ in range(3):  # so that any choice of daemons occurs
@@ -720,7 +726,7 @@ def test_a_model_that_cannot_be_created_leaves_no_part_where_a_daemon_answers(
 def test_a_delete_of_a_model_that_is_refused_changes_nothing(cluster: LocalCluster) -> None:
     with client_of(cluster) as client:
         for name in cluster.nodes:
-            client._ensure(client.described("models/m"), 0, name)
+            ensure_part(client, 0, name)
         sequence = client.create_sequence("models/m")
         with pytest.raises(spillway_kv.FailedPrecondition, match="models/m has sequences on"):
             client.delete_model("models/m")
@@ -782,7 +788,7 @@ def test_what_a_drain_that_broke_off_has_copied_goes_with_the_sequence(
         sequence = filled(client, "s")
         (source,) = sequence.daemons
         (target, *_) = {"daemon-0", "daemon-1", "daemon-2"} - {source}
-        client._ensure(client.described("models/m"), 0, target)
+        ensure_part(client, 0, target)
         copy = client.placement.client(target).create_sequence("models/m", "s")
         moved = Moved(target, sequence.generation, copy.generation)
         cluster.directory.begin_move("sequences/s", source, moved)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceABC
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import spillway_kv
 from spillway_kv.at_once import AttendsAtOnce, Portion
@@ -15,14 +15,12 @@ from spillway_kv.cluster.groups import groups_of
 from spillway_kv.cluster.merging import heads_of, joined, merged_results
 from spillway_kv.cluster.part import MOVES_MAX, Part
 from spillway_kv.cluster.placement import Placement
-from spillway_kv.cluster.sequence import ClusterSequence, local_policy
+from spillway_kv.cluster.sequence import ClusterSequence
+from spillway_kv.cluster.shares import local_policy
 from spillway_kv.errors import SpillwayError
 from spillway_kv.policy import Policy
 from spillway_kv.results import AttendResult
 from spillway_kv.tensors import Array, OutDType, engine_array
-
-if TYPE_CHECKING:
-    from spillway_kv.cluster.client import ClusterClient
 
 
 class _Owned(NamedTuple):
@@ -129,7 +127,7 @@ class ClusterStep:
 
     def __init__(
         self,
-        client: ClusterClient,
+        placement: Placement,
         sequences: SequenceABC[ClusterSequence],
         token_count: int,
         policy: Policy | None,
@@ -147,7 +145,7 @@ class ClusterStep:
             raise ValueError(
                 f"{len(starts)} starts for {len(sequences)} sequences: one for each is needed"
             )
-        self._client = client
+        self._placement = placement
         self._policy = policy
         self.sequences = tuple(sequences)
         self.token_count = token_count
@@ -229,7 +227,7 @@ class ClusterStep:
             if group is None:
                 try:
                     group = _Group(
-                        self._client.placement, mine, self.token_count, self._policy, self.starts
+                        self._placement, mine, self.token_count, self._policy, self.starts
                     )
                 except BaseException as error:
                     for other in begun:
