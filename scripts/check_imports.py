@@ -1,8 +1,8 @@
 """Checks that modules of the Python package import neither in a circle nor private names.
 
-For circles, imports that run when a module is imported count; those in functions and for type
-checkers do not. Modules whose names begin with an underscore are no private names: they are private
-to the package. ruff (SLF001) checks that no module reads a private name of another's objects.
+Imports in functions and for type checkers count too. Modules whose names begin with an underscore
+are no private names: they are private to the package. ruff (SLF001) checks that no module reads a
+private name of another's objects.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import graphlib
 import sys
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1] / "clients/python"
@@ -26,21 +26,15 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def imported(nodes: Iterable[ast.AST], known: Container[str]) -> Iterator[str]:
+def imported(tree: ast.AST, known: Container[str]) -> Iterator[str]:
     """Yields the names that are imported; of `from a import b` either the module `a.b` or `a`."""
-    for node in nodes:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            continue
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            yield from imported(node.orelse, known)
-        elif isinstance(node, ast.Import):
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:
                 name = f"{node.module}.{alias.name}"
                 yield name if name in known else node.module
-        else:
-            yield from imported(ast.iter_child_nodes(node), known)
 
 
 def private(tree: ast.AST, known: Container[str]) -> Iterator[str]:
@@ -63,8 +57,7 @@ def main() -> int:
     if wrong:
         return 1
     graph = {
-        name: set(imported(tree.body, known)) & known.keys() - {name}
-        for name, tree in trees.items()
+        name: set(imported(tree, known)) & known.keys() - {name} for name, tree in trees.items()
     }
     try:
         graphlib.TopologicalSorter(graph).prepare()

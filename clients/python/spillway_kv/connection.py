@@ -189,6 +189,11 @@ class Connection:
         request = model_service_pb2.GetModelRequest(name=name)
         return Model.from_proto(self.read(self.stubs.models.GetModel, request).model)
 
+    def go_on_with(self, now: ServerInfo) -> None:
+        """Takes over another process of the daemon, which has the rows and no regions."""
+        self.server_info = now
+        self.regions.forget()
+
     def serves(self) -> bool:
         """Whether the daemon reports that it is serving."""
         return self.channel.serves(self._timeout)

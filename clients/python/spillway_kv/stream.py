@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceABC
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, overload
+from typing import Literal, overload
 
 import torch
 
@@ -17,10 +17,8 @@ from spillway_kv.layer_tensors import LayerTensors, current_stream
 from spillway_kv.policy import Policy
 from spillway_kv.results import AttendResult
 from spillway_kv.sequence import Sequence
+from spillway_kv.step_graph import StepGraph
 from spillway_kv.tensors import OutDType, decoder_like
-
-if TYPE_CHECKING:
-    from spillway_kv.step_graph import StepGraph
 
 
 def default_token_count_max(token_count: int) -> int:
