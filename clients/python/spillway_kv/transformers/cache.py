@@ -12,7 +12,6 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from transformers import Cache
 
-from spillway_kv import forks
 from spillway_kv.client import Client
 from spillway_kv.indices import HashWeights, RotationHash
 from spillway_kv.policy import Policy
@@ -126,8 +125,6 @@ class SpillwayCache(Cache):
         """@private For other modules of the package."""
         self._turns = Turns(contents)
         self._chats = Chats(contents, self._turns)
-        # The store must not refer to the cache, or the cache would never be garbage-collected.
-        self._finalizer = forks.finalizer(self, contents.shared.store.release)
 
     def __enter__(self) -> SpillwayCache:
         return self

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence as SequenceABC
 
+from spillway_kv import forks
 from spillway_kv.sequence import Sequence
 from spillway_kv.transformers.handed import HandedLayer
 from spillway_kv.transformers.layer import Shared, SpillwayLayer
@@ -22,7 +23,7 @@ class Contents:
 
     Any change may be interrupted or fail. The next use undoes a forward pass that was interrupted,
     and completes any other change: whoever reads or changes more than `length` calls `settle`
-    first. Not thread-safe.
+    first. The sequences are deleted when this is garbage-collected. Not thread-safe.
 
     Attributes:
         shared: What the layers share, with the rows in the daemon.
@@ -45,6 +46,8 @@ class Contents:
             else:
                 self.layers.append(SlidingLayer(shared, model_index, window))
         shared.layer_count = len(self.layers)
+        # The store must not refer to this, or it would never be garbage-collected.
+        self._finalizer = forks.finalizer(self, shared.store.release)
 
     @property
     def _sliding(self) -> list[SlidingLayer]:

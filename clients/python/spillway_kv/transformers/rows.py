@@ -56,8 +56,8 @@ def _deleted_on_error(rows: SequenceABC[Row]) -> Iterator[None]:
 class RowStore:
     """Creates, forks, truncates and deletes the sequences of a cache's rows.
 
-    It does not refer to the cache, so that the cache can be garbage-collected while its finalizer
-    holds the store. Not thread-safe.
+    It does not refer to the cache's contents, so that these can be garbage-collected while their
+    finalizer holds the store. Not thread-safe.
     """
 
     def __init__(
