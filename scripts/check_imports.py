@@ -1,6 +1,8 @@
-"""Checks that no modules of the Python package import each other in a circle.
+"""Checks that modules of the Python package import neither in a circle nor private names.
 
-Imports that run when a module is imported count; those in functions and for type checkers do not.
+Imports in functions and for type checkers count too. Modules whose names begin with an underscore
+are no private names: they are private to the package. ruff (SLF001) checks that no module reads a
+private name of another's objects.
 """
 
 from __future__ import annotations
@@ -8,7 +10,7 @@ from __future__ import annotations
 import ast
 import graphlib
 import sys
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1] / "clients/python"
@@ -24,36 +26,45 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def imported(nodes: Iterable[ast.AST], known: Container[str]) -> Iterator[str]:
+def imported(tree: ast.AST, known: Container[str]) -> Iterator[str]:
     """Yields the names that are imported; of `from a import b` either the module `a.b` or `a`."""
-    for node in nodes:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            continue
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            yield from imported(node.orelse, known)
-        elif isinstance(node, ast.Import):
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             for alias in node.names:
                 name = f"{node.module}.{alias.name}"
                 yield name if name in known else node.module
-        else:
-            yield from imported(ast.iter_child_nodes(node), known)
+
+
+def private(tree: ast.AST, known: Container[str]) -> Iterator[str]:
+    """Yields the private names of modules of the package that are imported anywhere."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module in known:
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                if alias.name.startswith("_") and alias.name[1] != "_" and name not in known:
+                    yield name
 
 
 def main() -> int:
-    """Prints a circle, if there is one. Returns 1 then."""
+    """Prints what is wrong, if anything is. Returns 1 then."""
     known = modules()
+    trees = {name: ast.parse(path.read_text()) for name, path in known.items()}
+    wrong = [(name, what) for name, tree in trees.items() for what in private(tree, known)]
+    for name, what in wrong:
+        print(f"{name} imports {what}, which is private")
+    if wrong:
+        return 1
     graph = {
-        name: set(imported(ast.parse(path.read_text()).body, known)) & known.keys() - {name}
-        for name, path in known.items()
+        name: set(imported(tree, known)) & known.keys() - {name} for name, tree in trees.items()
     }
     try:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:
         print("modules import each other in a circle:", " <- ".join(error.args[1]))
         return 1
-    print(f"The imports of {len(known)} modules have no circle.")
+    print(f"The imports of {len(known)} modules have no circle, and no private names.")
     return 0
 
 

@@ -24,7 +24,6 @@ import spillway_kv
 import torch
 from bulk import HEAD_DIM, KV_HEADS, LAYERS, REPETITIONS, report, seconds
 from spillway_kv import Client
-from spillway_kv.connection import wire
 from spillway_kv.lab import serving
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -105,7 +104,7 @@ def main() -> None:
             ):
                 shared = regions.attach_region(source.nbytes).array(source.shape, np.float16)
                 shared[:] = source
-                wire(messages).regions.staged_bytes_min = 1 << 62
+                messages.connection.regions.staged_bytes_min = 1 << 62
                 ways = {"messages": (messages, source), "region": (regions, shared)}
                 ways["the client's own region"] = (regions, source)
                 ways["embedded"] = (embedded, source)

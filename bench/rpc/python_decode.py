@@ -24,7 +24,6 @@ import spillway_kv
 import torch
 from spillway_kv import Client, Sequence
 from spillway_kv._native import Carrier
-from spillway_kv.connection import wire
 from spillway_kv.lab import serving
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -118,7 +117,7 @@ def main() -> None:
             serving.running_daemon(binary, folder / "log", *flags, timeout=60)
         )
         clients = [stack.enter_context(spillway_kv.connect(target)) for _ in range(2)]
-        wire(clients[0]).carrier = Carrier.MESSAGES
+        clients[0].connection.carrier = Carrier.MESSAGES
         settings = {"device.name": arguments.device, "memory.limit": limit}
         clients.append(stack.enter_context(spillway_kv.connect("embedded:", settings=settings)))
         sides = ways(clients)

@@ -14,7 +14,6 @@ import sys
 import numpy as np
 import spillway_kv
 from spillway_kv._native import Carrier
-from spillway_kv.connection import wire
 
 from chaos.contents import LAYERS, QUERY_HEADS, SHAPES, rows
 
@@ -35,7 +34,7 @@ def begun(
 ) -> spillway_kv.DecodeStep:
     """Begins a step of one token. by_messages: not by a doorbell. Engines here have neither."""
     if client.transport != "embedded":
-        wire(client).carrier = Carrier.MESSAGES if by_messages else Carrier.BEST
+        client.connection.carrier = Carrier.MESSAGES if by_messages else Carrier.BEST
     return client.begin_step([sequence])
 
 

@@ -23,7 +23,7 @@ from spillway_kv.at_once import AttendsAtOnce
 from spillway_kv.cluster import ClusterClient, ClusterSequence
 from spillway_kv.cluster.connect import owner_of
 from spillway_kv.cluster.placement import Moved
-from spillway_kv.connection import wire
+from spillway_kv.step_state import StepState
 from spillway_kv.transformers import SpillwayCache
 
 LAYERS, KV_HEADS, GROUP, DIM, TOKENS = 3, 2, 2, 64, 2500
@@ -87,6 +87,12 @@ def new_rows(number: int, layer: int) -> tuple[np.ndarray, np.ndarray, np.ndarra
     return Q[number][None], K[None, layer, :, at], V[None, layer, :, at]
 
 
+def ensure_part(client: ClusterClient, number: int, daemon: str) -> None:
+    """Makes sure that a daemon has a part of the model."""
+    models = client._models
+    models.with_part(models.described("models/m"), number, daemon, lambda _: None)
+
+
 def by_step(
     client: ClusterClient, sequence: ClusterSequence, number: int
 ) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -98,7 +104,7 @@ def by_messages(
     client: ClusterClient, sequence: ClusterSequence, number: int
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     for daemon in sequence.daemons:
-        wire(client.placement.client(daemon)).carrier = Carrier.MESSAGES
+        client.placement.client(daemon).connection.carrier = Carrier.MESSAGES
     return by_step(client, sequence, number)
 
 
@@ -212,7 +218,7 @@ def test_a_name_whose_sequence_is_gone_is_free_again(
         sequence.parts[0].sequence.delete()
         with pytest.raises(spillway_kv.AlreadyExists):
             client.create_sequence("models/m", "short")
-        monkeypatch.setattr("spillway_kv.cluster.client.CLAIM_SECONDS", 0.0)
+        monkeypatch.setattr("spillway_kv.cluster.sequence_parts.CLAIM_SECONDS", 0.0)
         # A client with another token would not see the sequence even if it were there.
         with cluster.connect(owner="another token") as other:
             with pytest.raises(spillway_kv.NotFound):
@@ -352,7 +358,7 @@ def test_what_is_created_just_before_a_daemon_counts_as_drained_is_moved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with fresh(tmp_path, 2) as cluster, client_of(cluster) as client:
-        client._ensure(client.described("models/m"), 0, "daemon-0")
+        ensure_part(client, 0, "daemon-0")
         ask = cluster.directory.ask
         late: list[spillway_kv.Sequence] = []
 
@@ -372,7 +378,7 @@ def test_an_attend_that_one_daemon_was_not_asked_is_not_taken_for_the_next(
 ) -> None:
     with client_of(cluster, 2) as client:
         sequence = filled(client)
-        asked, calls = spillway_kv.DecodeStep._asked, [0]
+        asked, calls = StepState.ask, [0]
 
         def second_fails(*arguments: Any, **options: Any) -> Any:
             calls[0] += 1
@@ -382,7 +388,7 @@ def test_an_attend_that_one_daemon_was_not_asked_is_not_taken_for_the_next(
 
         # The daemons are asked one by one.
         monkeypatch.setattr(AttendsAtOnce, "possible", lambda _: False)
-        monkeypatch.setattr(spillway_kv.DecodeStep, "_asked", second_fails)
+        monkeypatch.setattr(StepState, "ask", second_fails)
         (q, k, v), other = new_rows(0, 0), Q[1]
         with client.begin_step([sequence]) as step:
             with pytest.raises(spillway_kv.ResourceExhausted):
@@ -509,13 +515,13 @@ def test_a_node_that_is_gone_takes_its_sequences_and_no_others(tmp_path: Path) -
         lost = sequences[0].daemons[0]
         cluster.directory.dead_nodes["node-" + lost[-1]] = "its machine is off"
         # As if the connection were lost.
-        wire(client.placement.client(lost)).channel.close()
+        client.placement.client(lost).connection.channel.close()
         broken = client.placement.client(lost)
 
         def unreachable(*_: Any, **__: Any) -> None:
             raise spillway_kv.Unavailable("no route to host")
 
-        wire(broken).call = unreachable  # type: ignore[method-assign]
+        broken.connection.call = unreachable  # type: ignore[method-assign]
         started = time.monotonic()
         with pytest.raises(spillway_kv.Unavailable, match="its machine is off") as raised:
             sequences[0].refresh()
@@ -546,7 +552,7 @@ def test_a_name_that_was_lost_with_a_daemon_is_free_again(tmp_path: Path) -> Non
             def unreachable(*_: Any, **__: Any) -> None:
                 raise spillway_kv.Unavailable("no route to host")
 
-            wire(broken).call = unreachable  # type: ignore[method-assign]
+            broken.connection.call = unreachable  # type: ignore[method-assign]
             deleted.delete()
             assert client.placement.find("sequences/a") is None
             # The old part of "b" was replaced, and its handle does not take the new one's name.
@@ -634,7 +640,7 @@ def test_transformers(cluster: LocalCluster) -> None:
 def test_what_fails_leaves_nothing(cluster: LocalCluster) -> None:
     with client_of(cluster, 2) as client, ExitStack() as stack:
         taken = client.placement.client("daemon-1")
-        client._ensure(client.described("models/m"), 1, "daemon-1")
+        ensure_part(client, 1, "daemon-1")
         blocker = taken.create_sequence("models/m.1of2", "blocked.1of2")
         stack.callback(blocker.delete)
         for _ in range(3):  # so that any choice of daemons occurs
@@ -720,7 +726,7 @@ def test_a_model_that_cannot_be_created_leaves_no_part_where_a_daemon_answers(
 def test_a_delete_of_a_model_that_is_refused_changes_nothing(cluster: LocalCluster) -> None:
     with client_of(cluster) as client:
         for name in cluster.nodes:
-            client._ensure(client.described("models/m"), 0, name)
+            ensure_part(client, 0, name)
         sequence = client.create_sequence("models/m")
         with pytest.raises(spillway_kv.FailedPrecondition, match="models/m has sequences on"):
             client.delete_model("models/m")
@@ -782,7 +788,7 @@ def test_what_a_drain_that_broke_off_has_copied_goes_with_the_sequence(
         sequence = filled(client, "s")
         (source,) = sequence.daemons
         (target, *_) = {"daemon-0", "daemon-1", "daemon-2"} - {source}
-        client._ensure(client.described("models/m"), 0, target)
+        ensure_part(client, 0, target)
         copy = client.placement.client(target).create_sequence("models/m", "s")
         moved = Moved(target, sequence.generation, copy.generation)
         cluster.directory.begin_move("sequences/s", source, moved)

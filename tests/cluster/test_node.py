@@ -17,7 +17,6 @@ from spillway_kv.cluster.directory import Directory
 from spillway_kv.cluster.node import Node
 from spillway_kv.cluster.placement import Moved
 from spillway_kv.cluster.records import DaemonRecord, MemoryStore
-from spillway_kv.connection import wire
 
 
 class EndsOnce(Served):
@@ -53,7 +52,7 @@ def client(_: DaemonRecord) -> Any:
         server_info=info,
         statistics=lambda: SimpleNamespace(memory=memory, models=[]),
         close=lambda: None,
-        _wire=SimpleNamespace(restarts=SimpleNamespace()),
+        connection=SimpleNamespace(restarts=SimpleNamespace()),
     )
 
 
@@ -173,7 +172,7 @@ def test_a_call_for_a_daemon_that_is_stopped_is_given_up() -> None:
     made_client = client(record(0, "unix:/nowhere"))
     made = Node(EndsOnce(), Directory(MemoryStore()), record(0, ""), lambda _: made_client)  # type: ignore[arg-type]
     made.start()
-    given_up = wire(made_client).restarts.given_up
+    given_up = made_client.connection.restarts.given_up
     assert given_up is not None
     assert given_up() is None
     made.stop()
@@ -201,7 +200,7 @@ def test_a_daemon_that_ends_during_a_report_is_started_again(
             process.pid = None
             process.ended.set()
             # As `Restarts` does while it waits for the daemon's next process.
-            asked = wire(made).restarts.given_up
+            asked = made.connection.restarts.given_up
             assert asked is not None
             given_up.append(settles(lambda: asked() is not None, 5))
             raise spillway_kv.Unavailable("the daemon has ended")

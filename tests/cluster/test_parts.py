@@ -16,7 +16,6 @@ from spillway_kv import torch as spillway_torch
 from spillway_kv._native import Carrier
 from spillway_kv.at_once import AttendsAtOnce
 from spillway_kv.cluster import ClusterClient
-from spillway_kv.connection import wire
 from spillway_kv.transformers import SpillwayCache
 
 LAYERS, KV_HEADS, GROUP, DIM = 3, 3, 2, 64
@@ -181,7 +180,7 @@ def test_steps_and_truncation(pair: Pair) -> None:
         for layer in range(LAYERS):
             for t in range(2):
                 new = k[layer, 0, :, t : t + 1], v[layer, 0, :, t : t + 1]
-                answers[i].append(step_of_one(fork, layer, Q[:1], *new))
+                answers[i].append(step_of_one(fork, layer, Q[:1], *new, client=client))
         assert fork.layer_token_counts == (TOKENS + 4,) * LAYERS
         assert fork.truncate(TOKENS + 1).token_count == TOKENS + 1
         answers[i].append(fork.attend(0, Q))
@@ -304,7 +303,7 @@ def test_a_step_by_whatever_leads_to_the_daemons(
     def connect(to: str) -> spillway_kv.Client:
         client = spillway_kv.connect(to)
         if by == "messages":
-            wire(client).carrier = Carrier.MESSAGES
+            client.connection.carrier = Carrier.MESSAGES
         return client
 
     if by == "one call each":

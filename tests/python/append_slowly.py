@@ -8,13 +8,12 @@ import numpy as np
 import spillway_kv
 from spillway_kv import _split
 from spillway_kv._proto import attention_service_pb2
-from spillway_kv.connection import wire
 
 
 def main(target: str, name: str) -> None:
     client = spillway_kv.connect(target)
     rows = np.ones((2, 2, 1000, 16), np.float32)
-    call = wire(client).channel.open("/spillway.v1.AttentionService/Append", None)
+    call = client.connection.channel.open("/spillway.v1.AttentionService/Append", None)
     for start in (0, 1000):
         request = attention_service_pb2.AppendRequest()
         _split.fill_chunk(request.chunk, name, 0, 0, start, rows, rows)

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import spillway_kv
 from spillway_kv._native import Carrier
-from spillway_kv.connection import wire
 from spillway_kv.lab import serving
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -84,6 +83,6 @@ def connected(transport: str, request: pytest.FixtureRequest) -> spillway_kv.Cli
         return spillway_kv.connect("embedded:", settings={**fixed, **named})
     client = spillway_kv.connect(request.getfixturevalue("target"))
     if transport == "messages":
-        wire(client).carrier = Carrier.MESSAGES
-    wire(client).regions.staged_bytes_min = staged_bytes_min
+        client.connection.carrier = Carrier.MESSAGES
+    client.connection.regions.staged_bytes_min = staged_bytes_min
     return client

@@ -20,6 +20,7 @@ from daemon_process import ROOT
 from raw_grpc import error_of
 from spillway_kv._proto import tensor_pb2
 from spillway_kv.server import MemoryStatistics
+from spillway_kv.step import DecodeStep
 from spillway_kv.tensors import Array, fill
 
 
@@ -42,18 +43,22 @@ def step(
     k: Any,
     v: Any,
     *,
+    client: Any = None,
     start: int | None = None,
     policy: spillway_kv.Policy | None = None,
     out_dtype: Any = None,
 ) -> spillway_kv.AttendResult:
     """Appends K and V [H_kv, T, d] at a layer and attends with q [T, H_q, d], in one step.
 
+    client: begins the step. None: the sequence is that of a `Client`.
     start: position of the first token; None: the layer's length.
     """
     at = sequence.layer_token_counts[layer] if start is None else start
     tokens = int(q.shape[0])
-    with sequence._client.begin_step(
-        [sequence], token_count=tokens, policy=policy, starts=[at]
+    with (
+        DecodeStep(sequence.state.connection, [sequence], tokens, policy, [at])
+        if client is None
+        else client.begin_step([sequence], token_count=tokens, policy=policy, starts=[at])
     ) as made:
         made.attend(layer, q[None], k[None], v[None], out_dtype=out_dtype)
         result: spillway_kv.AttendResult = made.results()[0]

@@ -13,8 +13,9 @@ import spillway_kv
 _PACKAGE = str(Path(spillway_kv.__file__).parent)
 _FILES = (
     f"{_PACKAGE}/transformers/",
-    f"{_PACKAGE}/step.py",
-    f"{_PACKAGE}/sequence.py",
+    f"{_PACKAGE}/step",
+    f"{_PACKAGE}/sequence",
+    f"{_PACKAGE}/batch.py",
     f"{_PACKAGE}/_native_step.py",
 )
 

@@ -21,7 +21,6 @@ from helpers import refused, step, wait_for
 from raw_grpc import raw
 from spillway_kv._native import Carrier
 from spillway_kv._proto import admin_service_pb2, sequence_service_pb2
-from spillway_kv.connection import wire
 from spillway_kv.lab import serving
 
 GRACE_SECONDS = 1.0
@@ -68,7 +67,7 @@ def expiries(client: spillway_kv.Client) -> dict[str, float]:
     request = admin_service_pb2.GetStatisticsRequest(include_metrics=True)
     return {
         metric.labels["why"]: metric.value
-        for family in wire(client).stubs.admin.GetStatistics(request).metrics
+        for family in client.connection.stubs.admin.GetStatistics(request).metrics
         if family.name == "spillway_sequences_expired_total"
         for metric in family.metrics
     }
@@ -221,7 +220,7 @@ def test_who_only_decodes_keeps_them(short_grace: str, client: spillway_kv.Clien
         sequence = other.create_sequence("models/m")
         k = rows(1, 0, 1)
         for carrier in (Carrier.DOORBELL, Carrier.MESSAGES):
-            wire(other).carrier = carrier
+            other.connection.carrier = carrier
             for layer in range(LAYERS):
                 step(sequence, layer, QUERY, k[layer], k[layer])
         grace_passes()

@@ -36,16 +36,7 @@ class _Collecting:
 
 def test_a_cache_that_is_finalized_in_its_own_thread_deletes_its_sequences() -> None:
     nothing: Any = None
-    store = RowStore(
-        nothing,
-        nothing,
-        model=None,
-        policy=None,
-        hash_weights=None,
-        ttl=None,
-        prefill_block_token_count=1024,
-        config_fields={},
-    )
+    store = RowStore(nothing, nothing, policy=None, ttl=None, prefill_block_token_count=1024)
     sequence = _Collecting(store)
     rows = torch.ones((1, 1, 16))
     store.rows = [Row(cast(Any, sequence))]
@@ -61,11 +52,9 @@ def test_a_cache_that_does_nothing_has_no_threads() -> None:
     there: list[int] = []
 
     class _Waiting:
-        def append(self, *_: Any) -> None:
+        def append(self, layer: int, *_: Any) -> None:
             gate.wait(30)
-
-        def _forget(self) -> None:
-            there.append(threading.active_count())
+            there.append(layer)
 
     before = threading.active_count()
     sequence = cast(Any, _Waiting())
@@ -77,7 +66,7 @@ def test_a_cache_that_does_nothing_has_no_threads() -> None:
     assert len(there) == 8
     wait_for(lambda: threading.active_count() == before)
     # An error of an append is raised, and `abandon` forgets it.
-    appends.start(cast(Any, SimpleNamespace(_forget=lambda: None)), 0, 0, rows, rows)
+    appends.start(cast(Any, SimpleNamespace()), 0, 0, rows, rows)
     with pytest.raises(AttributeError):
         appends.finish()
     appends.abandon()
@@ -90,10 +79,7 @@ def test_after_an_interrupt_nothing_is_waited_for_that_does_not_end() -> None:
     for line in itertools.count():
         appends = Appends()
         done: list[int] = []
-        sequence = SimpleNamespace(
-            append=lambda layer, *_: done.append(layer),  # noqa: B023
-            _forget=lambda: None,
-        )
+        sequence = SimpleNamespace(append=lambda layer, *_: done.append(layer))  # noqa: B023
 
         def work(appends: Appends = appends, sequence: Any = sequence) -> None:
             for layer in range(6):

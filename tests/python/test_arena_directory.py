@@ -15,7 +15,6 @@ import spillway_kv
 from arena_folder import DIM, HEADS, LAYERS, SHAPES, Writer, daemon, folder_in_memory, over, rows
 from daemon_process import binary, device_flags, on_gpu
 from spillway_kv._proto import admin_service_pb2
-from spillway_kv.connection import wire
 
 QUERY = rows(99, 0, 2)[0].transpose(1, 0, 2).reshape(1, 4, DIM)
 
@@ -372,7 +371,7 @@ def test_flipped_bits_are_never_served(tmp_path: Path) -> None:
             for name in ("s1", "of-other"):
                 client.create_sequence(model, name).delete()
             request = admin_service_pb2.GetStatisticsRequest(include_metrics=True)
-            found = wire(client).stubs.admin.GetStatistics(request).metrics
+            found = client.connection.stubs.admin.GetStatistics(request).metrics
             values = {f.name: f.metrics[0].value for f in found if len(f.metrics) == 1}
             assert values["spillway_restore_lost_records"] == 3
             assert values["spillway_restore_damaged_sequences"] == 1

@@ -13,14 +13,13 @@ import pytest
 import spillway_kv
 from daemon_process import running_daemon
 from helpers import process_of, resident_bytes_of, stopped
-from spillway_kv.connection import wire
 
 
 @pytest.fixture
 def daemon(tmp_path: Path) -> Iterator[tuple[int, spillway_kv.Sequence]]:
     """A daemon's process, and a sequence of it to which a client appends in messages."""
     with running_daemon(tmp_path) as target, spillway_kv.connect(target) as client:
-        wire(client).regions.staged_bytes_min = 1 << 62
+        client.connection.regions.staged_bytes_min = 1 << 62
         model = client.create_model(
             layer_count=1,
             query_head_count=1,

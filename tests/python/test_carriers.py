@@ -12,7 +12,6 @@ from spillway_kv import Client, Model
 from spillway_kv._native import Carrier
 from spillway_kv._native_step import NativeStep
 from spillway_kv._proto import attention_service_pb2 as attention
-from spillway_kv.connection import wire
 
 IN_DAEMON = "the engine is in a daemon, and not in this process"
 
@@ -22,7 +21,7 @@ def begun(client: Client, model: Any, carrier: Carrier) -> tuple[NativeStep, spi
     sequence = client.create_sequence(client.get_model(model.name))
     message = attention.DecodeStep(token_count=1)
     message.parts.add(sequence=sequence.name, generation=sequence.generation)
-    return NativeStep(wire(client).channel, message, model, carrier), sequence
+    return NativeStep(client.connection.channel, message, model, carrier), sequence
 
 
 def attend(step: NativeStep) -> Any:

@@ -19,7 +19,6 @@ from interrupts import Interrupted
 from random_llama import llama, prompt
 from spillway_kv import Client, Policy
 from spillway_kv._proto import sequence_service_pb2
-from spillway_kv.connection import wire
 from spillway_kv.quality import QUALITIES, policy_of
 from spillway_kv.transformers import AttendEvent, SpillwayCache, TokenMismatchError
 from spillway_kv.transformers import generate as generate_text
@@ -343,7 +342,7 @@ def test_quality(client: Client, spilled: Any) -> None:
             forward(spilled, prompt(1, 11), cache)
             name = cache.sequences[0].name
             asked = sequence_service_pb2.GetSequenceRequest(name=name)
-            made = wire(client).stubs.sequences.GetSequence(asked, timeout=10).sequence.policy
+            made = client.connection.stubs.sequences.GetSequence(asked, timeout=10).sequence.policy
             if policy is None:
                 assert made.epsilon == 0.1
             elif word == "exact":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from spillway_kv import BFloat16, Client, Model, Policy, Sequence, TopK, TopP
 from spillway_kv._proto import admin_service_pb2 as admin
 from spillway_kv._proto import attention_service_pb2 as attention
 from spillway_kv.appending import Append
-from spillway_kv.connection import wire
 from spillway_kv.tensors import decoder_like, encode_indices
 
 F32 = np.float32
@@ -351,6 +351,38 @@ def test_result_type_follows_the_query(
     client.delete_model(model)
 
 
+def test_appends_to_different_layers_may_overlap(
+    client: Client, model: Model, rng: np.random.Generator
+) -> None:
+    sequence = client.create_sequence(model)
+    k, v = kv(rng, 2, 2, 64, 16)
+
+    def append(layer: int) -> None:
+        for start in range(0, 64, 4):
+            new = slice(start, start + 4)
+            sequence.append(layer, start, k[layer, :, new], v[layer, :, new])
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(append, range(2)))
+    assert sequence.layer_token_counts == (64, 64)
+    sequence.delete()
+
+
+def test_lengths_that_may_be_old_are_asked_for(
+    client: Client, model: Model, rng: np.random.Generator
+) -> None:
+    sequence = client.create_sequence(model)
+    state, since = sequence.state, sequence.state.change_count
+    # An answer to a later call overtakes that to an earlier one.
+    sequence.append(0, 0, *kv(rng, 2, 3, 16))
+    state.note((0, 0), since)
+    assert sequence.layer_token_counts == (3, 0)
+    # What no other call has overlapped is not asked for.
+    state.note((5, 0), state.change_count)
+    assert sequence.layer_token_counts == (5, 0)
+    sequence.delete()
+
+
 def test_long_appends_and_attends_are_split(client: Client, rng: np.random.Generator) -> None:
     # Rows of 12 MiB and queries of 8 MiB are sent in messages of at most 4 MiB. An embedded engine
     # reads the rows in place, and a daemon from a region of 16 MiB.
@@ -360,7 +392,7 @@ def test_long_appends_and_attends_are_split(client: Client, rng: np.random.Gener
     sequence = client.create_sequence(model)
     k, v = kv(rng, 2, 8, 700, 128)
     result = sequence.append(0, 0, k, v)
-    in_messages = client.transport != "embedded" and wire(client).regions.staged_bytes_min > 0
+    in_messages = client.transport != "embedded" and client.connection.regions.staged_bytes_min > 0
     if in_messages:
         assert result.appended_chunk_count >= 3
     else:
@@ -528,7 +560,7 @@ def test_steps_of_a_stream_share_nothing(
             ask(many, slice(0, 16))
     # grpcio reads answers while it sends requests, and libspillway's stubs only afterwards.
     by_grpcio = client.step_transport == "messages"
-    services = raw(client.target) if by_grpcio else wire(client).stubs
+    services = raw(client.target) if by_grpcio else client.connection.stubs
     answers = list(services.attention.Step(iter(requests), timeout=60))
     for answer, (code, count, out, lse, epsilon) in zip(answers, expected, strict=True):
         assert answer.status.code == code, answer.status
@@ -626,7 +658,7 @@ def test_a_fetch_is_a_stream_of_rows_by_kv_head(
         sequence=sequence.name,
         selection=attention.Selection(offsets=[0, 3, 5], indices=encode_indices(indices)),
     )
-    pages = list(wire(client).stubs.attention.FetchPages(request))
+    pages = list(client.connection.stubs.attention.FetchPages(request))
     decode = decoder_like(None)
     for head, expected in ((0, [3, 500, 2999]), (1, [0, 128])):
         got = [page for page in pages if page.kv_head == head]
@@ -642,7 +674,7 @@ def test_abandoned_fetch_is_cancelled(
     q = rng.standard_normal((1, 4, 16), F32)
     request = attention.FetchPagesRequest(sequence=sequence.name)
     request.tokens.count = sequence.layer_token_counts[0]
-    pages = sequence._stream(wire(client).stubs.attention.FetchPages, request, None)
+    pages = sequence.state.stream(client.connection.stubs.attention.FetchPages, request)
     next(iter(pages))
     pages.close()  # type: ignore[attr-defined]
     assert sequence.attend(0, q).out.shape == (1, 4, 16)
@@ -659,7 +691,7 @@ def test_statistics_say_how_the_engine_is_reached(client: Client) -> None:
         return
     # A new client, because other tests have attached regions to the old one.
     with spillway_kv.connect(client.target) as fresh:
-        wire(fresh).carrier = wire(client).carrier
+        fresh.connection.carrier = client.connection.carrier
         told = fresh.statistics().transport
         assert told.steps == client.step_transport
         assert ("not shared through MPS" in told.reason) == (bool(gpus) and not told.mps)
@@ -697,7 +729,7 @@ def test_statistics_come_in_pages(
     client: Client, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = sorted(client.create_sequence(model).name for _ in range(5))
-    call = wire(client).stubs.admin.GetStatistics
+    call = client.connection.stubs.admin.GetStatistics
     pages = []
     request = admin.GetStatisticsRequest(model=model.name, page_size=2)
     while True:
@@ -728,7 +760,7 @@ def test_statistics_come_in_pages(
     # The client follows the page tokens.
     whole = client.statistics(model)
     assert [s.sequence for s in whole.sequences] == names
-    monkeypatch.setattr(wire(client).stubs.admin, "GetStatistics", in_pages_of_two(call))
+    monkeypatch.setattr(client.connection.stubs.admin, "GetStatistics", in_pages_of_two(call))
     paged = client.statistics(model)
     assert (paged.sequences, paged.models) == (whole.sequences, whole.models)
 

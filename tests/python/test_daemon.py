@@ -26,7 +26,6 @@ from google.protobuf import descriptor_pb2
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from helpers import refused
 from spillway_kv._proto import memory_service_pb2
-from spillway_kv.connection import wire
 
 
 def run(*flags: str) -> subprocess.CompletedProcess[str]:
@@ -415,7 +414,7 @@ def test_tcp_on_loopback() -> None:
                 client.attach_region(4096)
             with pytest.raises(ValueError, match="has no regions"):
                 client.attach_region(4096, device="cuda:0")
-            attach = wire(client).stubs.memory.AttachRegion
+            attach = client.connection.stubs.memory.AttachRegion
             for request in (
                 memory_service_pb2.AttachRegionRequest(),
                 memory_service_pb2.AttachRegionRequest(byte_count=1, device="cuda:0"),

@@ -15,7 +15,6 @@ from daemon_process import running_daemon
 from helpers import refused, wait_for
 from raw_grpc import raw
 from spillway_kv._proto import attention_service_pb2, sequence_service_pb2
-from spillway_kv.connection import wire
 
 # Events that every daemon logs at its start and end.
 FACTS = {
@@ -141,7 +140,7 @@ def test_what_is_logged_of_a_call_names_its_trace(tmp_path: Path) -> None:
                 begin=attention_service_pb2.DecodeStep(parts=[part], token_count=1),
                 attend=attention_service_pb2.StepAttend(),
             )
-            (answer,) = wire(client).stubs.attention.Step(iter([request]))
+            (answer,) = client.connection.stubs.attention.Step(iter([request]))
             assert answer.status.code == 5
         with spillway_kv.traced(request_id="job-7/3"), pytest.raises(spillway_kv.InvalidArgument):
             client.get_sequence("sequences/NO NAME")

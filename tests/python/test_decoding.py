@@ -46,7 +46,7 @@ class FakeDecoder:
         self._engine.do("next")
         self._steps += 1
 
-    def _enqueue(
+    def attend(
         self,
         layer: int,
         q: torch.Tensor,
@@ -107,7 +107,7 @@ class FakeEngine:
         self.failures: dict[str, BaseException] = {}
         self.unopened: BaseException | None = None
         restarts = SimpleNamespace(wait=lambda error: self.log.append("restarted"))
-        self._wire = SimpleNamespace(restarts=restarts)
+        self.connection = SimpleNamespace(restarts=restarts)
         self.sequences = [FakeSequence(self.log, name) for name in "ab"]
 
     def do(self, what: str) -> None:

@@ -26,7 +26,6 @@ from helpers import delete_model, once_reached, refused, settles
 from spillway_kv import Client, Model, Sequence
 from spillway_kv._proto import attention_service_pb2 as attention
 from spillway_kv._proto import memory_service_pb2 as memory
-from spillway_kv.connection import wire
 
 LAYERS, HEADS, KV_HEADS, DIM = 2, 4, 2, 16  # as in the fixture `model`
 BEGIN, ATTEND, RESULTS, END = 1, 2, 3, 4
@@ -74,7 +73,7 @@ class RawDoorbell:
         self.socket.connect(path)
         self.session = self.socket.recv(256).decode()
         request = memory.AttachDoorbellRequest(session=self.session, byte_count=byte_count)
-        self.region = wire(client).stubs.memory.AttachDoorbell(request).region
+        self.region = client.connection.stubs.memory.AttachDoorbell(request).region
         self.socket.send(self.region.name.encode())
         _, (descriptor,), _, _ = socket.recv_fds(self.socket, 256, 1)
         self.memory = mmap.mmap(descriptor, self.region.byte_count)
@@ -166,7 +165,7 @@ def test_none_where_no_memory_is_shared(tmp_path: Path) -> None:
 
 
 def test_doorbells_are_refused(client: Client, engine: Client) -> None:
-    call = wire(client).stubs.memory.AttachDoorbell
+    call = client.connection.stubs.memory.AttachDoorbell
     for session, byte_count, code in (
         ("", 1, "NOT_FOUND"),
         ("no-session", 1, "NOT_FOUND"),
@@ -177,7 +176,8 @@ def test_doorbells_are_refused(client: Client, engine: Client) -> None:
         assert refused(functools.partial(call, request)).code == code
     request = memory.AttachDoorbellRequest(session="x", byte_count=1)
     assert (
-        refused(lambda: wire(engine).stubs.memory.AttachDoorbell(request)).code == "UNIMPLEMENTED"
+        refused(lambda: engine.connection.stubs.memory.AttachDoorbell(request)).code
+        == "UNIMPLEMENTED"
     )
 
 
@@ -323,7 +323,7 @@ def test_a_detached_or_closed_one_is_freed(client: Client, no_leak: Callable[[],
             raw.close()
         else:
             request = memory.DetachRegionRequest(session=raw.session, name=raw.region.name)
-            wire(client).stubs.memory.DetachRegion(request)
+            client.connection.stubs.memory.DetachRegion(request)
             raw.memory.close()
         assert settles(lambda: other_memory(client) <= before)
 

@@ -22,7 +22,6 @@ from helpers import refused, settles
 from raw_grpc import raw
 from spillway_kv import _split
 from spillway_kv._proto import admin_service_pb2, attention_service_pb2
-from spillway_kv.connection import wire
 from spillway_kv.starting import wait_until_serving
 from test_long_creation import LONG
 from test_service_manager import Manager, has_systemd
@@ -78,7 +77,7 @@ class Ending:
     def statistics(self) -> dict[str, float]:
         """The metrics without labels, from GetStatistics."""
         request = admin_service_pb2.GetStatisticsRequest(include_metrics=True)
-        response = wire(self.client).stubs.admin.GetStatistics(request)
+        response = self.client.connection.stubs.admin.GetStatistics(request)
         return {f.name: f.metrics[0].value for f in response.metrics if len(f.metrics) == 1}
 
     def ask(self, path: str) -> tuple[int, Any]:

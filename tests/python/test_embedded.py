@@ -17,7 +17,6 @@ import pytest
 import spillway_kv
 from daemon_process import binary, device
 from spillway_kv import Client, Model, Sequence
-from spillway_kv.connection import wire
 from spillway_kv.lab.serving import prefer_library
 
 SETTINGS: dict[str, str | int] = {
@@ -61,7 +60,7 @@ def test_only_a_daemon_is_asked_whether_it_has_restarted(
         asked.append(one.server_info)
         return one.server_info
 
-    monkeypatch.setattr(wire(one), "get_server_info", ask)
+    monkeypatch.setattr(one.connection, "get_server_info", ask)
     model, sequence = filled(one, np.random.default_rng(5))
     assert one.get_sequence(sequence.name).token_count == 3000
     assert len(asked) == (0 if embedded else 2)
@@ -226,7 +225,6 @@ def test_a_program_may_end_with_it_open() -> None:
     ended = run(
         f"""
         import numpy as np, spillway_kv, threading
-        from spillway_kv.connection import wire
         client = spillway_kv.connect("embedded:", settings={SETTINGS!r})
         model = client.create_model(
             layer_count=1, query_head_count=1, kv_head_count=1, head_dim=16, dtype="float32"
@@ -238,7 +236,7 @@ def test_a_program_may_end_with_it_open() -> None:
         step = client.begin_step([sequence])
         step.attend(0, np.ones((1, 1, 1, 16), np.float32), rows[None, :, :1], rows[None, :, :1])
         # Waits for an answer that never comes.
-        call = wire(client).channel.open("/spillway.v1.AttentionService/Step", None)
+        call = client.connection.channel.open("/spillway.v1.AttentionService/Step", None)
         def wait():
             try:
                 call.receive()

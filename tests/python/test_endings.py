@@ -18,7 +18,6 @@ import collections, json, sys, threading, time
 import numpy as np
 import spillway_kv
 from spillway_kv._native import Carrier
-from spillway_kv.connection import wire
 
 target, transport = sys.argv[1:]
 embedded = target == "embedded:"
@@ -28,7 +27,7 @@ settings = {"device.name": "cpu", "memory.limit": "512MiB"} if embedded else Non
 def connected():
     client = spillway_kv.connect(target, settings=settings)
     if transport == "messages":
-        wire(client).carrier = Carrier.MESSAGES
+        client.connection.carrier = Carrier.MESSAGES
     assert client.step_transport == transport
     return client
 

@@ -14,7 +14,6 @@ from helpers import refused
 from spillway_kv import BFloat16, Client, Model, Region, Selection, Sequence
 from spillway_kv._proto import attention_service_pb2 as attention
 from spillway_kv._proto import tensor_pb2 as tensors
-from spillway_kv.connection import wire
 
 MIB = 1 << 20
 LAYERS, HEADS, DIM, TOKENS = 2, 2, 16, 1000  # as in the fixture `model`
@@ -42,7 +41,7 @@ def allocate(client: Client) -> Iterator[Allocate]:
     def make(shape: tuple[int, ...]) -> Any:
         array = np.empty(shape, np.float32) if region is None else region.array(shape)
         array[:] = np.nan
-        assert not array.size or wire(client).regions.slice_of(array) is not None
+        assert not array.size or client.connection.regions.slice_of(array) is not None
         return array
 
     yield make
@@ -137,7 +136,7 @@ def test_what_the_engine_does_not_see_is_filled_from_messages(
 ) -> None:
     sequence, k, v = filled(client, model, rng)
     into = np.empty((HEADS, DIM, TOKENS), np.float32).swapaxes(1, 2), np.empty_like(v[0])
-    assert wire(client).regions.slice_of(into[0]) is None
+    assert client.connection.regions.slice_of(into[0]) is None
     sequence.fetch(0, into=into)
     same(into[0], k[0])
     same(into[1], v[0])
@@ -249,17 +248,17 @@ def test_detached_after_it_was_asked_for(
     region = client.attach_region(MIB)
     into = region.array((HEADS, TOKENS, DIM)), region.array((HEADS, TOKENS, DIM))
     into[0][:] = into[1][:] = 0
-    stream, detach = sequence._stream, wire(client).regions._detach
+    stream, detach = sequence.state.stream, client.connection.regions._detach
     names: list[str] = []
 
-    def stream_of_a_region_that_another_thread_detaches(*arguments: Any) -> Any:
+    def stream_of_a_region_that_another_thread_detaches(*arguments: Any, **named: Any) -> Any:
         if not names:
             # The daemon does not know it yet, and writes to the region.
             region.detach()
-        return stream(*arguments)
+        return stream(*arguments, **named)
 
-    monkeypatch.setattr(wire(client).regions, "_detach", names.append)
-    monkeypatch.setattr(sequence, "_stream", stream_of_a_region_that_another_thread_detaches)
+    monkeypatch.setattr(client.connection.regions, "_detach", names.append)
+    monkeypatch.setattr(sequence.state, "stream", stream_of_a_region_that_another_thread_detaches)
     sequence.fetch(0, into=into)
     assert names == [region.name]
     same(into[0], k[0])
@@ -379,9 +378,10 @@ def test_bad_slices(
     everything[:] = 7
     good: dict[str, Any] = {"region": region.name, "offset": 0}
     bad = tensors.RegionSlice(**{**good, **change})
+    fetch = client.connection.stubs.attention.FetchPages
     for k, v in ((bad, tensors.RegionSlice(**good)), (tensors.RegionSlice(**good), bad)):
         asked = request(sequence, tokens=tokens(0, 10), k=k, v=v)
-        error = refused(lambda asked=asked: list(wire(client).stubs.attention.FetchPages(asked)))  # type: ignore[misc]
+        error = refused(lambda asked=asked: list(fetch(asked)))  # type: ignore[misc]
         assert error.code == code, error
         expected = field if k is bad else field.replace("k.", "v.")
         assert [one.field for one in error.fields] == ([expected] if field else [])
@@ -399,12 +399,12 @@ def test_an_answer_in_place_has_no_message(
         k=tensors.RegionSlice(region=region.name, offset=0),
         v=tensors.RegionSlice(region=region.name, offset=SIZE),
     )
-    assert list(wire(client).stubs.attention.FetchPages(asked)) == []
+    assert list(client.connection.stubs.attention.FetchPages(asked)) == []
     same(shared[0], k[0, :, 990:])
     same(shared[1], v[0, :, 990:])
     # All rows at the same place. This is the client's decision.
     asked.k.strides.extend([0, 0, 4])
-    assert list(wire(client).stubs.attention.FetchPages(asked)) == []
+    assert list(client.connection.stubs.attention.FetchPages(asked)) == []
     same(shared[1], v[0, :, 990:])
 
 
@@ -437,7 +437,7 @@ def test_bad_choices(
         (chosen([0, 1, 2**40], 1), INVALID, "selection.indices.shape", "1099511627776"),
         ({"tokens": tokens(0, 1), **chosen([0, 0, 0])}, INVALID, "tokens", "selection"),
     ]
-    fetch = wire(client).stubs.attention.FetchPages
+    fetch = client.connection.stubs.attention.FetchPages
     for fields, code, field, told in cases:
         for places in ({}, {"k": place, "v": place}):
             asked = request(sequence, **fields, **places)
@@ -454,12 +454,12 @@ def test_bad_choices(
         error = refused(lambda asked=asked: list(fetch(asked)))  # type: ignore[misc]
         assert (error.code, error.fields[0].field) == (INVALID, field)
     asked = request(sequence, k=place, v=place)
-    error = refused(lambda: list(wire(client).stubs.attention.FetchPages(asked)))
+    error = refused(lambda: list(client.connection.stubs.attention.FetchPages(asked)))
     assert (error.code, error.fields[0].field) == (INVALID, "tokens")
     assert "is not set, and selection is not either" in error.message
     # A count of tokens whose bytes overflow.
     far = request(sequence, tokens=tokens(0, 2**32 - 1), k=place, v=place)
-    error = refused(lambda: list(wire(client).stubs.attention.FetchPages(far)))
+    error = refused(lambda: list(client.connection.stubs.attention.FetchPages(far)))
     assert (error.code, error.fields[0].field) == (INVALID, "k.offset")
 
 
@@ -472,6 +472,6 @@ def test_memory_of_two_kinds_is_refused(
     asked = request(
         sequence, tokens=tokens(0, 1), k=place, v=tensors.RegionSlice(region="regions/gpu")
     )
-    error = refused(lambda: list(wire(client).stubs.attention.FetchPages(asked)))
+    error = refused(lambda: list(client.connection.stubs.attention.FetchPages(asked)))
     assert (error.code, error.fields[0].field) == (INVALID, "v.region")
     assert "only one of k and v is in GPU memory" in error.message

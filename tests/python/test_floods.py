@@ -32,7 +32,6 @@ from http2 import (
 )
 from raw_grpc import Stubs
 from spillway_kv._proto.admin_service_pb2 import GetServerInfoRequest
-from spillway_kv.connection import wire
 
 TOKEN = "x" * 40
 AUTHORIZED = [("authorization", f"Bearer {TOKEN}")]
@@ -226,7 +225,7 @@ def test_clients_that_cancel_and_wait_are_served(flooded: Flooded) -> None:
 
 def test_calls_of_libspillway_that_are_cancelled_leave_the_others(flooded: Flooded) -> None:
     with flooded.connect() as client:
-        channel = wire(client).channel
+        channel = client.connection.channel
         for _ in range(5):
             asked = [
                 channel.open("/spillway.v1.AdminService/GetServerInfo", 20) for _ in range(200)

@@ -19,7 +19,6 @@ import json, os, signal, sys
 import numpy as np
 import spillway_kv
 from spillway_kv._native import Carrier
-from spillway_kv.connection import wire
 
 target = sys.argv[1]
 embedded = target == "embedded:"
@@ -36,10 +35,10 @@ large = np.ones((1, 2, 16384, 16), np.float32)
 sequence.append(0, 0, large, large)
 row, q = np.ones((2, 1, 16), np.float32), np.ones((1, 2, 16), np.float32)
 if not embedded:
-    wire(client).carrier = Carrier.MESSAGES
+    client.connection.carrier = Carrier.MESSAGES
 messages = client.begin_step([third])
 messages.attend(0, q[None], row[None], row[None])
-wire(client).carrier = Carrier.BEST
+client.connection.carrier = Carrier.BEST
 step = client.begin_step([sequence])
 rows = sequence.fetch(0, 0, 16)
 

@@ -13,6 +13,7 @@ from interrupts import Interrupted
 from random_llama import llama, prompt
 from spillway_kv import Client
 from spillway_kv.transformers import SpillwayCache, TokenMismatchError, generate
+from spillway_kv.transformers.generation import follow
 from test_sliding_layers import qwen
 from transformers import DynamicCache
 
@@ -158,10 +159,10 @@ def test_beams_that_a_window_has_lost(client: Client) -> None:
     with SpillwayCache(model.config, client) as cache, torch.no_grad():
         model(ids, past_key_values=cache)
         cache.note_tokens(ids)
-        cache._follow(ids, 1)
+        follow(cache, ids, 1)
         assert cache.length == 300
         ids[0, 20] += 1
-        cache._follow(ids, 1)
+        follow(cache, ids, 1)
         assert cache.length == 0
 
 

@@ -13,7 +13,6 @@ from daemon_process import on_gpu
 from helpers import delete_model, refused
 from spillway_kv import Client, Model, OutOfRange, Policy, Sequence
 from spillway_kv._proto import attention_service_pb2
-from spillway_kv.connection import wire
 from spillway_kv.tensors import dtype_number
 
 GPU = on_gpu()
@@ -160,14 +159,14 @@ def chunk_at(sequence: Sequence, address: int, start: int) -> Any:
     chunk = request.chunk
     chunk.sequence, chunk.token_start = sequence.name, start
     for tensor in (chunk.k, chunk.v):
-        tensor.dtype = dtype_number(sequence._described().dtype)  # type: ignore[assignment]
+        tensor.dtype = dtype_number(sequence.state.described().dtype)  # type: ignore[assignment]
         tensor.shape.extend((1, KV_HEADS, 10, DIM))
         tensor.slice.region, tensor.slice.offset = "regions/gpu", address
     return request
 
 
 def append(engine: Client, request: Any) -> Any:
-    return wire(engine).call(wire(engine).stubs.attention.Append, iter([request]))
+    return engine.connection.call(engine.connection.stubs.attention.Append, iter([request]))
 
 
 @pytest.mark.skipif(GPU, reason="of the CPU device")
@@ -191,6 +190,8 @@ def test_attends_do_not_read_gpu_memory(engine: Client, model: Model) -> None:
     item.q.dtype = dtype_number(model.dtype)  # type: ignore[assignment]
     item.q.shape.extend((1, HEADS, DIM))
     item.q.slice.region, item.q.slice.offset = "regions/gpu", 4096
-    error = refused(lambda: wire(engine).call(wire(engine).stubs.attention.Attend, request))
+    error = refused(
+        lambda: engine.connection.call(engine.connection.stubs.attention.Attend, request)
+    )
     assert error.code == "INVALID_ARGUMENT"
     assert "regions/gpu is only for rows that Append reads or FetchPages writes" in error.message

@@ -13,7 +13,6 @@ from helpers import delete_model, refused
 from spillway_kv import Client, Model, Selection, Sequence
 from spillway_kv._proto import attention_service_pb2 as attention
 from spillway_kv._proto import tensor_pb2 as tensors
-from spillway_kv.connection import wire
 
 GPU = on_gpu()
 needs_gpu = pytest.mark.skipif(not GPU, reason="needs SPILLWAY_TEST_DEVICE=cuda:N")
@@ -64,7 +63,7 @@ def test_tokens(engine: Client, model: Model) -> None:
         for start, end in SPANS:
             shape = (KV_HEADS, end - start, DIM)
             into = poisoned(rows, *shape), poisoned(rows, *shape)
-            assert wire(engine).regions.slice_of(into[0]) is not None
+            assert engine.connection.regions.slice_of(into[0]) is not None
             got = sequence.fetch(layer, start, end, into=into)
             assert got[0] is into[0]
             expect(got, rows[:, layer, :, start:end])
@@ -165,7 +164,7 @@ def test_views_are_written_as_they_lie(engine: Client, model: Model) -> None:
     sequence, rows = filled(engine, model)
     held = poisoned(rows, 2 * TOKENS, 2, KV_HEADS, DIM)
     k, v = (held[::2, side].transpose(0, 1) for side in (0, 1))
-    assert wire(engine).regions.slice_of(k) is not None
+    assert engine.connection.regions.slice_of(k) is not None
     sequence.fetch(0, into=(k, v))
     expect((k, v), rows[:, 0])
     assert held[1::2].isnan().all()
@@ -176,7 +175,7 @@ def test_rows_that_are_not_aligned_are_sent(engine: Client, model: Model) -> Non
     sequence, rows = filled(engine, model)
     wide = poisoned(rows, 2, KV_HEADS, TOKENS, DIM + 1)
     k, v = wide[..., 1:]
-    assert wire(engine).regions.slice_of(k) is None
+    assert engine.connection.regions.slice_of(k) is None
     sequence.fetch(0, into=(k, v))
     expect((k, v), rows[:, 0])
     assert wide[..., 0].isnan().all()
@@ -208,13 +207,14 @@ def test_other_memory_is_refused(engine: Client, model: Model) -> None:
     sequence, rows = filled(engine, model)
     there = poisoned(rows, KV_HEADS, 10, DIM)
     host = torch.zeros((KV_HEADS, 10, DIM), dtype=rows.dtype)
+    fetch = engine.connection.stubs.attention.FetchPages
     for k, v, told in (
         (host.data_ptr(), there.data_ptr(), "k is not in the memory of cuda"),
         (there.data_ptr(), host.data_ptr(), "v is not in the memory of cuda"),
         (there.data_ptr(), there.data_ptr() + 8, "rows of v are not aligned to 16 bytes"),
     ):
         asked = request(sequence, k, v, "regions/gpu")
-        error = refused(lambda asked=asked: list(wire(engine).stubs.attention.FetchPages(asked)))  # type: ignore[misc]
+        error = refused(lambda asked=asked: list(fetch(asked)))  # type: ignore[misc]
         assert error.code == "INVALID_ARGUMENT"
         assert told in error.message
     assert there.isnan().all()
@@ -226,6 +226,6 @@ def test_other_memory_is_refused(engine: Client, model: Model) -> None:
 def test_the_cpu_device_refuses_gpu_memory(engine: Client, model: Model) -> None:
     sequence, _ = filled(engine, model, 20)
     asked = request(sequence, 4096, 8192, "regions/gpu")
-    error = refused(lambda: list(wire(engine).stubs.attention.FetchPages(asked)))
+    error = refused(lambda: list(engine.connection.stubs.attention.FetchPages(asked)))
     assert error.code == "INVALID_ARGUMENT"
     assert "k and v are in GPU memory, which the device cannot write" in error.message

@@ -129,7 +129,7 @@ def test_generation_on_the_gpu_goes_on(tmp_path: Path) -> None:
 
             def kill(layer: int) -> None:
                 nonlocal count
-                decoded.append(cache._shared.store._decoding.has_decoder)
+                decoded.append(cache.contents.shared.store._decoding.has_decoder)
                 if len(decoded) in (5, 14, 30):
                     each.kill()
                     each.start()

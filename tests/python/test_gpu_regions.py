@@ -23,7 +23,6 @@ from spillway_kv import Client, GpuRegion, Model, Policy, Selection, Sequence
 from spillway_kv._proto import attention_service_pb2 as attention
 from spillway_kv._proto import memory_service_pb2 as memory
 from spillway_kv._proto import tensor_pb2 as tensors
-from spillway_kv.connection import wire
 
 pytestmark = pytest.mark.skipif(not on_gpu(), reason="needs SPILLWAY_TEST_DEVICE=cuda:N")
 
@@ -128,10 +127,10 @@ def test_a_region_has_zeros_and_the_size_that_it_says(client: Client) -> None:
 def test_a_gpu_is_named_by_its_uuid_too(client: Client) -> None:
     uuid = client.server_info.devices[0].uuid
     region = client.attach_region(1, device=uuid)
-    request = memory.ListRegionsRequest(session=wire(client).regions.session)
+    request = memory.ListRegionsRequest(session=client.connection.regions.session)
     (listed,) = [
         one
-        for one in wire(client).stubs.memory.ListRegions(request).regions
+        for one in client.connection.stubs.memory.ListRegions(request).regions
         if one.name == region.name
     ]
     assert (listed.device, listed.byte_count) == (uuid, 2 * MIB)
@@ -161,7 +160,7 @@ def test_gives_the_bits_of_messages(
     for end in cuts:
         part = slice(start, end)
         one = there_k[:, :, part], there_v[:, :, part]
-        assert wire(client).regions.slice_of(one[0]) is not None
+        assert client.connection.regions.slice_of(one[0]) is not None
         assert mine.append(0, start, *one).appended_chunk_count == 1
         theirs.append(0, start, k[:, :, part], v[:, :, part])
         start = end
@@ -196,9 +195,9 @@ def test_what_lies_in_none_goes_through_one_of_the_clients_own(target: str) -> N
         k, v = rows(model, 1500)
         mine, theirs = (client.create_sequence(model) for _ in range(2))
         there = k.cuda(), v.cuda()
-        assert wire(client).regions.slice_of(there[0]) is None
+        assert client.connection.regions.slice_of(there[0]) is None
         if len(client.server_info.devices) > 1:
-            assert not wire(client).regions.stages(*there)
+            assert not client.connection.regions.stages(*there)
             return
         before = shared_bytes(client)
         # Views, whose rows are not contiguous.
@@ -321,8 +320,8 @@ def test_queries_and_outputs_in_it(client: Client, region: GpuRegion) -> None:
     q = torch.randn((3, HEADS, DIM), generator=generator)
     expected = sequence.attend(0, q)
     there = placed(region, q, "float32")
-    assert wire(client).regions.slice_on_gpu_of(there) is not None
-    assert wire(client).regions.slice_on_gpu_of(q.cuda()) is None
+    assert client.connection.regions.slice_on_gpu_of(there) is not None
+    assert client.connection.regions.slice_on_gpu_of(q.cuda()) is None
     result_there = sequence.attend(0, there)
     assert result_there.out.device == there.device
     assert torch.equal(result_there.out.cpu(), expected.out)
@@ -338,9 +337,9 @@ def test_queries_and_outputs_in_it(client: Client, region: GpuRegion) -> None:
         }
         asked = tensor(region, one, (3, HEADS, DIM), strides)
         item = attention.AttendItem(sequence=sequence.name, q=asked, **places)
-        (result,) = (
-            wire(client).stubs.attention.Attend(attention.AttendRequest(items=[item])).results
-        )
+        (result,) = client.connection.stubs.attention.Attend(
+            attention.AttendRequest(items=[item])
+        ).results
         assert result.status.code == 0, result.status
         assert result.out.slice.region == region.name
         assert torch.equal(out.cpu(), expected.out)
@@ -360,7 +359,7 @@ def test_what_is_not_finite_is_found_in_it(client: Client, region: GpuRegion) ->
     torch.cuda.synchronize()
     item = attention.AttendItem(sequence=sequence.name, q=tensor(region, there, (1, HEADS, DIM)))
     request = attention.AttendRequest(items=[item])
-    error = refused(lambda: wire(client).stubs.attention.Attend(request))
+    error = refused(lambda: client.connection.stubs.attention.Attend(request))
     assert (error.code, error.reason) == ("OUT_OF_RANGE", "NON_FINITE")
     delete_model(client, model)
 
@@ -400,7 +399,7 @@ def test_bad_slices(
         message.shape.extend([1, KV_HEADS, 10, DIM])
         message.slice.CopyFrom(tensors.RegionSlice(**place))
     request = attention.AppendRequest(chunk=chunk)
-    error = refused(lambda: wire(client).stubs.attention.Append(iter([request])))
+    error = refused(lambda: client.connection.stubs.attention.Append(iter([request])))
     assert error.code == code, error
     assert [violation.field for violation in error.fields] == ([field] if field else [])
     if not field and code == INVALID:
@@ -410,7 +409,7 @@ def test_bad_slices(
     chunk.k.ClearField("slice")
     chunk.k.data = bytes(SIZE)
     request = attention.AppendRequest(chunk=chunk)
-    error = refused(lambda: wire(client).stubs.attention.Append(iter([request])))
+    error = refused(lambda: client.connection.stubs.attention.Append(iter([request])))
     assert error.code == INVALID
     assert "only one of k and v is in GPU memory" in error.message
     delete_model(client, model)

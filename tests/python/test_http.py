@@ -20,7 +20,7 @@ from daemon_process import binary, running_daemon, wait_for_log
 from helpers import settles
 from raw_grpc import raw
 from spillway_kv._proto import admin_service_pb2, attention_service_pb2
-from spillway_kv.connection import wire
+from spillway_kv.step import DecodeStep
 
 ROOT = Path(__file__).resolve().parents[2]
 PROMISING = spillway_kv.Policy(dense_token_count=1024)
@@ -66,7 +66,7 @@ def decode(sequence: spillway_kv.Sequence, steps: int) -> None:
     rng = np.random.default_rng(2)
     for _ in range(steps):
         token = 3 * rng.standard_normal((2, 1, 2, 1, 32), dtype=np.float32)
-        with sequence._client.begin_step([sequence], policy=PROMISING) as step:
+        with DecodeStep(sequence.state.connection, [sequence], 1, PROMISING) as step:
             for layer in range(2):
                 q = np.repeat(token[0].transpose(0, 2, 1, 3), 2, axis=2)
                 step.attend(layer, q, token[0], token[1])
@@ -115,7 +115,7 @@ def metrics_of(text: str) -> dict[str, float]:
 def families(client: spillway_kv.Client) -> dict[str, Any]:
     """All metrics in GetStatistics."""
     request = admin_service_pb2.GetStatisticsRequest(include_metrics=True)
-    response = wire(client).stubs.admin.GetStatistics(request)
+    response = client.connection.stubs.admin.GetStatistics(request)
     return {family.name: family for family in response.metrics}
 
 
@@ -190,7 +190,9 @@ def test_the_api_has_the_same_metrics(watched: Watched) -> None:
     assert durations.histogram.cumulative_counts[-1] == 40
     assert durations.histogram.upper_bounds[-1] == float("inf")
     # Clients that do not ask for metrics do not get them.
-    plain = wire(watched.client).stubs.admin.GetStatistics(admin_service_pb2.GetStatisticsRequest())
+    plain = watched.client.connection.stubs.admin.GetStatistics(
+        admin_service_pb2.GetStatisticsRequest()
+    )
     assert not plain.metrics
 
 

@@ -25,7 +25,6 @@ from raw_grpc import raw
 from spillway_kv import Client, Model, Policy, Sequence, _split
 from spillway_kv._native import Carrier
 from spillway_kv._proto import attention_service_pb2 as attention
-from spillway_kv.connection import wire
 
 F32 = np.float32
 # An attend of this many queries over this many tokens takes seconds.
@@ -50,7 +49,7 @@ def heavy(client: Client) -> Iterator[Sequence]:
 
 def services(client: Client) -> Any:
     """The services by libspillway, or by grpcio, which reads answers while it sends requests."""
-    return raw(client.target) if client.step_transport == "messages" else wire(client).stubs
+    return raw(client.target) if client.step_transport == "messages" else client.connection.stubs
 
 
 def long_request(heavy: Sequence) -> attention.AttendRequest:
@@ -225,7 +224,7 @@ def test_interrupted_step_in_messages(target: str, heavy: Sequence, forks: list[
     q, k, v = of_a_step(len(forks))
     handled = signal.signal(signal.SIGINT, signal.default_int_handler)
     with spillway_kv.connect(target) as client:
-        wire(client).carrier = Carrier.MESSAGES
+        client.connection.carrier = Carrier.MESSAGES
         sequences = [client.get_sequence(fork.name) for fork in forks]
         step = client.begin_step(sequences, token_count=16, policy=Policy(selector="all"))
         assert client.step_transport == "messages"
@@ -466,7 +465,7 @@ def test_memory_runs_out(small_client: Client) -> None:
 def test_daemon_gone(tmp_path: Path, carrier: Carrier) -> None:
     with running_daemon(tmp_path) as target:
         client = spillway_kv.connect(target)
-        wire(client).carrier = carrier
+        client.connection.carrier = carrier
         sequence = client.create_sequence(
             client.create_model(
                 layer_count=2, query_head_count=1, kv_head_count=1, head_dim=16, dtype="float32"

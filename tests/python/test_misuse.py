@@ -35,7 +35,6 @@ from spillway_kv._proto import (
 from spillway_kv._proto import (
     tensor_pb2 as tensors,
 )
-from spillway_kv.connection import wire
 from spillway_kv.errors import error_from_status
 
 pytestmark = pytest.mark.transports("doorbell", "regions", "embedded")
@@ -59,7 +58,7 @@ class Scene:
 
     def state(self) -> Any:
         """All state that misuse might change."""
-        stubs = wire(self.client).stubs
+        stubs = self.client.connection.stubs
         listed = stubs.sequences.ListSequences(sequences.ListSequencesRequest()).sequences
         for sequence in listed:
             sequence.ClearField("expire_time")  # every call renews it
@@ -291,14 +290,14 @@ BAD_POLICIES = {
 @pytest.mark.parametrize("changes", BAD_SPECS.values(), ids=BAD_SPECS)
 def test_bad_spec(scene: Scene, changes: dict[str, Any]) -> None:
     request = models.CreateModelRequest(model=spec(**changes))
-    error = refuse(lambda: wire(scene.client).stubs.models.CreateModel(request), INVALID)
+    error = refuse(lambda: scene.client.connection.stubs.models.CreateModel(request), INVALID)
     last = list(changes)[-1]
     assert any(last in violation.field for violation in error.fields), error.fields
 
 
 @pytest.mark.parametrize(("field", "bad"), BAD_POLICIES.values(), ids=BAD_POLICIES)
 def test_bad_policy_everywhere(scene: Scene, field: str, bad: policies.Policy) -> None:
-    stubs, name = wire(scene.client).stubs, scene.sequence.name
+    stubs, name = scene.client.connection.stubs, scene.sequence.name
     item = attention.AttendItem(sequence=name, q=tensor((1, 4, 16)), policy=bad)
     calls = {
         "default_policy.": lambda: stubs.models.CreateModel(
@@ -327,7 +326,7 @@ def test_bad_policy_everywhere(scene: Scene, field: str, bad: policies.Policy) -
     "bad_id", ["A", "a b", "-a", "a-", "a" * 64, "a/b", "ä", "../x", "a\n"], ids=repr
 )
 def test_bad_ids(scene: Scene, bad_id: str) -> None:
-    stubs = wire(scene.client).stubs
+    stubs = scene.client.connection.stubs
     request = models.CreateModelRequest(model_id=bad_id, model=spec())
     refuse(lambda: stubs.models.CreateModel(request), INVALID)
     made = sequences.CreateSequenceRequest(
@@ -340,7 +339,7 @@ def test_bad_ids(scene: Scene, bad_id: str) -> None:
 
 @pytest.mark.parametrize("name", ["", "models/nobody", "nobody", "sequences/nobody", "models/"])
 def test_unknown_model(scene: Scene, name: str) -> None:
-    stubs = wire(scene.client).stubs
+    stubs = scene.client.connection.stubs
     codes = (MISSING,) if name == "models/nobody" else (MISSING, INVALID)
     upload = models.UploadHashWeightsRequest(name=name, total_bytes=8, data=bytes(8))
     created = sequences.CreateSequenceRequest(sequence=sequences.Sequence(model=name))
@@ -363,7 +362,7 @@ def test_unknown_model(scene: Scene, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["", "sequences/nobody", "nobody", "models/nobody"])
 def test_unknown_sequence(scene: Scene, name: str) -> None:
-    stubs = wire(scene.client).stubs
+    stubs = scene.client.connection.stubs
     codes = (MISSING,) if name == "sequences/nobody" else (MISSING, INVALID)
     item = attention.AttendItem(sequence=name, q=tensor((1, 4, 16)))
     chunk = attention.KvChunk(sequence=name, k=tensor((1, 2, 1, 16)), v=tensor((1, 2, 1, 16)))
@@ -390,7 +389,7 @@ def test_unknown_sequence(scene: Scene, name: str) -> None:
 
 
 def test_bad_pages_of_lists(scene: Scene) -> None:
-    stubs = wire(scene.client).stubs
+    stubs = scene.client.connection.stubs
     bad: tuple[dict[str, Any], ...]
     bad = ({"page_size": -1}, {"page_size": 1001}, {"page_token": "\x01?"})
     for fields in bad:
@@ -403,11 +402,11 @@ def test_bad_pages_of_lists(scene: Scene) -> None:
 
 def test_model_in_use(scene: Scene) -> None:
     request = models.DeleteModelRequest(name=scene.model.name)
-    refuse(lambda: wire(scene.client).stubs.models.DeleteModel(request), "FAILED_PRECONDITION")
+    refuse(lambda: scene.client.connection.stubs.models.DeleteModel(request), "FAILED_PRECONDITION")
 
 
 def test_taken_ids(scene: Scene) -> None:
-    stubs = wire(scene.client).stubs
+    stubs = scene.client.connection.stubs
     taken = scene.sequence.name.removeprefix("sequences/")
     made = sequences.CreateSequenceRequest(
         sequence_id=taken, sequence=sequences.Sequence(model=scene.model.name)
@@ -426,14 +425,14 @@ def test_bad_ttl(scene: Scene, seconds: int) -> None:
     request = sequences.CreateSequenceRequest(
         sequence=sequences.Sequence(model=scene.model.name, ttl={"seconds": seconds})
     )
-    refuse(lambda: wire(scene.client).stubs.sequences.CreateSequence(request), INVALID)
+    refuse(lambda: scene.client.connection.stubs.sequences.CreateSequence(request), INVALID)
 
 
 @pytest.mark.parametrize("token_count", [-1, 11, HUGE, -HUGE])
 def test_bad_truncation(scene: Scene, token_count: int) -> None:
     request = sequences.TruncateSequenceRequest(name=scene.sequence.name, token_count=token_count)
     codes: Any = RANGE if token_count > 0 else EITHER
-    refuse(lambda: wire(scene.client).stubs.sequences.TruncateSequence(request), codes)
+    refuse(lambda: scene.client.connection.stubs.sequences.TruncateSequence(request), codes)
 
 
 def upload(name: str, *parts: bytes, total: int) -> Iterator[models.UploadHashWeightsRequest]:
@@ -444,7 +443,7 @@ def upload(name: str, *parts: bytes, total: int) -> Iterator[models.UploadHashWe
 
 
 def test_bad_uploads(client: Client) -> None:
-    stubs = wire(client).stubs
+    stubs = client.connection.stubs
     rotation = client.create_model(
         layer_count=1, query_head_count=1, kv_head_count=1, head_dim=16, dtype="float32"
     )
@@ -533,7 +532,7 @@ BAD_CHUNKS: dict[str, tuple[Any, dict[str, Any]]] = {
 @pytest.mark.parametrize(("codes", "changes"), BAD_CHUNKS.values(), ids=BAD_CHUNKS)
 def test_bad_append(scene: Scene, codes: Any, changes: dict[str, Any]) -> None:
     request = attention.AppendRequest(chunk=chunk(scene, **changes))
-    error = refuse(lambda: wire(scene.client).stubs.attention.Append(iter([request])), codes)
+    error = refuse(lambda: scene.client.connection.stubs.attention.Append(iter([request])), codes)
     if error.code == RANGE and changes.get("token_start", -1) >= 0:
         assert "10" in error.message  # the layer's length
 
@@ -561,7 +560,7 @@ def step_request(
 def ask_step(client: Client, *requests: attention.StepRequest) -> list[str]:
     """The code of each answer. Answers with an error must have a message, and nothing else."""
     codes = []
-    for answer in wire(client).stubs.attention.Step(iter(requests)):
+    for answer in client.connection.stubs.attention.Step(iter(requests)):
         if answer.status.code:
             assert len(answer.status.message) > 8
             assert not answer.out.data
@@ -681,12 +680,12 @@ def test_append_of_what_is_not_finite_names_the_position(
     arrays[name][1, 0, 3, 7] = value
     changes = {n: tensor(shape, a.tobytes()) for n, a in arrays.items()}
     request = attention.AppendRequest(chunk=chunk(scene, **changes))
-    error = refuse(lambda: wire(scene.client).stubs.attention.Append(iter([request])), EITHER)
+    error = refuse(lambda: scene.client.connection.stubs.attention.Append(iter([request])), EITHER)
     assert "13" in error.message  # position 10 + 3
 
 
 def test_empty_append(scene: Scene) -> None:
-    stubs = wire(scene.client).stubs
+    stubs = scene.client.connection.stubs
     refuse(lambda: stubs.attention.Append(iter([attention.AppendRequest()])), INVALID)
 
 
@@ -695,7 +694,7 @@ def test_first_bad_chunk_ends_the_stream(scene: Scene) -> None:
     good = chunk(scene, sequence=copy.name)
     bad = chunk(scene, sequence=copy.name, token_start=13)
     stream = [attention.AppendRequest(chunk=c) for c in (good, bad, good)]
-    refuse(lambda: wire(scene.client).stubs.attention.Append(iter(stream)), RANGE)
+    refuse(lambda: scene.client.connection.stubs.attention.Append(iter(stream)), RANGE)
     assert copy.refresh().layer_token_counts == (11, 11)
     copy.delete()
 
@@ -735,14 +734,14 @@ BAD_ITEMS: dict[str, tuple[Any, dict[str, Any]]] = {
 
 @pytest.mark.parametrize(("codes", "changes"), BAD_ITEMS.values(), ids=BAD_ITEMS)
 def test_bad_item_everywhere(scene: Scene, codes: Any, changes: dict[str, Any]) -> None:
-    stubs, bad = wire(scene.client).stubs.attention, item(scene, **changes)
+    stubs, bad = scene.client.connection.stubs.attention, item(scene, **changes)
     refuse(lambda: stubs.Attend(attention.AttendRequest(items=[bad])), codes)
     refuse(lambda: stubs.Select(attention.SelectRequest(item=bad)), codes)
 
 
 @pytest.mark.parametrize("layer", [-1, 2, 2**31 - 1, -(2**31)])
 def test_bad_layer(scene: Scene, layer: int) -> None:
-    stubs, good = wire(scene.client).stubs.attention, item(scene)
+    stubs, good = scene.client.connection.stubs.attention, item(scene)
     refuse(lambda: stubs.Attend(attention.AttendRequest(layer=layer, items=[good])), EITHER)
     refuse(lambda: stubs.Select(attention.SelectRequest(layer=layer, item=good)), EITHER)
     tokens = attention.TokenRange(count=1)
@@ -753,7 +752,7 @@ def test_bad_layer(scene: Scene, layer: int) -> None:
 
 
 def test_bad_attends(scene: Scene, client: Client) -> None:
-    stubs, good = wire(client).stubs.attention, item(scene)
+    stubs, good = client.connection.stubs.attention, item(scene)
     other = client.create_model(
         layer_count=2, query_head_count=4, kv_head_count=2, head_dim=16, dtype="float32"
     )
@@ -780,7 +779,7 @@ def test_query_that_is_not_finite(scene: Scene) -> None:
         q = tensor((1, 4, 16), np.full((1, 4, 16), value, np.float32).tobytes())
         request = attention.AttendRequest(items=[item(scene, q=q)])
         try:
-            (result,) = wire(scene.client).stubs.attention.Attend(request).results
+            (result,) = scene.client.connection.stubs.attention.Attend(request).results
             code = code_pb2.Code.Name(result.status.code)
         except spillway_kv.SpillwayError as error:
             code = error.code
@@ -807,7 +806,7 @@ def test_bad_steps_leave_their_stream_open(scene: Scene) -> None:
 
 
 def test_select_takes_one_query(scene: Scene) -> None:
-    stubs, two = wire(scene.client).stubs.attention, item(scene, q=tensor((2, 4, 16)))
+    stubs, two = scene.client.connection.stubs.attention, item(scene, q=tensor((2, 4, 16)))
     refuse(lambda: stubs.Select(attention.SelectRequest(item=two)), INVALID)
 
 
@@ -831,7 +830,7 @@ def lsh_sequence(scene: Scene) -> Iterator[Sequence]:
 
 
 def test_no_rows_of_lsh_sampling(scene: Scene, lsh_sequence: Sequence) -> None:
-    stubs = wire(scene.client).stubs.attention
+    stubs = scene.client.connection.stubs.attention
     asked = item(scene, sequence=lsh_sequence.name)
     error = refuse(lambda: stubs.Select(attention.SelectRequest(item=asked)), INVALID)
     assert ["item.policy.tail"] == [violation.field for violation in error.fields]
@@ -878,7 +877,7 @@ BAD_SELECTIONS = {
 @pytest.mark.parametrize("selection", BAD_SELECTIONS.values(), ids=BAD_SELECTIONS)
 def test_bad_selection(scene: Scene, selection: attention.Selection) -> None:
     request = attention.FetchPagesRequest(sequence=scene.sequence.name, selection=selection)
-    stubs = wire(scene.client).stubs.attention
+    stubs = scene.client.connection.stubs.attention
     refuse(lambda: list(stubs.FetchPages(request)), EITHER)
 
 

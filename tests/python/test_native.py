@@ -11,7 +11,6 @@ import pytest
 import spillway_kv
 from daemon_process import binary
 from spillway_kv import _library
-from spillway_kv.connection import wire
 from spillway_kv.lab.serving import prefer_library
 
 NAMED = os.environ.get("SPILLWAY_LIBRARY")  # its value before tests change it
@@ -29,7 +28,7 @@ def loaded(target: str) -> str:
     """Connects, and returns the name of the library that was loaded."""
     with spillway_kv.connect(target) as client:
         assert client.transport == "daemon"
-        name: str = wire(client).channel.library._name
+        name: str = client.connection.channel.library._name
         return name
 
 

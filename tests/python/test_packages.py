@@ -141,7 +141,7 @@ def test_all_goes_through_the_wheel_own_library(
         "sys.modules['grpc'] = None\n"
         "import spillway_kv\n"
         f"with spillway_kv.connect({target!r}) as client:\n"
-        "    print(client.transport, client._wire.channel.library._name)",
+        "    print(client.transport, client.connection.channel.library._name)",
     )
     assert used == f"daemon {tmp_path}/spillway_kv/_lib/libspillway.so.1"
 

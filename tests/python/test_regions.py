@@ -26,7 +26,6 @@ from spillway_kv import Client, Model, Region, Sequence
 from spillway_kv._proto import attention_service_pb2 as attention
 from spillway_kv._proto import memory_service_pb2 as memory
 from spillway_kv._proto import tensor_pb2 as tensors
-from spillway_kv.connection import wire
 
 MIB = 1 << 20
 HEADS, DIM = 2, 16  # as in the fixture `model`, which has two layers and four query heads
@@ -67,8 +66,8 @@ def test_appends_from_a_region(
     assert sequence.append(0, 0, k, v).appended_chunk_count == 1
     expect_rows(sequence, k, v)
     assert sequence.append(0, 0, k, v).already_present_chunk_count == 1
-    assert wire(client).regions.slice_of(k) is not None
-    assert wire(client).regions.slice_of(k.copy()) is None
+    assert client.connection.regions.slice_of(k) is not None
+    assert client.connection.regions.slice_of(k.copy()) is None
 
 
 def test_a_region_has_tensors(client: Client, region: Region) -> None:
@@ -78,7 +77,7 @@ def test_a_region_has_tensors(client: Client, region: Region) -> None:
     half.fill_(1)
     whole.fill_(2)
     assert half.float().sum() == 15
-    assert wire(client).regions.slice_of(half[1:]) is not None
+    assert client.connection.regions.slice_of(half[1:]) is not None
     with pytest.raises(ValueError, match="do not fit"):
         region.tensor((4 * MIB,))
     region.reset()
@@ -183,7 +182,7 @@ def test_bad_slices(
         tensor.shape.extend([1, HEADS, 10, DIM])
         tensor.slice.CopyFrom(tensors.RegionSlice(**place))
     request = attention.AppendRequest(chunk=chunk)
-    error = refused(lambda: wire(client).stubs.attention.Append(iter([request])))
+    error = refused(lambda: client.connection.stubs.attention.Append(iter([request])))
     assert error.code == code, error
     assert [violation.field for violation in error.fields] == ([field] if field else [])
     assert sequence.refresh().token_count == 0
@@ -216,7 +215,9 @@ def test_queries_and_outputs_in_a_region(
     item = attention.AttendItem(
         sequence=sequence.name, q=tensor(region.name, at[id(q)], 3, 4, DIM), **places
     )
-    (result,) = wire(client).stubs.attention.Attend(attention.AttendRequest(items=[item])).results
+    (result,) = client.connection.stubs.attention.Attend(
+        attention.AttendRequest(items=[item])
+    ).results
     assert result.out.slice.region == region.name
     np.testing.assert_array_equal(out, expected.out)
     np.testing.assert_array_equal(lse, expected.lse)
@@ -230,7 +231,9 @@ def test_queries_and_outputs_in_a_region(
         q=tensor(region.name, start, 3, 4, DIM, strides=(DIM * 4, 3 * DIM * 4, 4)),
         **places,
     )
-    (result,) = wire(client).stubs.attention.Attend(attention.AttendRequest(items=[item])).results
+    (result,) = client.connection.stubs.attention.Attend(
+        attention.AttendRequest(items=[item])
+    ).results
     assert result.status.code == 0
     np.testing.assert_array_equal(out, expected.out)
     np.testing.assert_array_equal(lse, expected.lse)
@@ -246,7 +249,7 @@ def test_bad_queries_and_outputs(
         fields = {"q": tensor(region.name, 0, 1, 4, DIM), **fields}
         item = attention.AttendItem(sequence=sequence.name, **fields)
         return refused(
-            lambda: wire(client).stubs.attention.Attend(attention.AttendRequest(items=[item]))
+            lambda: client.connection.stubs.attention.Attend(attention.AttendRequest(items=[item]))
         )
 
     def fields_of(error: spillway_kv.SpillwayError) -> list[str]:
@@ -271,14 +274,16 @@ def test_bad_queries_and_outputs(
         sequence=sequence.name,
         selection=attention.Selection(offsets=[0, 1, 2], indices=tensor(region.name, 0, 2)),
     )
-    assert refused(lambda: list(wire(client).stubs.attention.FetchPages(request))).code == INVALID
+    assert (
+        refused(lambda: list(client.connection.stubs.attention.FetchPages(request))).code == INVALID
+    )
 
 
 class Session:
     """A session of its own, by the socket and the calls that memory_service.proto describes."""
 
     def __init__(self, client: Client, target: str) -> None:
-        self._stub = wire(client).stubs.memory
+        self._stub = client.connection.stubs.memory
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.connect(target.removeprefix("unix:") + ".regions")
         self._name = self._socket.recv(256).decode()
@@ -305,7 +310,7 @@ class Session:
 
 
 def test_sessions_and_regions_that_are_not_there(client: Client, region: Region) -> None:
-    stub, session = wire(client).stubs.memory, wire(client).regions.session
+    stub, session = client.connection.stubs.memory, client.connection.regions.session
     for call in (
         lambda: stub.AttachRegion(memory.AttachRegionRequest(session="none", byte_count=1)),
         lambda: stub.ListRegions(memory.ListRegionsRequest()),
@@ -327,7 +332,7 @@ def test_sessions_and_regions_that_are_not_there(client: Client, region: Region)
 def test_a_session_has_its_own(client: Client, target: str, region: Region) -> None:
     with spillway_kv.connect(target) as other:
         theirs = other.attach_region(4096)
-        stub, session = wire(other).stubs.memory, wire(other).regions.session
+        stub, session = other.connection.stubs.memory, other.connection.regions.session
         listed = stub.ListRegions(memory.ListRegionsRequest(session=session)).regions
         assert [one.name for one in listed] == [theirs.name]
         taken = memory.DetachRegionRequest(session=session, name=region.name)
@@ -588,7 +593,7 @@ def test_after_an_interrupt_a_region_is_given_back(
     with spillway_kv.connect(target) as client:
         sequence = client.create_sequence(model)
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-            patched.setattr(wire(client).channel, "map_region", interrupted)
+            patched.setattr(client.connection.channel, "map_region", interrupted)
             client.attach_region(MIB)
         k, v = client.attach_region(MIB).array(rows.shape)
         k[:], v[:] = rows
@@ -600,7 +605,7 @@ def test_after_an_interrupt_a_region_is_given_back(
 def test_only_regions_of_the_session_are_mapped(target: str) -> None:
     with spillway_kv.connect(target) as client, spillway_kv.connect(target) as other:
         mine, theirs = client.attach_region(MIB), other.attach_region(MIB)
-        channel = wire(client).channel
+        channel = client.connection.channel
         for name, told in (
             (theirs.name, "this session has no such region"),
             ("regions/none", "this session has no such region"),
@@ -625,8 +630,8 @@ def test_only_regions_of_the_session_are_mapped(target: str) -> None:
 
 def own_regions(client: Client) -> int:
     """How many regions the client's session has. The client itself has attached all of them."""
-    request = memory.ListRegionsRequest(session=wire(client).regions.session)
-    return len(wire(client).stubs.memory.ListRegions(request).regions)
+    request = memory.ListRegionsRequest(session=client.connection.regions.session)
+    return len(client.connection.stubs.memory.ListRegions(request).regions)
 
 
 def large(rng: np.random.Generator) -> tuple[Any, Any]:
@@ -647,7 +652,7 @@ def test_large_appends_go_by_a_region_of_the_clients_own(
     with running_daemon(tmp_path) as target, spillway_kv.connect(target) as client:
         sequence = client.create_sequence(two_layers(client))
         sequence.append(0, 0, k[:, :, :10], v[:, :, :10])
-        assert wire(client).regions.session == ""  # that append was small
+        assert client.connection.regions.session == ""  # that append was small
         result = sequence.append(0, 10, k[:, :, 10:], v[:, :, 10:])
         # The rows went through a region: they would not fit into one message.
         assert (result.appended_chunk_count, result.layer_token_counts) == (1, (20_000, 20_000))
@@ -741,7 +746,10 @@ def test_an_embedded_engine_has_its_process_memory_alone(client: Client) -> None
     with pytest.raises(ValueError, match="has no regions"):
         client.attach_region(MIB)
     request = memory.AttachRegionRequest(session="any", byte_count=1)
-    assert refused(lambda: wire(client).stubs.memory.AttachRegion(request)).code == "UNIMPLEMENTED"
+    assert (
+        refused(lambda: client.connection.stubs.memory.AttachRegion(request)).code
+        == "UNIMPLEMENTED"
+    )
 
 
 # GPU regions on a machine without a GPU. test_gpu_regions.py has the other tests.
@@ -760,13 +768,13 @@ def test_a_device_without_memory_of_its_own(client: Client, device: str, told: s
     if on_gpu() and device == "cpu:0":
         pytest.skip("of a daemon without a GPU")
     client.attach_region(1).detach()
-    request = memory.ListRegionsRequest(session=wire(client).regions.session)
-    before, listed = other_bytes(client), wire(client).stubs.memory.ListRegions(request)
+    request = memory.ListRegionsRequest(session=client.connection.regions.session)
+    before, listed = other_bytes(client), client.connection.stubs.memory.ListRegions(request)
     with pytest.raises(spillway_kv.InvalidArgument, match=re.escape(told)) as caught:
         client.attach_region(MIB, device=device)
     assert [violation.field for violation in caught.value.fields] == ["device"]
     assert device in caught.value.message
-    assert wire(client).stubs.memory.ListRegions(request) == listed
+    assert client.connection.stubs.memory.ListRegions(request) == listed
     # Messages of calls that have just ended may still be charged, in either figure.
     assert abs(other_bytes(client) - before) < 1024
 
@@ -775,7 +783,7 @@ def test_what_is_no_handle_is_not_mapped(client: Client) -> None:
     nowhere = "GPU-00000000-0000-0000-0000-000000000000"
     for handle, codes in ((b"short", {INVALID}), (bytes(64), {MISSING})):
         with pytest.raises(spillway_kv.SpillwayError) as caught:
-            wire(client).channel.map_region(
+            client.connection.channel.map_region(
                 memory.AttachRegionResponse(
                     region=memory.Region(name="regions/1", byte_count=MIB, device=nowhere),
                     ipc_handle=handle,

@@ -17,7 +17,6 @@ import spillway_kv
 from daemon_process import ROOT, binary, device_flags
 from helpers import wait_for
 from spillway_kv._proto import sequence_service_pb2
-from spillway_kv.connection import wire
 from spillway_kv.lab import serving
 
 EXAMPLE = ROOT / "cmake/packaging/spillwayd.toml.in"
@@ -148,7 +147,9 @@ def test_limits_and_defaults_hold_for_what_comes_then(reloading: Reloading) -> N
 
         def ttl(sequence: spillway_kv.Sequence) -> int:
             request = sequence_service_pb2.GetSequenceRequest(name=sequence.name)
-            seconds: int = wire(client).stubs.sequences.GetSequence(request).sequence.ttl.seconds
+            seconds: int = client.connection.stubs.sequences.GetSequence(
+                request
+            ).sequence.ttl.seconds
             return seconds
 
         before = client.create_sequence(model)

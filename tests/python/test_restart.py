@@ -15,7 +15,6 @@ from daemon_process import running_daemon
 from helpers import step
 from random_llama import generate, llama, prompt
 from spillway_kv._native import Carrier
-from spillway_kv.connection import wire
 from spillway_kv.transformers import SpillwayCache
 
 SHAPES: dict[str, Any] = {
@@ -54,7 +53,7 @@ def test_cache(tmp_path: Path, how: str, token_count: int) -> None:
     with running_daemon(tmp_path) as target:
         client = spillway_kv.connect(target)
         if how == "messages":
-            wire(client).carrier = Carrier.MESSAGES
+            client.connection.carrier = Carrier.MESSAGES
         cache = SpillwayCache(spilled.config, client)
         # Decodes, so that the client has a doorbell or a call, which the restart breaks.
         generate(spilled, ids, cache, max_new_tokens=3)

@@ -18,7 +18,6 @@ from daemon_process import running_daemon
 from helpers import once_reached
 from random_llama import generate, llama, prompt
 from spillway_kv._native import Carrier
-from spillway_kv.connection import wire
 from spillway_kv.transformers import SpillwayCache
 
 
@@ -77,7 +76,7 @@ def test_generation_is_as_an_undisturbed_one(tmp_path: Path, how: str) -> None:
     with daemon(tmp_path) as each, killer(each) as kill:
         with spillway_kv.connect(each.target) as client:
             if how == "messages":
-                wire(client).carrier = Carrier.MESSAGES
+                client.connection.carrier = Carrier.MESSAGES
             assert client.step_transport == how
             with SpillwayCache(spilled.config, client) as cache:
                 # In the middle of a step, and between two steps. The first call is the prompt.
@@ -114,7 +113,7 @@ def test_calls(tmp_path: Path, how: str) -> None:
     with daemon(tmp_path) as each, killer(each) as kill:
         with spillway_kv.connect(each.target) as client:
             if how == "messages":
-                wire(client).carrier = Carrier.MESSAGES
+                client.connection.carrier = Carrier.MESSAGES
             client.create_model("m", **SHAPES)
             sequence = client.create_sequence("models/m", "s")
             writer = Writer(1, "sequences/s")
@@ -139,7 +138,7 @@ def test_calls(tmp_path: Path, how: str) -> None:
                 new = rows(1, at, 1)[:, None]
                 with client.begin_step([sequence]) as step:
                     for layer in range(LAYERS):
-                        answer = step._asked(
+                        answer = step.state.ask(
                             layer, q[None], new[layer], -new[layer], None, at_once=True
                         )
                         if at % 2 == layer:
@@ -197,7 +196,7 @@ def test_a_step_that_a_restart_broke_can_be_closed(tmp_path: Path, how: str) -> 
         spillway_kv.connect(each.target, resume_seconds=0) as client,
     ):
         if how == "messages":
-            wire(client).carrier = Carrier.MESSAGES
+            client.connection.carrier = Carrier.MESSAGES
         sequence = client.create_sequence(client.create_model("m", **SHAPES), "s")
         step = client.begin_step([sequence])
         assert client.step_transport == how

@@ -18,6 +18,7 @@ from helpers import delete_model, refused, step, wait_for
 from raw_grpc import raw
 from spillway_kv import Client, FailedPrecondition, Model, Sequence
 from spillway_kv._proto import attention_service_pb2 as attention
+from spillway_kv.appending import Append
 from test_step_call import Call, failure
 from test_step_call import attend as attend_message
 from test_step_call import step as step_message
@@ -180,7 +181,7 @@ def test_an_append_keeps_its_messages_before_the_seal(
 
     def message(layer: int) -> attention.AppendRequest:
         k, v = (array[None] for array in new_token(rows, layer))
-        return sequence._append_of(layer, LENGTH, k, v).request(0, 0, (k, v), None)
+        return Append(sequence.state, layer, LENGTH, k, v, None).request(0, 0, (k, v), None)
 
     answer = raw(client.target).attention.Append.future(iter(waiting.get, None))
     waiting.put(message(0))

@@ -321,7 +321,7 @@ def test_interrupted_crop(
         def interrupt(*_: Any) -> None:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(cache._shared.store, "truncate", interrupt)
+        monkeypatch.setattr(cache.contents.shared.store, "truncate", interrupt)
         with pytest.raises(KeyboardInterrupt):
             cache.crop(-3)
         monkeypatch.undo()

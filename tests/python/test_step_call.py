@@ -21,7 +21,6 @@ from spillway_kv import Client, Model, Sequence
 from spillway_kv._native import Carrier
 from spillway_kv._proto import attention_service_pb2 as attention
 from spillway_kv._proto import tensor_pb2
-from spillway_kv.connection import wire
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
 
@@ -435,7 +434,7 @@ def test_a_step_larger_than_a_message(target: str) -> None:
         large(target) as (client, sequences, rows),
         spillway_kv.connect(target) as other,
     ):
-        wire(other).carrier = Carrier.MESSAGES
+        other.connection.carrier = Carrier.MESSAGES
         forked = [other.get_sequence(sequence.fork().name) for sequence in sequences]
         with client.begin_step(sequences, token_count=16) as step:
             out, lse = step.attend(0, *rows)

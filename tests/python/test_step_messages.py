@@ -12,7 +12,6 @@ import torch
 from daemon_process import running_daemon
 from spillway_kv import Client
 from spillway_kv._native import Carrier
-from spillway_kv.connection import wire
 
 LAYERS, HEADS, KV_HEADS, DIM = 2, 4, 2, 32
 LENGTHS = (1200, 9)
@@ -26,7 +25,7 @@ def clients(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Client, 
             spillway_kv.connect(target) as local,
             spillway_kv.connect(target) as remote,
         ):
-            wire(remote).carrier = Carrier.MESSAGES
+            remote.connection.carrier = Carrier.MESSAGES
             assert (local.step_transport, remote.step_transport) == ("doorbell", "messages")
             yield local, remote
 
@@ -73,7 +72,9 @@ def test_gives_what_a_doorbell_gives(
             local.begin_step(sequences, token_count=tokens, policy=policy) as theirs,
             remote.begin_step(mine, token_count=tokens, policy=policy) as step,
         ):
-            carriers = [each._kind.carrier()[0] for each in (theirs, step) if each._kind]
+            carriers = [
+                each.state.native.carrier()[0] for each in (theirs, step) if each.state.native
+            ]
             assert carriers == [Carrier.DOORBELL, Carrier.MESSAGES]
             for layer in (1, 0):
                 rows = tensors(rng, tokens)

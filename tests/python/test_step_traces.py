@@ -19,7 +19,6 @@ from spillway_kv import Client, Sequence
 from spillway_kv._native import Carrier
 from spillway_kv._native_step import NativeStep
 from spillway_kv._proto import attention_service_pb2 as attention
-from spillway_kv.connection import wire
 from spillway_kv.lab import serving
 from spillway_kv.tensors import fill
 
@@ -92,7 +91,7 @@ def test_a_step_of_a_call_has_its_own_trace_or_that_of_the_call(
 def test_a_step_is_of_the_trace_it_was_begun_in(folder: Path, target: str, transport: str) -> None:
     with spillway_kv.connect(target) as client:
         if transport == "messages":
-            wire(client).carrier = Carrier.MESSAGES
+            client.connection.carrier = Carrier.MESSAGES
         sequence = new_sequence(client)
         with spillway_kv.traced(TRACEPARENT):
             step = client.begin_step([sequence])
@@ -111,7 +110,7 @@ def test_a_step_that_is_refused_names_its_trace(folder: Path, target: str) -> No
         sequence.delete()
         with spillway_kv.traced(TRACEPARENT), pytest.raises(spillway_kv.NotFound):
             client.begin_step([sequence])
-        wire(client).carrier = Carrier.MESSAGES
+        client.connection.carrier = Carrier.MESSAGES
         with spillway_kv.traced(request_id="job-8"), pytest.raises(spillway_kv.NotFound):
             step(sequence, 0, Q, ROWS, ROWS, start=0)
     wait_for(lambda: len(traces(folder, "refused", sequence.name)) == 2)
@@ -122,17 +121,17 @@ def test_a_step_that_is_refused_names_its_trace(folder: Path, target: str) -> No
 def test_a_trace_id_that_is_none_is_refused(target: str, trace_id: str) -> None:
     with spillway_kv.connect(target) as client:
         sequence = new_sequence(client)
-        (answer,) = wire(client).stubs.attention.Step(messages(sequence, [trace_id]))
+        (answer,) = client.connection.stubs.attention.Step(messages(sequence, [trace_id]))
         asked = "is not 1 to 128 characters of [A-Za-z0-9._:=+/-]"
         assert "trace_id: " in answer.status.message
         assert f"{len(trace_id)} characters, {asked}" in answer.status.message
         (message,) = messages(sequence, [trace_id])
-        channel = wire(client).channel
+        channel = client.connection.channel
         with pytest.raises(spillway_kv.InvalidArgument, match="trace_id") as caught:
-            NativeStep(channel, message.begin, sequence._described(), Carrier.DOORBELL)
+            NativeStep(channel, message.begin, sequence.state.described(), Carrier.DOORBELL)
         assert [violation.field for violation in caught.value.fields] == ["trace_id"]
         with pytest.raises(spillway_kv.InvalidArgument, match="trace_id: .* is not 1 to 128"):
-            NativeStep(channel, message.begin, sequence._described(), Carrier.MESSAGES)
+            NativeStep(channel, message.begin, sequence.state.described(), Carrier.MESSAGES)
         assert sequence.refresh().token_count == 0
 
 

@@ -21,7 +21,6 @@ from daemon_process import binary, connected, on_gpu, running_daemon
 from helpers import refused, wait_for
 from spillway_kv import Client, FailedPrecondition, Model, Policy, Sequence
 from spillway_kv._proto import admin_service_pb2
-from spillway_kv.connection import wire
 from spillway_kv.lab.serving import prefer_library
 from spillway_kv.stream import default_token_count_max
 
@@ -260,7 +259,9 @@ def test_layers_and_sequences_differ_in_what_is_dense(engine: Client, wide: Mode
 def stage_counts(engine: Client) -> dict[str, int]:
     """How many attends reported a time for each stage."""
     request = admin_service_pb2.GetStatisticsRequest(include_metrics=True)
-    families = {each.name: each for each in wire(engine).stubs.admin.GetStatistics(request).metrics}
+    families = {
+        each.name: each for each in engine.connection.stubs.admin.GetStatistics(request).metrics
+    }
     return {
         metric.labels["stage"]: metric.histogram.cumulative_counts[-1]
         for metric in families["spillway_attend_stage_seconds"].metrics

@@ -37,7 +37,6 @@ from spillway_kv._proto import (
     sequence_service_pb2,
     tensor_pb2,
 )
-from spillway_kv.connection import wire
 from test_cli import run as run_cli
 from test_daemon import run
 from test_doorbell import RawDoorbell
@@ -197,7 +196,7 @@ def test_anothers_names_are_as_names_of_nothing(
     daemon: Daemon, alice: spillway_kv.Client, method: MethodDescriptor
 ) -> None:
     region = alice.attach_region(4096)
-    session = wire(alice).regions.session
+    session = alice.connection.regions.session
     theirs = {
         "model": "models/shared-name",
         "sequence": "sequences/secret",
@@ -279,7 +278,7 @@ def test_pages_of_lists_stay_within_a_namespace(daemon: Daemon, alice: spillway_
         seen, token = [], ""
         for _ in range(10):
             request = sequence_service_pb2.ListSequencesRequest(page_size=2, page_token=token)
-            page = wire(bob).call(wire(bob).stubs.sequences.ListSequences, request)
+            page = bob.connection.call(bob.connection.stubs.sequences.ListSequences, request)
             seen += [sequence.name for sequence in page.sequences]
             token = page.next_page_token
             if not token:
@@ -336,7 +335,7 @@ def test_regions_and_doorbells_are_the_callers(daemon: Daemon, alice: spillway_k
             tensor.shape.extend([1, 1, 1, 16])
             tensor.slice.region = region.name
             tensor.slice.strides.extend([64, 64, 64, 4])
-        stub = wire(bob).stubs.attention.Append
+        stub = bob.connection.stubs.attention.Append
         assert refused(lambda: stub(iter([request]), timeout=10)).reason == "REGION_NOT_FOUND"
         own = bob.attach_region(4096)
         chunk.k.slice.region = chunk.v.slice.region = own.name
@@ -520,7 +519,7 @@ def test_tokens_change_while_streams_are_open(daemon: Daemon, alice: spillway_kv
         ones, q = np.ones((1, 1, 1, 16), np.float32), np.ones((1, 1, 2, 16), np.float32)
         with ExitStack() as stack:
             plain = stack.enter_context(daemon.connect(BOB))
-            wire(plain).carrier = Carrier.MESSAGES
+            plain.connection.carrier = Carrier.MESSAGES
             in_messages = stack.enter_context(plain.begin_step([sequence]))
             step = stack.enter_context(bob.begin_step([sequence]))
             assert (plain.step_transport, bob.step_transport) == ("messages", "doorbell")

@@ -14,7 +14,6 @@ from http2 import DATA, END_HEADERS, END_STREAM, HEADERS, frame, raw, request
 from spillway_kv import Client, Model
 from spillway_kv._proto import attention_service_pb2 as attention
 from spillway_kv._proto import tensor_pb2
-from spillway_kv.connection import wire
 
 # A field of two bytes, of which only one is there.
 TRUNCATED = b"\x0a\x02x"
@@ -146,7 +145,7 @@ def test_an_error_quotes_no_more_than_people_read(client: Client, model: Model) 
     sequence = client.create_sequence(model)
     q = tensor_pb2.Tensor(dtype=tensor_pb2.DTYPE_F32, shape=[12345] * 3000)
     request = attention.AttendRequest(items=[attention.AttendItem(sequence=sequence.name, q=q)])
-    error = refused(lambda: wire(client).stubs.attention.Attend(request))
+    error = refused(lambda: client.connection.stubs.attention.Attend(request))
     assert error.code == "INVALID_ARGUMENT"
     assert len(error.message) < 1100
     assert "... (cut, of " in error.message

@@ -31,12 +31,6 @@ class Sequence:
             assert first + i not in self.layers
             self.layers[first + i] = k[i].clone(), v[i].clone()
 
-    def _takes_from_gpu(self, _: torch.Tensor) -> bool:
-        return True
-
-    def _forget(self) -> None:
-        pass
-
 
 def at_once(append: Callable[[], None]) -> None:
     append()

@@ -400,7 +400,7 @@ class StepDecoder:
         self._step = self._client.begin_step(self._sequences, policy=Policy(selector="all"))
         self.step_count += 1
 
-    def _enqueue(
+    def attend(
         self,
         layer: int,
         q: torch.Tensor,
@@ -419,7 +419,7 @@ class StepDecoder:
     def run(self, graph: Any) -> None:
         if self.run_error is not None:
             raise self.run_error
-        graph.run_with(self._enqueue)
+        graph.run_with(self.attend)
 
     def finish(self) -> None:
         assert self._step is not None

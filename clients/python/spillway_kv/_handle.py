@@ -88,7 +88,11 @@ class Handle:
 
 
 class Handles:
-    """The handles of one channel. Thread-safe."""
+    """The handles of one channel. Thread-safe.
+
+    Attributes:
+        pid: Id of the process that has made them.
+    """
 
     def __init__(self) -> None:
         # Re-entrant, because the garbage collector may run a finalizer while it is held.
@@ -97,7 +101,7 @@ class Handles:
         # Handles that are not freed.
         self._count = 0
         self._left = False
-        self._pid = os.getpid()
+        self.pid = os.getpid()
         with _lock:
             _all.add(self)
 
@@ -150,7 +154,7 @@ def _end() -> None:
     """Frees all handles when the program ends, before the library's static objects end."""
     # What a forked process has is its parent's.
     with _lock:
-        own = [handles for handles in _all if handles._pid == os.getpid()]
+        own = [handles for handles in _all if handles.pid == os.getpid()]
     for held in list(_before):
         held.end()
     for handles in own:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from spillway_kv import _split
 from spillway_kv._proto import attention_service_pb2, tensor_pb2
-from spillway_kv.connection import Connection
 from spillway_kv.errors import OutOfRange, ResourceExhausted, SpillwayError
 from spillway_kv.region import copied_to
 from spillway_kv.regions import ANSWERED
 from spillway_kv.results import AppendResult
+from spillway_kv.sequence_state import SequenceState
 from spillway_kv.tensors import (
     Array,
     dtype_of,
+    engine_array,
     itemsize,
     keep_for_a_while,
     on_gpu,
@@ -25,6 +26,10 @@ from spillway_kv.tensors import (
 # Most bytes of K and V that an engine reads in place for one message. An append that is given up
 # ends after the message that is being read.
 _IN_PLACE_BYTES = 256 << 20
+
+# Most bytes of K and V in GPU memory that are copied to the host at once, if the engine cannot read
+# them there. Of more, each message copies its part.
+_COPIED_BYTES = 1 << 30
 
 # Places of K and V in regions.
 _Places = tuple[tensor_pb2.RegionSlice, tensor_pb2.RegionSlice]
@@ -36,14 +41,46 @@ def _place_at(place: tensor_pb2.RegionSlice, layer: int, token: int) -> tensor_p
     return tensor_pb2.RegionSlice(region=place.region, offset=offset, strides=place.strides)
 
 
+def append(
+    sequence: SequenceState,
+    layer: int,
+    start: int | None,
+    k: Array,
+    v: Array,
+    timeout: float | None,
+) -> AppendResult:
+    """Appends as `Sequence.append` says."""
+    k, v = engine_array(k, "k"), engine_array(v, "v")
+    if len(k.shape) == 3:
+        k, v = k[None], v[None]
+    shape = _split.check_shape(k, ("layers", "H_kv", "T", "d"), "k")
+    if tuple(v.shape) != shape:
+        raise ValueError(f"v has shape {list(v.shape)}, k has {list(shape)}")
+    first = sequence.token_counts()[layer] if start is None else start
+    if on_gpu(k) and on_gpu(v) and not sequence.connection.regions.reads_on_gpu(k, v):
+        k, v = _copied(k, v)
+    since = sequence.change_count
+    made = Append(sequence, layer, first, k, v, timeout)
+    try:
+        result = sequence.connection.restarts.again(made.run)
+    except BaseException:
+        sequence.forget()
+        raise
+    sequence.note(result.layer_token_counts, since)
+    return result
+
+
+def _copied(*tensors: Any) -> Any:
+    """Copies CUDA tensors to the host, unless they are large."""
+    large = sum(tensor.nbytes for tensor in tensors) > _COPIED_BYTES
+    return tensors if large else [tensor.cpu() for tensor in tensors]
+
+
 class Append:
     """An append to consecutive layers of a sequence.
 
     Args:
-        connection: The connection to the engine.
-        call: Calls a method that names the sequence, like `Connection.call`.
-        name: Resource name of the sequence.
-        generation: The generation of the sequence that the caller knows.
+        sequence: The sequence.
         layer: The first layer.
         start: Position of the first token.
         k: Keys [layers, H_kv, T, d], as `engine_array` returns them.
@@ -53,18 +90,15 @@ class Append:
 
     def __init__(
         self,
-        connection: Connection,
-        call: Callable[..., Any],
-        name: str,
-        generation: int,
+        sequence: SequenceState,
         layer: int,
         start: int,
         k: Array,
         v: Array,
         timeout: float | None,
     ) -> None:
-        self._wire, self._call = connection, call
-        self._name, self._generation = name, generation
+        self._sequence, self._wire = sequence, sequence.connection
+        self._generation = sequence.generation
         self._layer, self._start = layer, start
         self._k, self._v = k, v
         self._timeout = timeout
@@ -89,7 +123,8 @@ class Append:
         """
         made = attention_service_pb2.AppendRequest()
         layer, start = self._layer + layer, self._start + token
-        _split.fill_chunk(made.chunk, self._name, self._generation, layer, start, *piece, places)
+        name, generation = self._sequence.name, self._generation
+        _split.fill_chunk(made.chunk, name, generation, layer, start, *piece, places)
         return made
 
     def _pieces(self, budget: int) -> Iterator[tuple[int, int, int, int]]:
@@ -118,7 +153,7 @@ class Append:
 
         method = self._wire.stubs.attention.Append
         try:
-            response = self._call(method, requests(), timeout=self._timeout)
+            response = self._sequence.call(method, requests(), timeout=self._timeout)
         except BaseException as error:
             if places is not None and not isinstance(error, ANSWERED):
                 # The call was given up, but an embedded engine may still read a piece.
@@ -175,7 +210,7 @@ class Append:
                 request = self.request(l0, t0, (parts[0], parts[1]), (k_place, v_place))
                 method = self._wire.stubs.attention.Append
                 left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
-                response = self._call(method, iter([request]), timeout=left)
+                response = self._sequence.call(method, iter([request]), timeout=left)
                 appended += response.appended_chunk_count
                 present += response.already_present_chunk_count
                 counts = tuple(response.layer_token_counts)

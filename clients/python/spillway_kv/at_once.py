@@ -18,7 +18,7 @@ from spillway_kv._native_step import (
     empty_like,
     put_all,
 )
-from spillway_kv.step import DecodeStep
+from spillway_kv.step_state import StepState
 
 _F32_BYTES = 4
 
@@ -35,7 +35,7 @@ class Portion:
         query_heads: Its query heads.
     """
 
-    step: DecodeStep
+    step: StepState
     first_layer: int
     sequences: range
     heads: slice
@@ -76,12 +76,12 @@ class AttendsAtOnce:
     def __init__(self, portions: SequenceABC[Portion]) -> None:
         """Takes steps for which `possible` returns True."""
         self.portions = list(portions)
-        self._kinds: list[Any] = [portion.step._kind for portion in portions]
+        self._natives: list[Any] = [portion.step.native for portion in portions]
         self._shares = (Share * len(portions))()
-        for share, portion, kind in zip(self._shares, portions, self._kinds, strict=True):
-            assert isinstance(kind, NativeStep)
+        for share, portion, native in zip(self._shares, portions, self._natives, strict=True):
+            assert isinstance(native, NativeStep)
             # `attend` holds the steps' pointers while the library uses them.
-            share.step, share.layer_first = kind.handle.held().value, portion.first_layer
+            share.step, share.layer_first = native.handle.held().value, portion.first_layer
             share.sequence_first = portion.sequences.start
             share.sequence_every = portion.sequences.step
             share.query_head_first = portion.query_heads.start
@@ -96,13 +96,13 @@ class AttendsAtOnce:
     @staticmethod
     def possible(portions: SequenceABC[Portion]) -> bool:
         """Whether all steps have begun, and none must be begun again."""
-        return all(isinstance(portion.step._kind, NativeStep) for portion in portions)
+        return all(isinstance(portion.step.native, NativeStep) for portion in portions)
 
     def begun(self) -> bool:
         """Whether the steps are still the same, that is, none was begun again."""
         return all(
-            portion.step._kind is kind
-            for portion, kind in zip(self.portions, self._kinds, strict=True)
+            portion.step.native is native
+            for portion, native in zip(self.portions, self._natives, strict=True)
         )
 
     def attend(
@@ -122,9 +122,9 @@ class AttendsAtOnce:
         Raises:
             ValueError: A step is closed.
         """
-        kind: Any = None
-        for kind in self._kinds:
-            kind.check_open()
+        native: Any = None
+        for native in self._natives:
+            native.check_open()
         out, lse, kept = put_all(self._tensors, *rows, out_dtype)
         if lse.shape != self._lse_shape:
             self._lse_shape = lse.shape
@@ -138,8 +138,8 @@ class AttendsAtOnce:
                 share.lse = address_of(apart[index])
             else:
                 share.lse = begin + offset
-        steps = [each.handle for each in self._kinds]
-        library = kind.channel.library
+        steps = [each.handle for each in self._natives]
+        library = native.channel.library
         well = attend_at_once(library, steps, self._shares_at, layer, self._tensors_at)
         del kept
         for index, part in apart.items():
@@ -147,11 +147,11 @@ class AttendsAtOnce:
         failed = [] if well else [i for i, share in enumerate(self._shares) if share.code]
         for index, portion in enumerate(self.portions):
             if index not in failed:
-                portion.step._appended(layer - portion.first_layer)
+                portion.step.note_append(layer - portion.first_layer)
         self._last = back(out, rows[0]), back(lse, rows[0])
         return *self._last, failed
 
     def share_results(self) -> None:
         """Gives each step its part of the last attend, for `DecodeStep.results`."""
         for portion in self.portions:
-            portion.step._last = portion.of(self._last[0]), portion.of(self._last[1])
+            portion.step.outputs = portion.of(self._last[0]), portion.of(self._last[1])

@@ -4,52 +4,28 @@ from __future__ import annotations
 
 import datetime
 import math
-import os
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceABC
-from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from spillway_kv import _split
-from spillway_kv._proto import (
-    admin_service_pb2,
-    attention_service_pb2,
-    model_service_pb2,
-    sequence_service_pb2,
-)
+from spillway_kv import attending
+from spillway_kv._proto import admin_service_pb2, model_service_pb2, sequence_service_pb2
 from spillway_kv.connection import Connection
-from spillway_kv.errors import (
-    NotFound,
-    SpillwayError,
-    error_from_status,
-)
+from spillway_kv.errors import SpillwayError
 from spillway_kv.indices import HashWeights, KeyIndices, RotationHash, hash_to_proto
 from spillway_kv.policy import Policy
 from spillway_kv.region import GpuRegion, Region
-from spillway_kv.results import (
-    AttendResult,
-    Model,
-    SequenceInfo,
-)
-from spillway_kv.sequence import Sequence, explained
+from spillway_kv.results import AttendResult, Model, SequenceInfo
+from spillway_kv.sequence import Sequence
 from spillway_kv.server import ServerInfo, Statistics
 from spillway_kv.step import DecodeStep
-from spillway_kv.tensors import (
-    Array,
-    DTypeName,
-    OutDType,
-    decoder_like,
-    dtype_number,
-    dtype_of,
-    engine_array,
-)
+from spillway_kv.tensors import Array, DTypeName, OutDType, dtype_number
+from spillway_kv.uploading import upload_requests
 
 if TYPE_CHECKING:
     from spillway_kv.stream import StreamDecoder
-
-UPLOAD_CHUNK_BYTES = 2 << 20
 
 
 class Client:
@@ -62,7 +38,8 @@ class Client:
 
     def __init__(self, connection: Connection) -> None:
         """Takes the connection over: closing the client closes it."""
-        self._wire = connection
+        self.connection = connection
+        """@private For other modules of the package."""
 
     def __enter__(self) -> Client:
         return self
@@ -86,12 +63,12 @@ class Client:
         client uses them. An embedded engine ends, with everything in it. In a process that was
         forked from the client's process, this does nothing.
         """
-        self._wire.close()
+        self.connection.close()
 
     @property
     def target(self) -> str:
         """gRPC target of the daemon."""
-        return self._wire.target
+        return self.connection.target
 
     @property
     def server_info(self) -> ServerInfo:
@@ -99,12 +76,12 @@ class Client:
 
         It is from the time when the client connected, or continued after a restart.
         """
-        return self._wire.server_info
+        return self.connection.server_info
 
     @property
     def transport(self) -> str:
         """Where the engine is: `embedded`, in this process; `daemon`, in another one."""
-        return self._wire.transport
+        return self.connection.transport
 
     @property
     def step_transport(self) -> str:
@@ -113,7 +90,7 @@ class Client:
         `embedded`: not at all, they are function calls within the process. `doorbell`: by memory
         that is shared with a daemon on this host. `messages`: over the daemon's socket.
         """
-        return self._wire.step_transport
+        return self.connection.step_transport
 
     # Models.
 
@@ -175,8 +152,8 @@ class Client:
             first_layer=first_layer,
             first_kv_head=first_kv_head,
         )
-        response = self._wire.call(
-            self._wire.stubs.models.CreateModel,
+        response = self.connection.call(
+            self.connection.stubs.models.CreateModel,
             model_service_pb2.CreateModelRequest(model_id=model_id, model=message),
         )
         return Model.from_proto(response.model)
@@ -187,15 +164,14 @@ class Client:
         Raises:
             NotFound: No such model.
         """
-        request = model_service_pb2.GetModelRequest(name=name)
-        return Model.from_proto(self._wire.read(self._wire.stubs.models.GetModel, request).model)
+        return self.connection.get_model(name)
 
     def list_models(self) -> Iterator[Model]:
         """Yields all models, ordered by name."""
         token = ""
         while True:
             request = model_service_pb2.ListModelsRequest(page_token=token)
-            response = self._wire.read(self._wire.stubs.models.ListModels, request)
+            response = self.connection.read(self.connection.stubs.models.ListModels, request)
             yield from map(Model.from_proto, response.models)
             token = response.next_page_token
             if not token:
@@ -209,7 +185,7 @@ class Client:
             FailedPrecondition: It has sequences.
         """
         request = model_service_pb2.DeleteModelRequest(name=_name(model))
-        self._wire.call(self._wire.stubs.models.DeleteModel, request)
+        self.connection.call(self.connection.stubs.models.DeleteModel, request)
 
     def upload_hash_weights(
         self, model: Model | str, path: str | Path, *, timeout: float | None = None
@@ -238,23 +214,10 @@ class Client:
             InvalidArgument: A tensor is missing or has a wrong shape.
             FailedPrecondition: The model does not wait for an upload.
         """
-        # Opened here, so that an error is raised here.
-        file = Path(path).open("rb")  # noqa: SIM115  (requests() closes it)
-        total = os.fstat(file.fileno()).st_size
-
-        def requests() -> Iterator[model_service_pb2.UploadHashWeightsRequest]:
-            with file:
-                first = True
-                while (data := file.read(UPLOAD_CHUNK_BYTES)) or first:
-                    yield model_service_pb2.UploadHashWeightsRequest(
-                        name=_name(model) if first else "",
-                        total_bytes=total if first else 0,
-                        data=data,
-                    )
-                    first = False
-
-        response = self._wire.call(
-            self._wire.stubs.models.UploadHashWeights, requests(), timeout=timeout
+        response = self.connection.call(
+            self.connection.stubs.models.UploadHashWeights,
+            upload_requests(_name(model), path),
+            timeout=timeout,
         )
         return Model.from_proto(response.model)
 
@@ -287,12 +250,12 @@ class Client:
         message = _sequence_message(_name(model), policy, ttl)
         # boot_id is read first: if the daemon restarts in between, the model is gone, and the call
         # fails.
-        boot_id = self._wire.boot_id()
-        response = self._wire.call(
-            self._wire.stubs.sequences.CreateSequence,
+        boot_id = self.connection.boot_id()
+        response = self.connection.call(
+            self.connection.stubs.sequences.CreateSequence,
             sequence_service_pb2.CreateSequenceRequest(sequence_id=sequence_id, sequence=message),
         )
-        return Sequence(self, response.sequence, boot_id)
+        return Sequence(self.connection, response.sequence, boot_id)
 
     def get_sequence(self, name: str) -> Sequence:
         """Returns a handle of an existing sequence, `sequences/{id}`.
@@ -300,10 +263,10 @@ class Client:
         Raises:
             NotFound: No such sequence.
         """
-        boot_id = self._wire.boot_id()
+        boot_id = self.connection.boot_id()
         request = sequence_service_pb2.GetSequenceRequest(name=name)
-        response = self._wire.read(self._wire.stubs.sequences.GetSequence, request)
-        return Sequence(self, response.sequence, boot_id)
+        response = self.connection.read(self.connection.stubs.sequences.GetSequence, request)
+        return Sequence(self.connection, response.sequence, boot_id)
 
     def load_sequence(
         self,
@@ -344,17 +307,17 @@ class Client:
             ResourceExhausted: The daemon's memory limit is reached.
         """
         message = _sequence_message(_name(model), policy, ttl)
-        boot_id = self._wire.boot_id()
-        response = self._wire.call(
-            self._wire.stubs.sequences.LoadSequence,
+        boot_id = self.connection.boot_id()
+        response = self.connection.call(
+            self.connection.stubs.sequences.LoadSequence,
             sequence_service_pb2.LoadSequenceRequest(
-                folder=self._wire.snapshot_folder(folder),
+                folder=self.connection.snapshot_folder(folder),
                 sequence_id=sequence_id,
                 sequence=message,
             ),
             timeout=math.inf if timeout is None else timeout,
         )
-        return Sequence(self, response.sequence, boot_id), response.client_data
+        return Sequence(self.connection, response.sequence, boot_id), response.client_data
 
     def delete_snapshot(self, folder: str | Path) -> None:
         """Deletes the files that `Sequence.save` has written, also if the save was interrupted.
@@ -368,9 +331,11 @@ class Client:
                 has no folder for snapshots.
             Aborted: The snapshot is being saved or loaded (SNAPSHOT_BUSY).
         """
-        self._wire.call(
-            self._wire.stubs.sequences.DeleteSnapshot,
-            sequence_service_pb2.DeleteSnapshotRequest(folder=self._wire.snapshot_folder(folder)),
+        self.connection.call(
+            self.connection.stubs.sequences.DeleteSnapshot,
+            sequence_service_pb2.DeleteSnapshotRequest(
+                folder=self.connection.snapshot_folder(folder)
+            ),
         )
 
     def list_sequences(self, model: Model | str = "") -> Iterator[SequenceInfo]:
@@ -384,7 +349,7 @@ class Client:
             request = sequence_service_pb2.ListSequencesRequest(
                 model=_name(model), page_token=token
             )
-            response = self._wire.read(self._wire.stubs.sequences.ListSequences, request)
+            response = self.connection.read(self.connection.stubs.sequences.ListSequences, request)
             yield from map(SequenceInfo.from_proto, response.sequences)
             token = response.next_page_token
             if not token:
@@ -451,76 +416,20 @@ class Client:
             SpillwayError: The request was refused, or, without `return_errors`, the attend of a
                 sequence failed.
         """
-        queries = {sequence: engine_array(q, "q") for sequence, q in queries.items()}
-        limits = self.server_info.limits
-        sequences = list(queries)
-        sights = dict(visible or {})
-        parts: list[_split.Part] = []
-        part_policies: dict[int, Policy | None] = {}
-        for index, sequence in enumerate(sequences):
-            q = queries[sequence]
-            shape = _split.check_shape(q, ("T", "H_q", "d"), "q")
-            dtype = dtype_of(q, "q")
-            made = _split.query_parts(
-                index,
-                shape,
-                dtype,
-                dtype if out_dtype is None else dtype_number(out_dtype),
-                self._wire.budget_bytes,
-                limits.query_token_count_max,
-            )
-            part_policies[index] = policy
-            if len(made) > 1:
-                if sequence not in sights:
-                    token_count = sequence.refresh().layer_token_counts[layer]
-                    sights[sequence] = range(token_count - shape[0] + 1, token_count + 1)
-                if min(p.end - p.start for p in made) <= limits.sparse_query_token_count_max:
-                    # A part with so few queries would be served by the policy, although the whole
-                    # request is dense.
-                    part_policies[index] = Policy(selector="all")
-            parts.extend(made)
-
-        answers: list[list[attention_service_pb2.AttendResult]] = [[] for _ in sequences]
-        for group in _split.pack(parts, self._wire.budget_bytes, limits.attend_item_count_max):
-            request = attention_service_pb2.AttendRequest(layer=layer)
-            if out_dtype is not None:
-                request.out_dtype = dtype_number(out_dtype)  # type: ignore[assignment]
-            for part in group:
-                sequence = sequences[part.item]
-                sight = sights.get(sequence)
-                sequence._fill_item(
-                    request.items.add(),
-                    queries[sequence][part.start : part.end],
-                    part_policies[part.item],
-                    None if sight is None else sight[part.start : part.end],
-                )
-            try:
-                response = self._wire.restarts.again(
-                    partial(
-                        self._wire.call,
-                        self._wire.stubs.attention.Attend,
-                        request,
-                        timeout=timeout,
-                    )
-                )
-            except NotFound as error:
-                raise explained(error, sequences) from None
-            for part, result in zip(group, response.results, strict=True):
-                answers[part.item].append(result)
-
-        results: dict[Sequence, AttendResult | SpillwayError] = {}
-        for sequence, answer in zip(sequences, answers, strict=True):
-            failed = next((result for result in answer if result.status.code), None)
-            if failed is None:
-                results[sequence] = AttendResult(
-                    _split.merge_results(answer), decoder_like(queries[sequence])
-                )
-                continue
-            failure = sequence._explain(error_from_status(failed.status))
-            if not return_errors:
-                raise failure
-            results[sequence] = failure
-        return results
+        results = attending.attend(
+            self.connection,
+            layer,
+            {sequence.state: q for sequence, q in queries.items()},
+            policy,
+            {sequence.state: counts for sequence, counts in (visible or {}).items()},
+            out_dtype,
+            timeout,
+        )
+        if not return_errors:
+            for result in results.values():
+                if isinstance(result, SpillwayError):
+                    raise result
+        return {sequence: results[sequence.state] for sequence in queries}
 
     def begin_step(
         self,
@@ -551,7 +460,7 @@ class Client:
             NotFound: A sequence was deleted or has expired. This may be raised only by the first
                 attend.
         """
-        return DecodeStep(self, sequences, token_count, policy, starts)
+        return DecodeStep(self.connection, sequences, token_count, policy, starts)
 
     def open_decoder(
         self,
@@ -588,7 +497,7 @@ class Client:
         """
         from spillway_kv.stream import StreamDecoder  # noqa: PLC0415  (imports torch)
 
-        return StreamDecoder(self, sequences, token_count, token_count_max, policy)
+        return StreamDecoder(self.connection, sequences, token_count, token_count_max, policy)
 
     # Memory.
 
@@ -622,8 +531,8 @@ class Client:
                 other regions of this client too. Appends from them continue in messages.
         """
         if device is None:
-            return self._wire.regions.attach(byte_count)
-        return self._wire.regions.attach_gpu(byte_count, device)
+            return self.connection.regions.attach(byte_count)
+        return self.connection.regions.attach_gpu(byte_count, device)
 
     # The daemon.
 
@@ -633,7 +542,7 @@ class Client:
         Args:
             timeout: Seconds. None means the client's timeout.
         """
-        return self._wire.get_server_info(timeout=timeout)
+        return self.connection.get_server_info(timeout=timeout)
 
     def statistics(self, model: Model | str = "") -> Statistics:
         """Returns statistics about the memory and the work of the daemon.
@@ -645,20 +554,20 @@ class Client:
             NotFound: No such model.
         """
         request = admin_service_pb2.GetStatisticsRequest(model=_name(model))
-        response = self._wire.read(self._wire.stubs.admin.GetStatistics, request)
+        response = self.connection.read(self.connection.stubs.admin.GetStatistics, request)
         token = response.next_page_token
         while token:
             request.page_token = token
-            page = self._wire.read(self._wire.stubs.admin.GetStatistics, request)
+            page = self.connection.read(self.connection.stubs.admin.GetStatistics, request)
             if not request.model:  # Every page repeats the model that was asked for.
                 response.models.extend(page.models)
             response.sequences.extend(page.sequences)
             token = page.next_page_token
-        return Statistics.from_proto(response, self._wire.described_transport())
+        return Statistics.from_proto(response, self.connection.described_transport())
 
     def health(self) -> bool:
         """Whether the daemon reports that it is serving (grpc.health.v1)."""
-        return self._wire.serves()
+        return self.connection.serves()
 
 
 def _sequence_message(

@@ -7,20 +7,18 @@ import os
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from spillway_kv import _library, _native, _split, forks
 from spillway_kv._native import Carrier, NativeChannel
-from spillway_kv._proto import admin_service_pb2
+from spillway_kv._proto import admin_service_pb2, model_service_pb2
 from spillway_kv.access import Access
 from spillway_kv.errors import Unavailable, VersionMismatch
 from spillway_kv.regions import Regions
 from spillway_kv.restart import Restarts
+from spillway_kv.results import Model
 from spillway_kv.server import ServerInfo, Transport
 from spillway_kv.services import Services
-
-if TYPE_CHECKING:
-    from spillway_kv.client import Client
 
 # Size limit of a message. Larger ones are refused by the side that receives them.
 MESSAGE_BYTES_MAX = 4 << 20
@@ -186,6 +184,16 @@ class Connection:
             self.call(self.stubs.admin.GetServerInfo, request, timeout=timeout)
         )
 
+    def get_model(self, name: str) -> Model:
+        """Returns a model by its resource name. Raises NotFound if there is none."""
+        request = model_service_pb2.GetModelRequest(name=name)
+        return Model.from_proto(self.read(self.stubs.models.GetModel, request).model)
+
+    def go_on_with(self, now: ServerInfo) -> None:
+        """Takes over another process of the daemon, which has the rows and no regions."""
+        self.server_info = now
+        self.regions.forget()
+
     def serves(self) -> bool:
         """Whether the daemon reports that it is serving."""
         return self.channel.serves(self._timeout)
@@ -211,8 +219,3 @@ class Connection:
         if path.startswith("~"):
             raise ValueError(f"{text}: there is no user of this name; for a folder, write ./{text}")
         return os.path.abspath(path)
-
-
-def wire(client: Client) -> Connection:
-    """Returns the connection of a client, for what its calls do not offer."""
-    return client._wire  # noqa: SLF001

@@ -6,12 +6,12 @@ import logging
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceABC
 from contextlib import suppress
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 
 from spillway_kv.attend_sums import LayerStatistics
-from spillway_kv.connection import wire
+from spillway_kv.client import Client
 from spillway_kv.errors import NotFound, SpillwayError
 from spillway_kv.kept_decoder import KeptDecoder
 from spillway_kv.policy import Policy
@@ -19,11 +19,8 @@ from spillway_kv.restart import BROKEN
 from spillway_kv.results import AttendResult
 from spillway_kv.sequence import Sequence
 from spillway_kv.step import DecodeStep
+from spillway_kv.step_graph import StepGraph
 from spillway_kv.tensors import gpu_uuid
-
-if TYPE_CHECKING:
-    from spillway_kv.client import Client
-    from spillway_kv.step_graph import StepGraph
 
 _logger = logging.getLogger(__name__)
 
@@ -255,7 +252,7 @@ class Decoding:
             self._in_step = False
             raise error
         # A layer may or may not have the new tokens, so each is attended at its own position.
-        wire(self._client).restarts.wait(error)
+        self._client.connection.restarts.wait(error)
 
     def _raise_restart(self) -> None:
         """Raises DaemonRestarted if that is why a step broke; its own error does not say so."""

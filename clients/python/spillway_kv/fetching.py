@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from spillway_kv._proto import attention_service_pb2
-from spillway_kv.connection import Connection
 from spillway_kv.errors import InvalidArgument, NotFound, OutOfRange
 from spillway_kv.results import Selection
+from spillway_kv.sequence_state import SequenceState
 from spillway_kv.tensors import (
     Array,
+    check_target,
     decoder_like,
+    empty_like,
     encode_indices,
     integers_on_host,
     keep_for_a_while,
@@ -26,13 +29,52 @@ from spillway_kv.tensors import (
 _SELECTED_MAX = 1 << 19
 
 
-def range_request(start: int, end: int) -> attention_service_pb2.FetchPagesRequest:
+def fetch(
+    sequence: SequenceState,
+    layer: int,
+    start: int,
+    end: int | None,
+    selection: Selection | None,
+    into: tuple[Array, Array] | None,
+    like: Array | None,
+    timeout: float | None,
+) -> tuple[Any, Any]:
+    """Fetches as `Sequence.fetch` says."""
+    model = sequence.described()
+    row_shape: tuple[int, ...]
+    if selection is None:
+        if end is None:
+            end = sequence.token_counts()[layer]
+        if not 0 <= start < end:
+            raise ValueError(f"no tokens to fetch: start {start}, end {end}")
+        row_shape = (model.kv_head_count, end - start)
+        requests = iter([(slice(None), _range_request(start, end))])
+    else:
+        if start != 0 or end is not None:
+            raise ValueError("fetch takes start and end, or selection, not both")
+        row_shape = (len(selection.indices),)
+        requests = _selected_requests(selection)
+    shape = (*row_shape, model.head_dim)
+    if into is None:
+        into = empty_like(like, shape, model.dtype), empty_like(like, shape, model.dtype)
+    k, v = into
+    for array, what in ((k, "k"), (v, "v")):
+        check_target(array, shape, model.dtype, what)
+    for rows, request in requests:
+        request.layer, request.sequence = layer, sequence.name
+        sequence.connection.restarts.again(
+            partial(_fetch_into, sequence, request, k[rows], v[rows], timeout)
+        )
+    return k, v
+
+
+def _range_request(start: int, end: int) -> attention_service_pb2.FetchPagesRequest:
     """Makes a request for tokens [start, end) of every KV head."""
     tokens = attention_service_pb2.TokenRange(start=start, count=end - start)
     return attention_service_pb2.FetchPagesRequest(tokens=tokens)
 
 
-def selected_requests(
+def _selected_requests(
     selection: Selection,
 ) -> Iterator[tuple[slice, attention_service_pb2.FetchPagesRequest]]:
     """Yields slices of the selected rows, and a request for each slice."""
@@ -49,9 +91,8 @@ def selected_requests(
         yield slice(begin, end), attention_service_pb2.FetchPagesRequest(selection=chosen)
 
 
-def fetch_into(
-    connection: Connection,
-    stream: Callable[..., Iterable[Any]],
+def _fetch_into(
+    sequence: SequenceState,
     request: attention_service_pb2.FetchPagesRequest,
     k: Array,
     v: Array,
@@ -60,15 +101,14 @@ def fetch_into(
     """Fetches the rows of a request, in place or in messages.
 
     Args:
-        connection: The connection to the engine.
-        stream: Calls a method that names the sequence, like `Connection.stream`.
+        sequence: The sequence.
         request: The request. After a restart it is used again, without the regions of the last
             attempt.
         k: Where keys are written: [H_kv, T, d] for a range, [rows, d] for a selection.
         v: The same for values.
         timeout: Seconds. None means the client's timeout.
     """
-    fetch, regions = connection.stubs.attention.FetchPages, connection.regions
+    method, regions = sequence.connection.stubs.attention.FetchPages, sequence.connection.regions
     k_place, v_place = regions.slice_of(k), regions.slice_of(v)
     request.ClearField("k")
     request.ClearField("v")
@@ -77,7 +117,7 @@ def fetch_into(
         request.k.CopyFrom(k_place)
         request.v.CopyFrom(v_place)
         try:
-            for _ in stream(fetch, request, timeout):
+            for _ in sequence.stream(method, request, timeout=timeout):
                 pass
         except (InvalidArgument, NotFound, OutOfRange):
             raise
@@ -89,7 +129,8 @@ def fetch_into(
             return
         request.ClearField("k")
         request.ClearField("v")
-    _receive(stream(fetch, request, timeout), k, v, by_head=request.HasField("tokens"))
+    responses = sequence.stream(method, request, timeout=timeout)
+    _receive(responses, k, v, by_head=request.HasField("tokens"))
 
 
 def _receive(responses: Iterable[Any], k: Array, v: Array, *, by_head: bool) -> None:

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceABC
-from typing import TYPE_CHECKING
 
 import torch
 
 from spillway_kv._library import Sums
+from spillway_kv.client import Client
 from spillway_kv.policy import Policy
 from spillway_kv.sequence import Sequence
-
-if TYPE_CHECKING:
-    from spillway_kv.client import Client
-    from spillway_kv.step_graph import StepGraph
-
+from spillway_kv.step_graph import StepGraph
 
 # A decoder has room for at least so many tokens, and for so many more than its sequences have.
 # Another one is opened when they are there, in a few ms.
@@ -97,7 +93,7 @@ class KeptDecoder:
 
         out: written and returned if it is given.
         """
-        made, _ = self.decoder._enqueue(layer, q, k, v, wants_lse=False, out=out)
+        made, _ = self.decoder.attend(layer, q, k, v, out=out, wants_lse=False)
         self._next_layer = layer + 1
         return made
 

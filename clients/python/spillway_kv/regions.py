@@ -6,10 +6,10 @@ import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from spillway_kv._handle import ends_first
-from spillway_kv._native import EMBEDDED
+from spillway_kv._native import EMBEDDED, NativeChannel
 from spillway_kv._proto import memory_service_pb2, tensor_pb2
 from spillway_kv.errors import (
     Aborted,
@@ -23,6 +23,8 @@ from spillway_kv.errors import (
 from spillway_kv.mapping import RegionMapping
 from spillway_kv.places import Place, has_gpu_rows, place_of, place_of_tensor
 from spillway_kv.region import GpuRegion, Region
+from spillway_kv.server import ServerInfo
+from spillway_kv.services import Services
 from spillway_kv.tensors import (
     Array,
     dtype_of,
@@ -34,8 +36,6 @@ from spillway_kv.tensors import (
 
 if TYPE_CHECKING:
     import torch
-
-    from spillway_kv.connection import Connection
 
 # Key of the staging region in host memory. Other keys are numbers of GPUs.
 _HOST = -1
@@ -61,10 +61,23 @@ class _Staging:
         self.region: Region | GpuRegion | None = None
 
 
+class Wire(Protocol):
+    """What regions need of a connection. See `Connection`."""
+
+    target: str
+    server_info: ServerInfo
+    channel: NativeChannel
+    stubs: Services
+
+    def call(self, method: Any, request: Any) -> Any:
+        """Calls a method with one response."""
+        ...
+
+
 class Regions:
     """The regions of one client. Thread-safe."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Wire) -> None:
         self._wire = connection
         self._process = connection.target == EMBEDDED
         # Re-entrant, because the garbage collector may run a finalizer that calls while it is held.
@@ -147,6 +160,10 @@ class Regions:
         are small, for arrays in host memory if the daemon shares host memory.
         """
         return self._staging_for(k, v) is not None
+
+    def reads_on_gpu(self, k: Array, v: Array) -> bool:
+        """Whether CUDA tensors are appended from their GPU's memory, in place or staged there."""
+        return self.slice_of(k) is not None or self.stages(k, v)
 
     def _staging_for(self, k: Array, v: Array) -> _Staging | None:
         if self._process:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import Protocol, TypeVar
 
 from spillway_kv.errors import Cancelled, SpillwayError, Unavailable
-
-if TYPE_CHECKING:
-    from spillway_kv.connection import Connection
-    from spillway_kv.server import ServerInfo
+from spillway_kv.server import ServerInfo
 
 T = TypeVar("T")
 
@@ -24,6 +21,20 @@ _WAIT_SECONDS_MIN, _WAIT_SECONDS_MAX = 0.02, 0.5
 _RECONNECT_SECONDS = 0.5
 # Interval at which `given_up` is asked, and the timeout of each question to the daemon meanwhile.
 _ASK_SECONDS = 1.0
+
+
+class Daemon(Protocol):
+    """What is asked of a connection. `server_info`: of the process that it knows."""
+
+    server_info: ServerInfo
+
+    def get_server_info(self, *, timeout: float | None = None) -> ServerInfo:
+        """Asks the daemon for its description. timeout: seconds; None: the connection's."""
+        ...
+
+    def go_on_with(self, now: ServerInfo) -> None:
+        """Takes over another process of the daemon, which has the rows and nothing else."""
+        ...
 
 
 class Restarts:
@@ -41,9 +52,9 @@ class Restarts:
             error. None means that the daemon may come back. It must not raise.
     """
 
-    def __init__(self, connection: Connection, seconds: float) -> None:
+    def __init__(self, daemon: Daemon, seconds: float) -> None:
         """`seconds`: how long a restart may take."""
-        self._wire = connection
+        self._daemon = daemon
         self.seconds = seconds
         self.given_up: Callable[[], SpillwayError | None] | None = None
 
@@ -71,7 +82,7 @@ class Restarts:
                 answer in time. Also if the daemon did not restart and `error` says that the call
                 was cancelled. Instead of `error`, what `given_up` returns, if it returns an error.
         """
-        before = self._wire.server_info
+        before = self._daemon.server_info
         if not before.store_id or self.seconds <= 0:
             raise self.final(error)
         now = self._next_answer(error)
@@ -83,8 +94,7 @@ class Restarts:
             # A connection other than the one for this question may still wait before it reconnects.
             time.sleep(_RECONNECT_SECONDS)
             return False
-        self._wire.server_info = now
-        self._wire.regions.forget()
+        self._daemon.go_on_with(now)
         return True
 
     def final(self, error: SpillwayError) -> SpillwayError:
@@ -100,7 +110,7 @@ class Restarts:
         while True:
             try:
                 # A host that is gone does not answer at all, and `given_up` may know that.
-                return self._wire.get_server_info(
+                return self._daemon.get_server_info(
                     timeout=None if self.given_up is None else _ASK_SECONDS
                 )
             except SpillwayError:

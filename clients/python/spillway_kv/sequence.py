@@ -3,54 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as SequenceABC
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import numpy as np
-
-from spillway_kv import _split
-from spillway_kv._proto import attention_service_pb2, sequence_service_pb2
-from spillway_kv.appending import Append
-from spillway_kv.connection import wire
-from spillway_kv.errors import (
-    NotFound,
-    SpillwayError,
-    tell_restart,
-)
-from spillway_kv.fetching import fetch_into, range_request, selected_requests
+from spillway_kv import appending, attending, fetching
+from spillway_kv._proto import sequence_service_pb2
+from spillway_kv.connection import Connection
+from spillway_kv.errors import SpillwayError
 from spillway_kv.policy import Policy
 from spillway_kv.results import (
     AppendResult,
     AttendResult,
-    Certificate,
-    Model,
     SavedSequence,
     Selection,
     SequenceInfo,
 )
-from spillway_kv.tensors import (
-    Array,
-    OutDType,
-    check_target,
-    decoder_like,
-    empty_like,
-    engine_array,
-    fill,
-    on_gpu,
-    wait_for_stream,
-)
-
-if TYPE_CHECKING:
-    from spillway_kv.client import Client
-
-
-def explained(error: NotFound, sequences: Iterable[Sequence]) -> SpillwayError:
-    """Returns the error, or a `DaemonRestarted` if a restart lost the sequence that it names."""
-    named = (s for s in sequences if s.name == error.metadata.get("name"))
-    return next((s._explain(error) for s in named), error)
+from spillway_kv.sequence_state import SequenceState
+from spillway_kv.tensors import Array, OutDType
 
 
 class Sequence:
@@ -59,7 +30,7 @@ class Sequence:
     The handle stores the generation and the length of each layer from the last answer of the
     daemon, so that appends need not ask for them. It is not thread-safe: only one thread at a
     time may append, truncate or fork with one handle. Reads (attend, select, fetch)
-    may overlap.
+    may overlap, and so may appends to different layers that say where they start.
 
     Every call raises `NotFound` if the sequence was deleted or has expired, and its subclass
     `DaemonRestarted` if the daemon lost it in a restart.
@@ -70,84 +41,29 @@ class Sequence:
     """
 
     def __init__(
-        self, client: Client, message: sequence_service_pb2.Sequence, boot_id: str
+        self, connection: Connection, message: sequence_service_pb2.Sequence, boot_id: str
     ) -> None:
-        self._client = client
-        self._wire = wire(client)
-        # boot_id of the daemon that has the sequence.
-        self._boot_id = boot_id
-        self._store_id = client.server_info.store_id
+        self.state = SequenceState(connection, message, boot_id)
+        """@private For other modules of the package."""
         self.name = message.name
         self.model = message.model
-        self._layer_token_counts: list[int] | None = None
-        self._generation = 0
-        self._described_model: Model | None = None
-        self._learn(message)
 
     def __repr__(self) -> str:
         return f"Sequence({self.name!r}, model={self.model!r})"
 
-    def _learn(self, message: sequence_service_pb2.Sequence) -> None:
-        self._generation = message.generation
-        self._layer_token_counts = list(message.layer_token_counts)
-
-    def _explain(self, error: SpillwayError) -> SpillwayError:
-        """Converts the error if a restart of the daemon lost the sequence."""
-        return tell_restart(error, self._boot_id, self._store_id)
-
-    def _call(self, method: Any, request: Any, *, timeout: float | None = None) -> Any:
-        """Calls a method that names this sequence."""
-        try:
-            return self._wire.call(method, request, timeout=timeout)
-        except NotFound as error:
-            raise self._explain(error) from None
-
-    def _stream(self, method: Any, request: Any, timeout: float | None) -> Iterator[Any]:
-        """Calls a method that names this sequence and has a stream of responses."""
-        try:
-            yield from self._wire.stream(method, request, timeout=timeout)
-        except NotFound as error:
-            raise self._explain(error) from None
-
-    def _described(self) -> Model:
-        """Returns the model, which does not change while it has sequences."""
-        if self._described_model is None:
-            try:
-                self._described_model = self._client.get_model(self.model)
-            except NotFound:
-                # A model with sequences cannot be deleted, so this sequence is gone too: refresh()
-                # raises why.
-                self.refresh()
-                raise
-        return self._described_model
-
-    def _forget(self) -> None:
-        """Makes the next use of a length ask the daemon for it."""
-        self._layer_token_counts = None
-
-    def _know(self, token_count: int, layer_count: int) -> None:
-        """Notes the length of all layers, which a decoder has written."""
-        self._layer_token_counts = [token_count] * layer_count
-
-    def _expect(self, layer: int, token_count: int) -> None:
-        """Notes the length that a layer will have after a step in flight."""
-        counts = self._layer_token_counts
-        # The daemon refuses a layer that does not exist.
-        if counts is not None and 0 <= layer < len(counts):
-            counts[layer] = max(counts[layer], token_count)
+    @property
+    def _stubs(self) -> Any:
+        return self.state.connection.stubs.sequences
 
     @property
     def generation(self) -> int:
         """Generation, from the last answer of the daemon. Appends send it."""
-        return self._generation
+        return self.state.generation
 
     @property
     def layer_token_counts(self) -> tuple[int, ...]:
         """Length of each layer, from the last answer or a decoder. If not known, this asks."""
-        if self._layer_token_counts is None:
-            self.refresh()
-        assert self._layer_token_counts is not None
-        return tuple(self._layer_token_counts)
+        return self.state.token_counts()
 
     @property
     def token_count(self) -> int:
@@ -160,11 +76,7 @@ class Sequence:
         Raises:
             NotFound: It was deleted or has expired.
         """
-        request = sequence_service_pb2.GetSequenceRequest(name=self.name)
-        get = self._wire.stubs.sequences.GetSequence
-        message = self._wire.restarts.again(lambda: self._call(get, request)).sequence
-        self._learn(message)
-        return SequenceInfo.from_proto(message)
+        return SequenceInfo.from_proto(self.state.refresh())
 
     def keep(self) -> SequenceInfo:
         """Keeps the sequence until its ttl ends, even if all of its clients are gone.
@@ -178,10 +90,9 @@ class Sequence:
             NotFound: It was deleted or has expired.
         """
         request = sequence_service_pb2.GetSequenceRequest(name=self.name)
-        get = self._wire.stubs.sequences.GetSequence
-
+        get = self._stubs.GetSequence
         # The daemon keeps what a call without a client's id names until its ttl.
-        message = self._call(partial(get, named=False), request).sequence
+        message = self.state.call(partial(get, named=False), request).sequence
         return SequenceInfo.from_proto(message)
 
     def append(
@@ -205,7 +116,8 @@ class Sequence:
                 its GPU. The call then waits for the current stream. If it is given up, by its
                 timeout or by Ctrl-C, the engine may read them for some seconds more. With a
                 daemon on this host that has one GPU, CUDA tensors on this GPU are copied there to
-                the client's own region of 128 MiB, and read from it.
+                the client's own region of 128 MiB, and read from it. Other CUDA tensors are
+                copied to host memory.
             timeout: Seconds. None means the client's timeout.
 
         Raises:
@@ -215,36 +127,7 @@ class Sequence:
             Aborted: Another client has truncated the sequence.
             ResourceExhausted: The daemon's memory limit is reached.
         """
-        k, v = engine_array(k, "k"), engine_array(v, "v")
-        if len(k.shape) == 3:
-            k, v = k[None], v[None]
-        shape = _split.check_shape(k, ("layers", "H_kv", "T", "d"), "k")
-        if tuple(v.shape) != shape:
-            raise ValueError(f"v has shape {list(v.shape)}, k has {list(shape)}")
-        first = self.layer_token_counts[layer] if start is None else start
-        append = self._append_of(layer, first, k, v, timeout)
-        try:
-            result = self._wire.restarts.again(append.run)
-        except BaseException:
-            self._forget()
-            raise
-        self._layer_token_counts = list(result.layer_token_counts)
-        return result
-
-    def _append_of(
-        self, layer: int, start: int, k: Array, v: Array, timeout: float | None = None
-    ) -> Append:
-        """Describes an append of K and V [layers, H_kv, T, d] at a position."""
-        return Append(
-            self._wire, self._call, self.name, self._generation, layer, start, k, v, timeout
-        )
-
-    def _takes_from_gpu(self, array: Array) -> bool:
-        """Whether appends read the tensor's rows directly in GPU memory."""
-        regions = self._wire.regions
-        if not on_gpu(array):
-            return False
-        return regions.slice_of(array) is not None or regions.stages(array, array)
+        return appending.append(self.state, layer, start, k, v, timeout)
 
     def attend(
         self,
@@ -277,15 +160,18 @@ class Sequence:
                 policy.
             DeadlineExceeded: The call took longer than its timeout.
         """
-        results = self._client.attend(
+        result = attending.attend(
+            self.state.connection,
             layer,
-            {self: q},
+            {self.state: q},
             policy,
-            {self: visible} if visible is not None else None,
-            out_dtype=out_dtype,
-            timeout=timeout,
-        )
-        return results[self]
+            {} if visible is None else {self.state: visible},
+            out_dtype,
+            timeout,
+        )[self.state]
+        if isinstance(result, SpillwayError):
+            raise result
+        return result
 
     def select(
         self,
@@ -308,19 +194,7 @@ class Sequence:
         Returns:
             Indices, log-weights and strata per KV head, as arrays of q's kind.
         """
-        request = attention_service_pb2.SelectRequest(layer=layer)
-        self._fill_item(request.item, q, policy, None if visible is None else [visible])
-        select = self._wire.stubs.attention.Select
-        response = self._wire.restarts.again(lambda: self._call(select, request, timeout=timeout))
-        chosen = response.selection
-        decode = decoder_like(q)
-        return Selection(
-            offsets=np.array(chosen.offsets, np.int64),
-            indices=decode(chosen.indices),
-            log_weights=decode(chosen.log_weights),
-            strata=decode(chosen.strata),
-            certificate=Certificate(response.certificate, (q.shape[0], q.shape[1])),
-        )
+        return attending.select(self.state, layer, q, policy, visible, timeout)
 
     def fetch(
         self,
@@ -362,33 +236,7 @@ class Sequence:
             OutOfRange: A token is above the layer's length.
             ValueError: Arrays have another shape or dtype, or are read-only.
         """
-        model = self._described()
-        row_shape: tuple[int, ...]
-        if selection is None:
-            if end is None:
-                end = self.layer_token_counts[layer]
-            if not 0 <= start < end:
-                raise ValueError(f"no tokens to fetch: start {start}, end {end}")
-            row_shape = (model.kv_head_count, end - start)
-            requests = iter([(slice(None), range_request(start, end))])
-        else:
-            if start != 0 or end is not None:
-                raise ValueError("fetch takes start and end, or selection, not both")
-            row_shape = (len(selection.indices),)
-            requests = selected_requests(selection)
-        shape = (*row_shape, model.head_dim)
-        if into is None:
-            into = empty_like(like, shape, model.dtype), empty_like(like, shape, model.dtype)
-        k, v = into
-        for array, what in ((k, "k"), (v, "v")):
-            check_target(array, shape, model.dtype, what)
-        for rows, request in requests:
-            request.layer, request.sequence = layer, self.name
-            parts = k[rows], v[rows]
-            self._wire.restarts.again(
-                partial(fetch_into, self._wire, self._stream, request, *parts, timeout)
-            )
-        return k, v
+        return fetching.fetch(self.state, layer, start, end, selection, into, like, timeout)
 
     def fork(self, sequence_id: str = "") -> Sequence:
         """Copies the sequence. The copy shares pages with it until one of them writes.
@@ -402,11 +250,11 @@ class Sequence:
             AlreadyExists: The id is taken.
             ResourceExhausted: The daemon's memory limit is reached.
         """
-        response = self._call(
-            self._wire.stubs.sequences.ForkSequence,
+        response = self.state.call(
+            self._stubs.ForkSequence,
             sequence_service_pb2.ForkSequenceRequest(name=self.name, sequence_id=sequence_id),
         )
-        return Sequence(self._client, response.sequence, self._boot_id)
+        return Sequence(self.state.connection, response.sequence, self.state.boot_id)
 
     def truncate(self, token_count: int) -> SequenceInfo:
         """Removes the newest tokens of every layer that is longer than `token_count`.
@@ -414,11 +262,11 @@ class Sequence:
         Raises:
             OutOfRange: `token_count` is above the length of the sequence.
         """
-        response = self._call(
-            self._wire.stubs.sequences.TruncateSequence,
+        response = self.state.call(
+            self._stubs.TruncateSequence,
             sequence_service_pb2.TruncateSequenceRequest(name=self.name, token_count=token_count),
         )
-        self._learn(response.sequence)
+        self.state.learn(response.sequence)
         return SequenceInfo.from_proto(response.sequence)
 
     def seal(self) -> SequenceInfo:
@@ -445,11 +293,11 @@ class Sequence:
         return self._seal(False)
 
     def _seal(self, sealed: bool) -> SequenceInfo:
-        response = self._call(
-            self._wire.stubs.sequences.SealSequence,
+        response = self.state.call(
+            self._stubs.SealSequence,
             sequence_service_pb2.SealSequenceRequest(name=self.name, sealed=sealed),
         )
-        self._learn(response.sequence)
+        self.state.learn(response.sequence)
         return SequenceInfo.from_proto(response.sequence)
 
     def delete(self, if_sealed: bool = False) -> None:
@@ -464,8 +312,8 @@ class Sequence:
             FailedPrecondition: `if_sealed` is set and the sequence is not sealed
                 (SEQUENCE_NOT_SEALED), or a decoder holds it (SEQUENCE_HELD).
         """
-        self._call(
-            self._wire.stubs.sequences.DeleteSequence,
+        self.state.call(
+            self._stubs.DeleteSequence,
             sequence_service_pb2.DeleteSequenceRequest(name=self.name, if_sealed=if_sealed),
         )
 
@@ -493,11 +341,11 @@ class Sequence:
             Aborted: Another call saves to the folder or loads from it (SNAPSHOT_BUSY).
             ResourceExhausted: There is not enough space on the disk or in the daemon's memory.
         """
-        response = self._call(
-            self._wire.stubs.sequences.SaveSequence,
+        response = self.state.call(
+            self._stubs.SaveSequence,
             sequence_service_pb2.SaveSequenceRequest(
                 name=self.name,
-                folder=self._wire.snapshot_folder(folder),
+                folder=self.state.connection.snapshot_folder(folder),
                 client_data=client_data,
             ),
             timeout=math.inf if timeout is None else timeout,
@@ -508,24 +356,3 @@ class Sequence:
             response.byte_count,
             response.written_byte_count,
         )
-
-    def _fill_item(
-        self,
-        item: attention_service_pb2.AttendItem,
-        q: Array,
-        policy: Policy | None,
-        visible: SequenceABC[int] | None,
-    ) -> None:
-        """Fills in this sequence, the queries, and the policy."""
-        q = engine_array(q, "q")
-        _split.check_shape(q, ("T", "H_q", "d"), "q")
-        item.sequence = self.name
-        # The daemon itself reads queries that are in a region of its GPU.
-        place = self._wire.regions.slice_on_gpu_of(q)
-        if place is not None:
-            wait_for_stream(q)
-        fill(item.q, q, "q", place)
-        if visible is not None:
-            item.visible_token_counts.extend(visible)
-        if policy is not None:
-            item.policy.CopyFrom(policy.to_proto())

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from spillway_kv.client import Client
 from spillway_kv.errors import AlreadyExists, NotFound
 from spillway_kv.results import Model
-
-if TYPE_CHECKING:
-    from spillway_kv.client import Client
 
 # How long another caller may take to create the model.
 _SECONDS = 10.0

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from spillway_kv._native_graph import NativeGraph
+from spillway_kv.batch import HeadShapes, check_tensors
 from spillway_kv.layer_tensors import LayerTensors, current_stream
 from spillway_kv.results import Model
-from spillway_kv.step import HeadShapes, check_tensors
 from spillway_kv.tensors import OutDType
 
 

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceABC
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import Literal, overload
 
 import torch
 
 from spillway_kv._library import Sums
 from spillway_kv._proto import attention_service_pb2
-from spillway_kv.connection import wire
+from spillway_kv.batch import Batch
+from spillway_kv.connection import Connection
 from spillway_kv.errors import SpillwayError
 from spillway_kv.layer_tensors import LayerTensors, current_stream
 from spillway_kv.policy import Policy
 from spillway_kv.results import AttendResult
 from spillway_kv.sequence import Sequence
-from spillway_kv.step import _Together
+from spillway_kv.step_graph import StepGraph
 from spillway_kv.tensors import OutDType, decoder_like
-
-if TYPE_CHECKING:
-    from spillway_kv.client import Client
-    from spillway_kv.step_graph import StepGraph
 
 
 def default_token_count_max(token_count: int) -> int:
@@ -29,7 +26,7 @@ def default_token_count_max(token_count: int) -> int:
     return 1 << max((2 * token_count - 1).bit_length(), 13)
 
 
-class StreamDecoder(_Together):
+class StreamDecoder:
     """Decodes sequences with CUDA tensors. `Client.open_decoder` creates it.
 
     Each step begins with `next` and is then attended layer by layer. With an embedded engine,
@@ -70,19 +67,20 @@ class StreamDecoder(_Together):
 
     def __init__(
         self,
-        client: Client,
+        connection: Connection,
         sequences: SequenceABC[Sequence],
         token_count: int,
         token_count_max: int | None,
         policy: Policy | None,
     ) -> None:
-        super().__init__(client, sequences, token_count)
-        connection = wire(client)
-        if client.step_transport == "messages":
+        self._batch = Batch(connection, sequences, token_count)
+        self.sequences = self._batch.sequences
+        self.token_count = token_count
+        if connection.step_transport == "messages":
             raise ValueError(
                 "decoders need an embedded engine, or a daemon that shares memory with "
-                f"this process, by libspillway: {client.target} is reached by "
-                f"{client.step_transport}"
+                f"this process, by libspillway: {connection.target} is reached by "
+                f"{connection.step_transport}"
             )
         starts = [sequence.token_count for sequence in sequences]
         # Lengths after the steps so far. None if they are not known, after an error or after a step
@@ -93,11 +91,11 @@ class StreamDecoder(_Together):
         self._settled = True
         if token_count_max is None:
             token_count_max = default_token_count_max(max(starts))
-        self.layer_count = self._model.layer_count
+        self.layer_count = self._batch.model.layer_count
         self.version = 0
         self.token_count_max = token_count_max
         self._channel = connection.channel
-        message = self._description(starts, policy)
+        message = self._batch.description(starts, policy)
         try:
             self._handle = self._channel.open_decoder(message.SerializeToString(), token_count_max)
         except SpillwayError as error:
@@ -108,11 +106,11 @@ class StreamDecoder(_Together):
         connection.no_decoder = ""
         gpu = self._channel.decoder_gpu(self._handle)
         self.device = (
-            _device_of([device.name for device in client.server_info.devices])
+            _device_of([device.name for device in connection.server_info.devices])
             if gpu < 0
             else torch.device("cuda", gpu)
         )
-        self._tensors = LayerTensors(self._check)
+        self._tensors = LayerTensors(self._batch.check)
 
     def __enter__(self) -> StreamDecoder:
         return self
@@ -145,6 +143,7 @@ class StreamDecoder(_Together):
         self._attended = False
         return self.version != before
 
+    @overload
     def attend(
         self,
         layer: int,
@@ -152,9 +151,39 @@ class StreamDecoder(_Together):
         k: torch.Tensor,
         v: torch.Tensor,
         *,
+        out: torch.Tensor | None = None,
         out_dtype: OutDType | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        wants_lse: Literal[True] = True,
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    @overload
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        out: torch.Tensor | None = None,
+        out_dtype: OutDType | None = None,
+        wants_lse: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]: ...
+
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        out: torch.Tensor | None = None,
+        out_dtype: OutDType | None = None,
+        wants_lse: bool = True,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Appends the new tokens' K and V to a layer of the step, and attends.
+
+        If all tensors are in the same memory at every step, the engine launches the layer as one
+        graph.
 
         Args:
             layer: Layer, [0, layer_count).
@@ -162,35 +191,17 @@ class StreamDecoder(_Together):
                 sees the tokens before the step and the new tokens up to t.
             k: Keys of the new tokens [B, H_kv, T, d] in the model's dtype.
             v: Values, with the same shape.
+            out: Where the output is written: a contiguous tensor of q's shape and of the output's
+                dtype, aligned to 16 bytes. None: a new tensor.
             out_dtype: Element type of the output. None means that of q.
+            wants_lse: Whether the log-sum-exp is computed.
 
         Returns:
-            Output [B, T, H_q, d] and log-sum-exp [B, T, H_q], float32.
+            Output [B, T, H_q, d], and log-sum-exp [B, T, H_q] in float32 or None.
 
         Raises:
             SpillwayError: No step is begun, or a tensor is not on the engine's GPU.
             ValueError: A shape does not fit.
-        """
-        out, lse = self._enqueue(layer, q, k, v, out_dtype, wants_lse=True)
-        assert lse is not None
-        return out, lse
-
-    def _enqueue(
-        self,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out_dtype: OutDType | None = None,
-        *,
-        wants_lse: bool,
-        out: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The same as `attend`.
-
-        Computes no log-sum-exp if it is not wanted. Writes the output to `out` if it is given: a
-        contiguous tensor [B, T, H_q, d] of the output's dtype, aligned to 16 bytes. If all tensors
-        are in the same memory at every step, the engine launches the layer as one graph.
         """
         self._check_open()
         out, lse, kept = self._tensors.fill(q, k, v, out, out_dtype, wants_lse=wants_lse)
@@ -236,7 +247,7 @@ class StreamDecoder(_Together):
             return
         self._lengths, self._settled = lengths, True
         for sequence, length in zip(self.sequences, lengths, strict=True):
-            sequence._know(length, self.layer_count)
+            sequence.state.know(length, self.layer_count)
 
     def results(self, layer: int) -> list[AttendResult]:
         """Ends the step and returns certificates and counts of a layer, one per sequence.
@@ -249,7 +260,7 @@ class StreamDecoder(_Together):
         self.finish()
         message = self._channel.decoder_results(self._handle, layer)
         results = attention_service_pb2.AttendResponse.FromString(message).results
-        shape = (self.token_count, self._model.query_head_count, self._model.head_dim)
+        shape = (self.token_count, self._batch.model.query_head_count, self._batch.model.head_dim)
         for result in results:
             result.out.shape.extend(shape)
         return [AttendResult(result, decoder_like(None)) for result in results]
@@ -257,8 +268,8 @@ class StreamDecoder(_Together):
     def sums(self, layer: int) -> Sums:
         """Returns sums over the successful steps of a layer. After `finish` they are complete."""
         self._check_open()
-        if not 0 <= layer < self._model.layer_count:
-            raise ValueError(f"layer {layer} is not in [0, {self._model.layer_count})")
+        if not 0 <= layer < self._batch.model.layer_count:
+            raise ValueError(f"layer {layer} is not in [0, {self._batch.model.layer_count})")
         return self._channel.decoder_sums(self._handle, layer)
 
     def close(self) -> None:
@@ -279,8 +290,7 @@ class StreamDecoder(_Together):
         """Forgets the lengths. Returns those after the steps so far, if they are known."""
         lengths, self._lengths = self._lengths if self._attended else None, None
         self._settled = False
-        for sequence in self.sequences:
-            sequence._forget()
+        self._batch.forget()
         return lengths
 
 

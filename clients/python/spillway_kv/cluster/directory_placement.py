@@ -15,7 +15,6 @@ from spillway_kv.cluster.directory import Directory
 from spillway_kv.cluster.node import host_id
 from spillway_kv.cluster.placement import Dealt, Moved
 from spillway_kv.cluster.records import DaemonRecord
-from spillway_kv.connection import wire
 from spillway_kv.errors import SpillwayError, Unavailable
 
 # How long a new sequence waits for daemons that are being restarted.
@@ -93,7 +92,7 @@ class DirectoryPlacement:
             if daemon in self._clients:
                 return self._clients[daemon]
         client = connected(self._directory.ask("daemon", daemon), self._host, self._connect)
-        wire(client).restarts.given_up = lambda: self.loss(daemon)
+        client.connection.restarts.given_up = lambda: self.loss(daemon)
         with self._lock:
             if daemon not in self._clients:
                 self._clients[daemon] = client

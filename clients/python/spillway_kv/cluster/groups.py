@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import spillway_kv
+from spillway_kv.cluster.connection import ClusterConnection
 from spillway_kv.cluster.part import MOVES_MAX, Part
 from spillway_kv.errors import SpillwayError
-
-if TYPE_CHECKING:
-    from spillway_kv.cluster.client import ClusterClient
 
 T = TypeVar("T")
 
@@ -26,14 +24,14 @@ def groups_of(parts: Sequence[Part], indices: Sequence[int]) -> list[list[int]]:
 
 
 def ask_by_daemon(
-    client: ClusterClient,
+    connection: ClusterConnection,
     parts: Sequence[Part],
     ask: Callable[[Sequence[int]], Sequence[T | SpillwayError]],
 ) -> list[T | SpillwayError]:
     """Asks for every part, and again for parts that were moved meanwhile.
 
     Args:
-        client: The client whose threads are used.
+        connection: Makes the calls, at the same time.
         parts: The parts.
         ask: Gets indices of parts with the same daemon and share. Returns an answer for each, in
             order. If it raises an error, this is the answer for all of them.
@@ -73,7 +71,7 @@ def ask_by_daemon(
     for _ in range(MOVES_MAX + len(parts)):
         if not waiting:
             break
-        again = client.each(one, groups_of(parts, waiting))
+        again = connection.each(one, groups_of(parts, waiting))
         waiting = [index for group in again for index in group]
     too_often = spillway_kv.Aborted(f"a sequence has moved {MOVES_MAX} times")
     return [answers.get(index, too_often) for index in range(len(parts))]

@@ -9,8 +9,7 @@ from typing import Any
 
 import spillway_kv
 from spillway_kv.cluster.placement import Dealt, part_name
-from spillway_kv.cluster.sequence import local_policy
-from spillway_kv.cluster.shares import Share
+from spillway_kv.cluster.shares import Share, local_policy
 from spillway_kv.cluster.weights import weights_of
 from spillway_kv.errors import NotFound
 from spillway_kv.results import Model

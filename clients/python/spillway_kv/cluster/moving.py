@@ -10,7 +10,6 @@ from typing import Protocol
 import spillway_kv
 from spillway_kv.cluster.merging import joined
 from spillway_kv.cluster.placement import Moved
-from spillway_kv.connection import wire
 from spillway_kv.errors import Cancelled, DeadlineExceeded, NotFound, SpillwayError, Unavailable
 
 # Bytes of rows that are copied at a time. Steps on either daemon wait no longer than for these.
@@ -162,7 +161,7 @@ def _moved(
             # that a delete which is still on its way is refused, and the copy is taken back: it
             # will soon lack what clients append at the source.
             try:
-                wire(source).restarts.again(old.unseal)
+                source.connection.restarts.again(old.unseal)
             except NotFound:
                 pass
             else:

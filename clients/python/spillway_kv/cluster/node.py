@@ -22,7 +22,6 @@ from spillway_kv.cluster.moving import Copied, Ledger, move
 from spillway_kv.cluster.placement import CLAIM_SECONDS, Dealt, Moved, whole_of
 from spillway_kv.cluster.process import DaemonProcess
 from spillway_kv.cluster.records import DaemonRecord, State
-from spillway_kv.connection import wire
 from spillway_kv.errors import NotFound, SpillwayError, Unavailable
 
 _log = logging.getLogger(__name__)
@@ -175,7 +174,7 @@ class Node:
             fresh.close()
             raise
         if self._client is None:
-            wire(fresh).restarts.given_up = self._given_up
+            fresh.connection.restarts.given_up = self._given_up
             # Set last, because from now on the daemon can be drained.
             self._client = fresh
         else:

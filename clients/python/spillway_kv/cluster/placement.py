@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import spillway_kv
@@ -54,6 +55,11 @@ _PART = re.compile(r"(.+)\.(\d+)of(\d+)")
 def part_name(name: str, number: int, part_count: int) -> str:
     """Returns a daemon's name of a part of a model or sequence. A whole one keeps its name."""
     return name if part_count == 1 or not name else f"{name}.{number}of{part_count}"
+
+
+def part_folder(folder: str | Path, number: int, part_count: int) -> str:
+    """Returns the folder in which a daemon saves its part of a sequence."""
+    return str(folder) if part_count == 1 else f"{folder}/part{number}"
 
 
 def whole_of(part: str) -> tuple[str, int, int]:

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceABC
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 import spillway_kv
+from spillway_kv.cluster.connection import ClusterConnection
+from spillway_kv.cluster.groups import ask_by_daemon
 from spillway_kv.cluster.merging import (
     heads_of,
     merged_counts,
     merged_info,
+    merged_results,
     merged_selections,
     selection_of,
 )
 from spillway_kv.cluster.part import Part
-from spillway_kv.cluster.placement import Dealt, check_id, named, part_name
-from spillway_kv.cluster.shares import Share
+from spillway_kv.cluster.placement import check_id, named, part_folder, part_name
+from spillway_kv.cluster.sequence_parts import Placed, SequenceParts
+from spillway_kv.cluster.shares import local_policy
+from spillway_kv.errors import SpillwayError
 from spillway_kv.policy import Policy
 from spillway_kv.results import (
     AppendResult,
@@ -28,23 +34,7 @@ from spillway_kv.results import (
     Selection,
     SequenceInfo,
 )
-from spillway_kv.tensors import Array, OutDType, empty_like, engine_array
-
-if TYPE_CHECKING:
-    from spillway_kv.cluster.client import ClusterClient
-
-
-def local_policy(policy: Policy | None, share: Share) -> Policy | None:
-    """Converts a policy to the layer numbers of a daemon with a share."""
-    if policy is None or policy.dense_layers is None:
-        return policy
-    dense = [share.local(layer) for layer in policy.dense_layers if layer in share.layers]
-    return dataclasses.replace(policy, dense_layers=dense)
-
-
-def part_folder(folder: str | Path, number: int, part_count: int) -> str:
-    """Returns the folder in which a daemon saves its part of a sequence."""
-    return str(folder) if part_count == 1 else f"{folder}/part{number}"
+from spillway_kv.tensors import Array, OutDType, empty_like, engine_array, wait_for_stream
 
 
 class ClusterSequence:
@@ -62,14 +52,13 @@ class ClusterSequence:
         whole: The whole model.
     """
 
-    def __init__(
-        self, client: ClusterClient, dealt: Dealt, name: str, parts: SequenceABC[Part]
-    ) -> None:
-        self._client = client
-        self._dealt = dealt
+    def __init__(self, owner: SequenceParts, placed: Placed) -> None:
+        self._owner = owner
+        self._wire = owner.connection
+        self._dealt = dealt = placed.dealt
         self.whole = dealt.model
-        self.parts = tuple(parts)
-        self.name = name
+        self.parts = tuple(placed.parts)
+        self.name = placed.name
         self.model = dealt.model.name
         # Number of query heads per KV head.
         self.group = self.whole.query_head_count // self.whole.kv_head_count
@@ -100,15 +89,6 @@ class ClusterSequence:
         """Names of the daemons that hold the parts, as last known."""
         return [part.daemon for part in self.parts]
 
-    def _forget(self) -> None:
-        """Makes the next use of a length ask the daemons. Used by `spillway_kv.transformers`."""
-        for part in self.parts:
-            part.sequence._forget()
-
-    def _takes_from_gpu(self, array: Array) -> bool:
-        """Whether the appends of all daemons read the tensor's rows directly in GPU memory."""
-        return all(part.sequence._takes_from_gpu(array) for part in self.parts)
-
     @property
     def generation(self) -> int:
         """Generation of the first part, from the last answer."""
@@ -117,8 +97,15 @@ class ClusterSequence:
     @property
     def layer_token_counts(self) -> tuple[int, ...]:
         """Number of tokens of each layer that all its parts have, from the last answers."""
+        return self._token_counts({})
+
+    def _token_counts(self, told: Mapping[Part, SequenceABC[int]]) -> tuple[int, ...]:
+        """The same, with what answers have just told of some parts."""
         shares = [part.share for part in self.parts]
-        counts = [part.call(lambda s: s.layer_token_counts) for part in self.parts]
+        counts = [
+            told[part] if part in told else part.call(lambda s: s.layer_token_counts)
+            for part in self.parts
+        ]
         return merged_counts(shares, counts, self.whole.layer_count)
 
     @property
@@ -129,12 +116,12 @@ class ClusterSequence:
     def refresh(self) -> SequenceInfo:
         """Asks the daemons for the present state of the sequence."""
         return self._info(
-            self._client.each(lambda part: part.call(lambda s: s.refresh()), self.parts)
+            self._wire.each(lambda part: part.call(lambda s: s.refresh()), self.parts)
         )
 
     def keep(self) -> SequenceInfo:
         """Like `spillway_kv.Sequence.keep`, for each part."""
-        return self._info(self._client.each(lambda part: part.call(lambda s: s.keep()), self.parts))
+        return self._info(self._wire.each(lambda part: part.call(lambda s: s.keep()), self.parts))
 
     def _info(self, infos: SequenceABC[SequenceInfo]) -> SequenceInfo:
         shares = [part.share for part in self.parts]
@@ -157,6 +144,8 @@ class ClusterSequence:
         for each in layers:
             self.parts_of(each)
         first = self.layer_token_counts[layer] if start is None else start
+        # The calls are made in threads, which have other current streams.
+        wait_for_stream(k)
 
         def put(part: Part) -> AppendResult:
             share = part.share
@@ -170,11 +159,16 @@ class ClusterSequence:
             for part in self.parts
             if part.share.layers.start < layers.stop and layers.start < part.share.layers.stop
         ]
-        results = self._client.each(put, concerned)
+        results = self._wire.each(put, concerned)
         return AppendResult(
             sum(result.appended_chunk_count for result in results),
             sum(result.already_present_chunk_count for result in results),
-            self.layer_token_counts,
+            self._token_counts(
+                {
+                    part: result.layer_token_counts
+                    for part, result in zip(concerned, results, strict=True)
+                }
+            ),
         )
 
     def attend(
@@ -188,15 +182,10 @@ class ClusterSequence:
         timeout: float | None = None,
     ) -> AttendResult:
         """Attends at one layer, like `spillway_kv.Sequence.attend`."""
-        results = self._client.attend(
-            layer,
-            {self: q},
-            policy,
-            None if visible is None else {self: visible},
-            out_dtype=out_dtype,
-            timeout=timeout,
-        )
-        result: AttendResult = results[self]
+        seen = {} if visible is None else {self: visible}
+        result = attend(self._wire, layer, {self: q}, policy, seen, out_dtype, timeout)[self]
+        if isinstance(result, SpillwayError):
+            raise result
         return result
 
     def select(
@@ -216,7 +205,7 @@ class ClusterSequence:
             local = share.local(layer), mine, local_policy(policy, share), visible
             return part.call(lambda s: s.select(*local, timeout=timeout))
 
-        return merged_selections(self._client.each(ask, self.parts_of(layer)), q.shape[1])
+        return merged_selections(self._wire.each(ask, self.parts_of(layer)), q.shape[1])
 
     def fetch(
         self,
@@ -257,7 +246,7 @@ class ClusterSequence:
                 lambda s: s.fetch(local, start, end, selection=chosen, into=mine, timeout=timeout)
             )
 
-        self._client.each(get, self.parts_of(layer))
+        self._wire.each(get, self.parts_of(layer))
         return k, v
 
     def fork(self, sequence_id: str = "") -> ClusterSequence:
@@ -269,17 +258,19 @@ class ClusterSequence:
         def fork(number: int) -> Part:
             return self.parts[number].fork(part_name(sequence_id, number, count))
 
-        placement = self._client.placement
+        placement = self._wire.placement
         put = self.daemons
         if name:
-            self._client.claimed(name, lambda: placement.put(name, put))
+            self._owner.claimed(name, lambda: placement.put(name, put))
         with named(placement, name):
-            parts = self._client.all_or_none(fork, range(count))
+            parts = self._owner.all_or_none(fork, range(count))
             daemons = [part.daemon for part in parts]
             if name and daemons != put:
                 placement.drop(name)
                 placement.put(name, daemons)
-        return ClusterSequence(self._client, self._dealt, name or parts[0].sequence.name, parts)
+        return ClusterSequence(
+            self._owner, Placed(name or parts[0].sequence.name, self._dealt, parts)
+        )
 
     def truncate(self, token_count: int) -> SequenceInfo:
         """Removes the newest tokens, like `spillway_kv.Sequence.truncate`.
@@ -293,7 +284,7 @@ class ClusterSequence:
                 f"token_count {token_count} is not in [0, {self.token_count}]"
             )
         return self._info(
-            self._client.each(lambda part: part.call(lambda s: s.truncate(token_count)), self.parts)
+            self._wire.each(lambda part: part.call(lambda s: s.truncate(token_count)), self.parts)
         )
 
     def delete(self) -> None:
@@ -302,8 +293,8 @@ class ClusterSequence:
         Raises:
             NotFound: It was deleted or has expired on all of them.
         """
-        self._client.gone(lambda part: part.call(lambda s: s.delete()), self.parts)
-        self._client.forget(self.name, [(part.sequence.name, part.daemon) for part in self.parts])
+        self._wire.gone(lambda part: part.call(lambda s: s.delete()), self.parts)
+        self._owner.forget(self.name, [(part.sequence.name, part.daemon) for part in self.parts])
 
     def save(
         self, folder: str | Path, *, client_data: bytes = b"", timeout: float | None = None
@@ -320,10 +311,56 @@ class ClusterSequence:
                 lambda s: s.save(mine, client_data=client_data, timeout=timeout)
             )
 
-        parts = self._client.each(put, range(len(self.parts)))
+        parts = self._wire.each(put, range(len(self.parts)))
         return SavedSequence(
             min(part.token_count for part in parts),
             parts[0].generation,
             sum(part.byte_count for part in parts),
             sum(part.written_byte_count for part in parts),
         )
+
+
+def attend(
+    connection: ClusterConnection,
+    layer: int,
+    queries: Mapping[ClusterSequence, Array],
+    policy: Policy | None,
+    visible: Mapping[ClusterSequence, SequenceABC[int]],
+    out_dtype: OutDType | None,
+    timeout: float | None,
+) -> dict[ClusterSequence, AttendResult | SpillwayError]:
+    """Attends at one layer, as `ClusterClient.attend` says.
+
+    Returns:
+        The result of each sequence, or the error of its attend.
+    """
+    owners = [(s, part) for s in queries for part in s.parts_of(layer)]
+
+    def ask(indices: SequenceABC[int]) -> list[AttendResult | SpillwayError]:
+        """Attends for parts on one daemon with the same share."""
+        share = owners[indices[0]][1].share
+        handles = {i: owners[i][1].sequence for i in indices}
+        heads = share.query_heads(owners[indices[0]][0].group)
+        mine = {h: heads_of(queries[owners[i][0]], heads, 1) for i, h in handles.items()}
+        answers = connection.placement.client(owners[indices[0]][1].daemon).attend(
+            share.local(layer),
+            mine,
+            local_policy(policy, share),
+            {h: visible[owners[i][0]] for i, h in handles.items() if owners[i][0] in visible},
+            out_dtype=out_dtype,
+            timeout=timeout,
+            return_errors=True,
+        )
+        return [answers[handle] for handle in handles.values()]
+
+    answers = iter(ask_by_daemon(connection, [part for _, part in owners], ask))
+    results: dict[ClusterSequence, AttendResult | SpillwayError] = {}
+    for sequence in queries:
+        parts = [next(answers) for _ in sequence.parts_of(layer)]
+        failed = next((part for part in parts if isinstance(part, SpillwayError)), None)
+        if failed is not None:
+            results[sequence] = failed
+        else:
+            good = [part for part in parts if isinstance(part, AttendResult)]
+            results[sequence] = merged_results(good, sequence.head_counts(layer))
+    return results

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
+
+from spillway_kv.policy import Policy
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,14 @@ class Share:
     def query_heads(self, group: int) -> slice:
         """The query heads that read its KV heads, with `group` per KV head."""
         return slice(self.kv_heads.start * group, self.kv_heads.stop * group)
+
+
+def local_policy(policy: Policy | None, share: Share) -> Policy | None:
+    """Converts a policy to the layer numbers of a daemon with a share."""
+    if policy is None or policy.dense_layers is None:
+        return policy
+    dense = [share.local(layer) for layer in policy.dense_layers if layer in share.layers]
+    return dataclasses.replace(policy, dense_layers=dense)
 
 
 def even_ranges(count: int, part_count: int) -> list[range]:

@@ -5,23 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceABC
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import spillway_kv
 from spillway_kv.at_once import AttendsAtOnce, Portion
 from spillway_kv.attend_sums import LayerStatistics
+from spillway_kv.batch import check_tensors
 from spillway_kv.cluster.groups import groups_of
 from spillway_kv.cluster.merging import heads_of, joined, merged_results
 from spillway_kv.cluster.part import MOVES_MAX, Part
-from spillway_kv.cluster.sequence import ClusterSequence, local_policy
+from spillway_kv.cluster.placement import Placement
+from spillway_kv.cluster.sequence import ClusterSequence
+from spillway_kv.cluster.shares import local_policy
 from spillway_kv.errors import SpillwayError
 from spillway_kv.policy import Policy
 from spillway_kv.results import AttendResult
-from spillway_kv.step import check_tensors
 from spillway_kv.tensors import Array, OutDType, engine_array
-
-if TYPE_CHECKING:
-    from spillway_kv.cluster.client import ClusterClient
 
 
 class _Owned(NamedTuple):
@@ -48,17 +47,25 @@ def _moved_too_often() -> SpillwayError:
 class _Group:
     """The parts with the same daemon and share, and their step on this daemon."""
 
-    def __init__(self, step: ClusterStep, owned: SequenceABC[_Owned]) -> None:
+    def __init__(
+        self,
+        placement: Placement,
+        owned: SequenceABC[_Owned],
+        token_count: int,
+        policy: Policy | None,
+        starts: SequenceABC[int],
+    ) -> None:
+        """Begins the step. starts: of all sequences of the whole step."""
         self.owned = list(owned)
         self.share = owned[0].part.share
         self.daemon = owned[0].part.daemon
         self.handles = [each.part.sequence for each in owned]
         self._numbers = [each.number for each in owned]
-        self._step = step._client.placement.client(self.daemon).begin_step(
+        self._step = placement.client(self.daemon).begin_step(
             self.handles,
-            token_count=step.token_count,
-            policy=local_policy(step._policy, self.share),
-            starts=[step.starts[number] for number in self._numbers],
+            token_count=token_count,
+            policy=local_policy(policy, self.share),
+            starts=[starts[number] for number in self._numbers],
         )
 
     def ask(
@@ -70,10 +77,10 @@ class _Group:
         *,
         at_once: bool,
     ) -> Callable[[], tuple[Any, Any]]:
-        """See `DecodeStep._asked`. rows: q, k and v of the whole step."""
+        """See `StepState.ask`. rows: q, k and v of the whole step."""
         heads, query_heads = self.share.heads, self.share.query_heads(group)
         q, k, v = (self._mine(array) for array in rows)
-        return self._step._asked(
+        return self._step.state.ask(
             self.share.local(layer),
             heads_of(q, query_heads, 2),
             heads_of(k, heads, 1),
@@ -100,7 +107,7 @@ class _Group:
             return None
         share = self.share
         layers, heads = share.layers.start, share.heads
-        return Portion(self._step, layers, numbers, heads, share.query_heads(group))
+        return Portion(self._step.state, layers, numbers, heads, share.query_heads(group))
 
     def results(self) -> dict[int, AttendResult]:
         return dict(zip(self._numbers, self._step.results(), strict=True))
@@ -120,7 +127,7 @@ class ClusterStep:
 
     def __init__(
         self,
-        client: ClusterClient,
+        placement: Placement,
         sequences: SequenceABC[ClusterSequence],
         token_count: int,
         policy: Policy | None,
@@ -138,7 +145,7 @@ class ClusterStep:
             raise ValueError(
                 f"{len(starts)} starts for {len(sequences)} sequences: one for each is needed"
             )
-        self._client = client
+        self._placement = placement
         self._policy = policy
         self.sequences = tuple(sequences)
         self.token_count = token_count
@@ -219,7 +226,9 @@ class ClusterStep:
             group = kept.get(tuple(map(id, handles)))
             if group is None:
                 try:
-                    group = _Group(self, mine)
+                    group = _Group(
+                        self._placement, mine, self.token_count, self._policy, self.starts
+                    )
                 except BaseException as error:
                     for other in begun:
                         other.close()

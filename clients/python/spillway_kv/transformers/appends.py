@@ -214,8 +214,6 @@ class Appends:
         oldest = self._running[0]
         error = oldest.future.exception()
         self._error = self._error or error
-        # Answers may have arrived in another order than the daemon sent them.
-        oldest.sequence._forget()
         self._running.popleft()
 
 
@@ -234,6 +232,4 @@ def _append(
     stream = torch.cuda.Stream(k.device)
     stream.wait_event(made)
     with torch.cuda.stream(stream):
-        if not sequence._takes_from_gpu(k):
-            k, v = k.cpu(), v.cpu()
         sequence.append(layer, start, k, v)

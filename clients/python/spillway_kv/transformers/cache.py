@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import datetime
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceABC
+from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from transformers import Cache
 
-from spillway_kv import forks
 from spillway_kv.client import Client
 from spillway_kv.indices import HashWeights, RotationHash
 from spillway_kv.policy import Policy
@@ -19,20 +20,20 @@ from spillway_kv.quality import chosen_policy
 from spillway_kv.results import Model
 from spillway_kv.sequence import Sequence
 from spillway_kv.transformers.chats import Chats
-from spillway_kv.transformers.handed import HandedLayer
+from spillway_kv.transformers.contents import Contents
+from spillway_kv.transformers.daemon_model import DaemonModel
 from spillway_kv.transformers.identity import config_fields
-from spillway_kv.transformers.layer import Shared, SpillwayLayer
-from spillway_kv.transformers.phase import Phase
-from spillway_kv.transformers.rows import RowStore, delete
-from spillway_kv.transformers.selection import Selection, row_numbers
-from spillway_kv.transformers.sliding import SlidingLayer
+from spillway_kv.transformers.layer import Shared
+from spillway_kv.transformers.rows import RowStore
+from spillway_kv.transformers.selection import row_numbers
 from spillway_kv.transformers.statistics import CacheStatistics, OnAttend
 from spillway_kv.transformers.support import shapes_of, windows_of
-from spillway_kv.transformers.texts import Texts
-from spillway_kv.transformers.unfinished import Unfinished
+from spillway_kv.transformers.turns import Turns
+
+Self = TypeVar("Self", bound="SpillwayCache")
 
 
-class SpillwayCache(Chats, Cache):
+class SpillwayCache(Cache):
     """A cache whose K/V are in the daemon, with one sequence per batch row.
 
     Use it with `model.set_attn_implementation("spillway")`, and pass it as `cache`, or as
@@ -109,35 +110,21 @@ class SpillwayCache(Chats, Cache):
             UnsupportedModelError: The daemon does not support the model's kind of attention.
             ValueError: Both `policy` and `quality` are given, or `quality` is another word.
         """
-        shapes = shapes_of(config)
         store = RowStore(
             client,
-            shapes,
-            model=model,
+            DaemonModel(client, shapes_of(config), config_fields(config), hash_weights, model),
             policy=chosen_policy(policy, quality),
-            hash_weights=hash_weights,
             ttl=ttl,
             prefill_block_token_count=prefill_block_token_count,
-            config_fields=config_fields(config),
         )
-        self._build(Shared(store, on_attend), windows_of(config))
+        self._take(Contents(Shared(store, on_attend), windows_of(config)))
 
-    def _build(self, shared: Shared, windows: list[int | None]) -> None:
-        self._shared = shared
-        self._windows = windows
-        self._texts = Texts()
-        # How many rows transformers makes of each row of a prompt, for beams or samples.
-        self._repeats = 1
-        layers: list[HandedLayer] = []
-        for model_index, window in enumerate(windows):
-            if window is None:
-                layers.append(SpillwayLayer(shared, windows[:model_index].count(None), model_index))
-            else:
-                layers.append(SlidingLayer(shared, model_index, window))
-        shared.layer_count = len(layers)
-        Cache.__init__(self, layers=layers)
-        # The store must not refer to the cache, or the cache would never be garbage-collected.
-        self._finalizer = forks.finalizer(self, shared.store.release)
+    def _take(self, contents: Contents) -> None:
+        Cache.__init__(self, layers=contents.layers)
+        self.contents = contents
+        """@private For other modules of the package."""
+        self._turns = Turns(contents)
+        self._chats = Chats(contents, self._turns)
 
     def __enter__(self) -> SpillwayCache:
         return self
@@ -156,7 +143,7 @@ class SpillwayCache(Chats, Cache):
     @property
     def model(self) -> Model | None:
         """The daemon's model. None before the first forward pass."""
-        return self._shared.store.model
+        return self.contents.shared.store.model.found
 
     @property
     def sequences(self) -> tuple[Sequence, ...]:
@@ -165,42 +152,41 @@ class SpillwayCache(Chats, Cache):
         Raises:
             SpillwayError: An append has failed.
         """
-        self._shared.store.suspend()
-        return tuple(row.sequence for row in self._shared.store.rows)
+        return self.contents.sequences()
 
     @property
     def statistics(self) -> CacheStatistics:
         """Sums over the attends that the daemon served."""
-        self._shared.count()
-        return self._shared.statistics
+        self.contents.shared.count()
+        return self.contents.shared.statistics
 
     @property
     def on_attend(self) -> OnAttend | None:
         """Called after each attend in the daemon."""
-        return self._shared.on_attend
+        return self.contents.shared.on_attend
 
     @on_attend.setter
     def on_attend(self, callback: OnAttend | None) -> None:
-        self._shared.on_attend = callback
+        self.contents.shared.on_attend = callback
 
     @property
     def request_policy(self) -> Policy | None:
         """Policy that overrides that of the sequences for the following attends, or None."""
-        return self._shared.store.request_policy
+        return self.contents.shared.store.request_policy
 
     @request_policy.setter
     def request_policy(self, policy: Policy | None) -> None:
-        self._shared.store.request_policy = policy
+        self.contents.shared.store.request_policy = policy
 
     @property
     def model_layers(self) -> tuple[int, ...]:
         """The layers of the model that are in the daemon: those with full attention."""
-        return tuple(index for index, window in enumerate(self._windows) if window is None)
+        return tuple(index for index, window in enumerate(self.contents.windows) if window is None)
 
     @property
     def batch_size(self) -> int:
         """Number of rows. -1 before the first forward pass."""
-        return len(self._shared.store.rows) or -1
+        return len(self.contents.shared.store.rows) or -1
 
     def update(
         self,
@@ -212,7 +198,7 @@ class SpillwayCache(Chats, Cache):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Passes the new K/V of a layer to its attention function."""
         if layer_idx == 0:
-            self._begin_forward(key_states.shape[0])
+            self.contents.begin_forward(key_states.shape[0])
         return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
 
     @property
@@ -222,60 +208,13 @@ class SpillwayCache(Chats, Cache):
 
     @_is_user_defined.setter
     def _is_user_defined(self, value: bool) -> None:
-        self._shared.phase.begin_generation()
+        self.contents.shared.phase.begin_generation()
 
     def activate_past_recording(self) -> None:
         """Notes that assisted decoding begins, whose candidates do not belong to a prompt."""
-        self._shared.phase.begin_assisted_decoding()
+        self.contents.shared.phase.begin_assisted_decoding()
 
-    @property
-    def _sliding(self) -> list[SlidingLayer]:
-        return [layer for layer in self.layers if isinstance(layer, SlidingLayer)]
-
-    def _begin_forward(self, batch_size: int) -> None:
-        shared = self._shared
-        if shared.pending is not None and len(self.layers) == 1:
-            # With more layers, the second layer notices that the first one was not attended.
-            pending, shared.pending = shared.pending, None
-            pending.refuse()
-        self._settle()
-        if self._repeats > 1 and batch_size == self._repeats * len(shared.store.rows):
-            self.batch_repeat_interleave(self._repeats)
-        self._begin(self.layers[0].length)
-
-    def _begin(self, length: int) -> None:
-        """Notes that rows will change, and that an interruption cuts them to `length` positions."""
-        shared = self._shared
-        rows = shared.store.rows
-        paddings = tuple(min(row.padding, length) for row in rows) if rows else None
-        shared.unfinished = Unfinished(length, paddings, copy.copy(shared.phase))
-
-    def _settle(self) -> None:
-        """Undoes a forward pass that was interrupted, if there was one, and ends a selection."""
-        self._finish_selection()
-        shared = self._shared
-        unfinished = shared.unfinished
-        if unfinished is None:
-            return
-        length = unfinished.undo(shared.store)
-        for layer in self._sliding:
-            layer.undo(length)
-        shared.pending = None
-        shared.phase = copy.copy(unfinished.phase)
-        self._set_length(length)
-        shared.unfinished = None
-
-    def _set_length(self, length: int) -> None:
-        for sliding in self._sliding:
-            sliding.cut(length)
-        for layer in self.layers:
-            layer.length = length
-            layer.is_initialized = layer.is_initialized and bool(self._shared.store.rows)
-        self._texts.cut(length)
-
-    def _end_prompt(self) -> None:
-        """Notes that the rows are about to change."""
-        self._shared.phase.end_prompt()
+    # Rows and lengths.
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Replaces row i by a copy of row beam_idx[i], for beam search."""
@@ -283,42 +222,17 @@ class SpillwayCache(Chats, Cache):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keeps only the rows in indices [n] (numbers, or a mask [B])."""
-        self._settle()
+        self.contents.settle()
         if self.sequences:
-            self._select(row_numbers(indices, len(self.sequences)))
+            self.contents.select(row_numbers(indices, len(self.sequences)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats every row, next to itself."""
-        self._settle()
+        self.contents.settle()
         if self.sequences:
             if repeats < 1:
                 raise ValueError(f"rows cannot be repeated {repeats} times")
-            self._select([row for row in range(len(self.sequences)) for _ in range(repeats)])
-
-    def _select(self, indices: list[int]) -> None:
-        """Makes row i a copy of what row indices[i] was. If this fails, nothing has changed."""
-        store = self._shared.store
-        texts = self._texts.selected(indices, len(store.rows))
-        held = [layer.selected(indices) for layer in self._sliding]
-        rows = store.selected(indices)
-        kept = set(map(id, rows))
-        dropped = [row for row in store.rows if id(row) not in kept]
-        # From here on an interruption does not prevent the change: the next use completes it.
-        self._shared.selection = Selection(rows, dropped, held, texts)
-        self._finish_selection()
-
-    def _finish_selection(self) -> None:
-        """Completes a change of the rows, if there is one."""
-        selection = self._shared.selection
-        if selection is None:
-            return
-        self._end_prompt()
-        self._shared.store.rows = selection.rows
-        for layer, contents in zip(self._sliding, selection.held, strict=True):
-            layer.hold(contents)
-        self._texts = selection.texts
-        self._shared.selection = None
-        delete(selection.dropped)
+            self.contents.repeat(repeats)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Removes the newest tokens.
@@ -335,19 +249,8 @@ class SpillwayCache(Chats, Cache):
             raise ValueError(
                 f"crop({tokens_to_remove}): pass a negative number to remove that many tokens"
             )
-        self._settle()
-        self._shared.phase.note_crop()
-        if tokens_to_remove == 0 or not self.sequences:
-            return
         # In assisted decoding the number is a tensor on the model's device.
-        length = max(self.layers[0].length + int(tokens_to_remove), 0)
-        for layer in self._sliding:
-            layer.check_cut(length)
-        self._end_prompt()
-        self._begin(length)
-        self._shared.store.truncate(length)
-        self._set_length(length)
-        self._shared.unfinished = None
+        self.contents.remove(-int(tokens_to_remove))
 
     def fork(self) -> SpillwayCache:
         """Copies the cache. The sequences of the copy share the daemon's pages.
@@ -355,30 +258,211 @@ class SpillwayCache(Chats, Cache):
         The copy has its own statistics and no `on_attend`. `copy.deepcopy(cache)`
         does the same.
         """
-        self._settle()
-        made = SpillwayCache.__new__(SpillwayCache)
-        made._build(Shared(self._shared.store.fork(), None), self._windows)
-        made._shared.phase = self._shared.phase.fork()
-        made._texts = self._texts.fork()
-        for mine, other in zip(self.layers, made.layers, strict=True):
-            mine.fork_into(other)
+        made: SpillwayCache = SpillwayCache.__new__(SpillwayCache)
+        made._take(self.contents.fork())
         return made
 
     def reset(self) -> None:
         """Deletes the sequences and starts empty."""
-        self._finish_selection()
-        self._shared.store.release()
-        self._begin_empty()
-
-    def _begin_empty(self) -> None:
-        self._shared.store.keeps = False
-        self._shared.pending = None
-        self._shared.unfinished = None
-        self._shared.phase = Phase()
-        self._texts = Texts()
-        for layer in self.layers:
-            layer.reset()
+        self.contents.reset()
 
     def close(self) -> None:
         """Deletes the sequences. The cache is then empty and may be used again."""
         self.reset()
+
+    @property
+    def length(self) -> int:
+        """Number of positions of completed forward passes, including left padding.
+
+        After Ctrl-C or an exception in a forward pass: those before it. That forward pass is
+        undone when the cache is next used.
+        """
+        return self.contents.length
+
+    @property
+    def paddings(self) -> tuple[int, ...]:
+        """Left padding of each row, positions."""
+        return self.contents.paddings
+
+    # Tokens and turns.
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        """The tokens of each row, without padding, as far as they are known.
+
+        A cache does not see tokens. `note_tokens` and `spillway_kv.transformers.generate` pass them
+        to it.
+        """
+        return self._turns.tokens
+
+    def note_tokens(self, ids: torch.Tensor) -> None:
+        """Tells the cache the tokens whose K/V it holds or will hold.
+
+        transformers multiplies the rows of a batch for beams and samples. The cache repeats tokens
+        that were noted before, and moves them with the rows.
+
+        Args:
+            ids: [B, n], from the first position on, including left padding.
+
+        Raises:
+            ValueError: The ids do not have one row for each row of the cache.
+        """
+        self._turns.note_tokens(ids)
+
+    def forget_tokens(self) -> None:
+        """Forgets the tokens. The K/V stay."""
+        self._turns.note_tokens(None)
+
+    def check_tokens(self, ids: torch.Tensor) -> None:
+        """Compares a text with the known tokens of the cache.
+
+        Args:
+            ids: [B, n], the whole text, as a model would get it.
+
+        Raises:
+            TokenMismatchError: The text differs from `position` on, or is shorter.
+        """
+        self._turns.check_tokens(ids)
+
+    @property
+    def turns(self) -> Mapping[str, int]:
+        """Positions where turns end, by the names given to `mark`."""
+        return self._turns.ends
+
+    def mark(self, name: str) -> int:
+        """Names the present end of the text, for `truncate`. Returns the position.
+
+        A turn is forgotten when the cache is cut before its end.
+        """
+        return self._turns.mark(name)
+
+    def truncate(self, to: int | str) -> None:
+        """Cuts the cache to a length or to the end of a turn.
+
+        Later tokens are appended from there. Call `fork()` before to make a branch.
+
+        Args:
+            to: Number of positions to keep, including left padding, or the name of a turn.
+
+        Raises:
+            KeyError: There is no such turn.
+            ValueError: More positions than the cache has.
+        """
+        self._turns.truncate(to)
+
+    # Other processes.
+
+    def save(self, folder: str | Path, *, timeout: float | None = None) -> None:
+        """Saves K/V, tokens and turns, for `load`.
+
+        If the cache is saved again to the same folder, only what is new is written. Each batch
+        row has its own snapshot, folder/row-0 and so on (`Sequence.save`). If saving a batch is
+        interrupted between rows, it must be repeated before the batch can be loaded.
+
+        Args:
+            folder: With a daemon: a name below its setting `snapshots.folder`. With an embedded
+                engine: any path.
+            timeout: Seconds for each row. None means no limit.
+
+        Raises:
+            ValueError: The cache is empty, or has more tokens than can be saved.
+            SpillwayError: As for `Sequence.save`.
+        """
+        self._chats.save(folder, timeout)
+
+    @classmethod
+    def load(
+        cls: type[Self],
+        folder: str | Path,
+        config: Any,
+        client: Client,
+        *,
+        policy: Policy | None = None,
+        quality: str | None = None,
+        model: Model | None = None,
+        ttl: datetime.timedelta | float | None = None,
+        timeout: float | None = None,
+        check_model: bool = True,
+        **options: Any,
+    ) -> Self:
+        """Creates a cache from the files that `save` has written, in any process, with any engine.
+
+        Args:
+            folder: The folder that was given to `save`.
+            config: The model's config.
+            client: Connection to the daemon. It must outlive the cache.
+            policy: Overrides the saved policy, field by field.
+            quality: The policy in one word, as for `SpillwayCache`.
+            model: The daemon's model. None means the saved one, which is created if it does not
+                exist (`Client.load_sequence`).
+            ttl: Idle time of the sequences. None means the saved one.
+            timeout: Seconds for each row. None means no limit.
+            check_model: Whether the model must be the one that computed the K/V, as far as its
+                config tells. The first forward pass also compares a sample of its weights.
+            **options: As for `SpillwayCache`.
+
+        Raises:
+            ModelMismatchError: The config differs. The error names the fields.
+            ValueError: The model has other shapes, or the rows come from different saves.
+            SpillwayError: As for `Client.load_sequence`.
+        """
+        made = cls(config, client, policy=policy, quality=quality, model=model, ttl=ttl, **options)
+        made._chats.load(folder, model, ttl, timeout, check_model=check_model)
+        return made
+
+    @classmethod
+    def attach(
+        cls: type[Self],
+        config: Any,
+        client: Client,
+        sequences: SequenceABC[str | Sequence],
+        *,
+        paddings: SequenceABC[int] | None = None,
+        tokens: torch.Tensor | None = None,
+        keep: bool = True,
+        check_model: bool = True,
+        **options: Any,
+    ) -> Self:
+        """Creates a cache from sequences in a daemon, for example those of another process.
+
+        The other process must not continue with them: call `detach` there. If a step was
+        interrupted, the tokens that it left in some layers are removed.
+
+        Args:
+            config: The model's config.
+            client: Connection to the daemon with the sequences. It must outlive the cache.
+            sequences: One sequence, or its name, for each batch row.
+            paddings: Left padding of each row. None means none.
+            tokens: The text, as for `note_tokens`, if it is known.
+            keep: Whether the sequences stay when the cache is closed, reset or
+                garbage-collected. Rows that beam search or `batch_select_indices` remove are
+                deleted in any case.
+            check_model: Whether the model's config must be that of the cache which created the
+                sequences. Nothing compares its weights, nor the config if that cache was given
+                its `model`.
+            **options: As for `SpillwayCache`. The sequences keep their own policy and ttl.
+
+        Raises:
+            NotFound: A sequence was deleted or has expired.
+            ModelMismatchError: The config differs.
+            ValueError: The model has other shapes, or the rows have other lengths.
+        """
+        made = cls(config, client, **options)
+        made._chats.attach(sequences, paddings, tokens, keep=keep, check_model=check_model)
+        return made
+
+    def detach(self) -> tuple[str, ...]:
+        """Releases the sequences and returns their names. They stay in the daemon until their ttl.
+
+        The cache is then empty. `attach` continues with the sequences, here or in another
+        process. Delete them when they are no longer needed.
+        """
+        return self._chats.detach()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuses pickle and torch.save."""
+        raise TypeError(
+            "a SpillwayCache cannot be pickled: its K/V are in the daemon. cache.save(folder) and "
+            "SpillwayCache.load(folder, config, client) keep it; cache.detach() and "
+            "SpillwayCache.attach(config, client, names) hand it to another process"
+        )

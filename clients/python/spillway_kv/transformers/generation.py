@@ -87,16 +87,38 @@ def generate(model: Any, cache: SpillwayCache, ids: torch.Tensor, **kwargs: Any)
     else:
         criteria = kwargs.pop("stopping_criteria", None) or []
         kwargs["stopping_criteria"] = StoppingCriteriaList([*criteria, recorder])
-    cache._repeats = repeats
+    cache.contents.repeats = repeats
     try:
         made = model.generate(ids, **cache_argument(cache), **kwargs)
     finally:
-        cache._repeats = 1
+        cache.contents.repeats = 1
         if beam_count == 1 and len(recorder.ids) == cache.batch_size:
             cache.note_tokens(recorder.ids)
     if beam_count > 1:
-        cache._follow(made if isinstance(made, torch.Tensor) else made.sequences, len(ids))
+        follow(cache, made if isinstance(made, torch.Tensor) else made.sequences, len(ids))
     return made
+
+
+def follow(cache: SpillwayCache, ids: torch.Tensor, prompt_count: int) -> None:
+    """Makes the rows those of texts that beam search has found, as far as their K/V exist.
+
+    Args:
+        cache: The cache.
+        ids: [G, n], the same number of texts for each prompt.
+        prompt_count: Number of prompts. The rows of each prompt are next to each other.
+    """
+    contents = cache.contents
+    contents.settle()
+    if not contents.paddings:
+        return  # generate() was told not to use the cache.
+    row_count = len(contents.paddings)
+    rows, length = contents.texts.best_rows(ids, row_count, prompt_count, contents.length)
+    contents.select(rows)
+    try:
+        cache.truncate(length)
+    except ValueError:
+        # A layer with a sliding window has dropped rows that it would need.
+        cache.reset()
 
 
 def _option(model: Any, kwargs: dict[str, Any], name: str) -> int:

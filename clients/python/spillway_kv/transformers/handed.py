@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from spillway_kv.transformers.identity import ModelMismatchError, weights_digest
-
-if TYPE_CHECKING:
-    from spillway_kv.transformers.unfinished import Unfinished
+from spillway_kv.transformers.unfinished import Unfinished
 
 _HANDLE = "_spillway_layer"
 

@@ -21,7 +21,7 @@ class Shared:
 
     def __init__(self, store: RowStore, on_attend: OnAttend | None) -> None:
         self.store = store
-        self.statistics = CacheStatistics(store.shapes.layer_count)
+        self.statistics = CacheStatistics(store.model.shapes.layer_count)
         self.on_attend = on_attend
         self.phase = Phase()
         # Whether the current forward pass has tokens of a prompt.
@@ -33,7 +33,7 @@ class Shared:
         # The change of the rows in progress; None if there is none.
         self.selection: Selection | None = None
         # Number of the model's layers, including those with a sliding window.
-        self.layer_count = store.shapes.layer_count
+        self.layer_count = store.model.shapes.layer_count
 
     def count(self) -> None:
         """Adds the attends of decode steps since the last call to the statistics."""
@@ -87,7 +87,7 @@ class SpillwayLayer(HandedLayer):
 
     def _check_shapes(self, q: torch.Tensor, k: torch.Tensor) -> None:
         has = (q.shape[1], k.shape[1], q.shape[3])
-        shapes = self._shared.store.shapes
+        shapes = self._shared.store.model.shapes
         expected = (shapes.query_head_count, shapes.kv_head_count, shapes.head_dim)
         if has != expected or k.shape[3] != q.shape[3]:
             raise UnsupportedModelError(

@@ -1,15 +1,13 @@
-"""The daemon's side of a cache: a model and one sequence per batch row."""
+"""The daemon's side of a cache: one sequence per batch row."""
 
 from __future__ import annotations
 
+import copy
 import datetime
-import json
-import re
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceABC
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
-from typing import Any, cast
+from dataclasses import dataclass
 
 import torch
 
@@ -17,21 +15,15 @@ from spillway_kv.attend_sums import LayerStatistics
 from spillway_kv.client import Client
 from spillway_kv.decoding import Decoding
 from spillway_kv.errors import SpillwayError
-from spillway_kv.indices import HashWeights
 from spillway_kv.policy import Policy
 from spillway_kv.prefill import Prefill
-from spillway_kv.results import AttendResult, Model
+from spillway_kv.results import AttendResult
 from spillway_kv.sequence import Sequence
-from spillway_kv.shared_model import shared_model
-from spillway_kv.tensors import DTypeName
 from spillway_kv.transformers.appends import Appends
-from spillway_kv.transformers.identity import ModelMismatchError, config_digest
-from spillway_kv.transformers.support import Shapes
+from spillway_kv.transformers.daemon_model import DaemonModel
 from spillway_kv.transformers.transfer import to_host
 
 _EXACT = Policy(selector="all")
-# Names of models that `RowStore` creates: digests of the config and of all that determines them.
-_OWN_MODEL = re.compile(r"models/hf-[0-9a-f]{5}-[0-9a-f]{20}")
 
 
 @dataclass
@@ -64,32 +56,22 @@ def _deleted_on_error(rows: SequenceABC[Row]) -> Iterator[None]:
 class RowStore:
     """Creates, forks, truncates and deletes the sequences of a cache's rows.
 
-    It does not refer to the cache, so that the cache can be garbage-collected while its finalizer
-    holds the store. Not thread-safe.
+    It does not refer to the cache's contents, so that these can be garbage-collected while their
+    finalizer holds the store. Not thread-safe.
     """
 
     def __init__(
         self,
         client: Client,
-        shapes: Shapes,
+        model: DaemonModel,
         *,
-        model: Model | None,
         policy: Policy | None,
-        hash_weights: HashWeights | None,
         ttl: datetime.timedelta | float | None,
         prefill_block_token_count: int,
-        config_fields: dict[str, Any],
     ) -> None:
         self.client = client
-        # What the K/V depend on besides the shapes. Models of other configs are other models of
-        # the daemon.
-        self.config_fields = config_fields
-        self.shapes = shapes
         self.model = model
         self.policy = policy
-        # A given model is not looked up, because only the caller can create it again.
-        self._model_is_given = model is not None
-        self._checked: tuple[Model, torch.dtype, float] | None = None
         self.rows: list[Row] = []
         # Whether the sequences outlive the cache.
         self.keeps = False
@@ -98,75 +80,21 @@ class RowStore:
         self.prefill = Prefill(block_token_count=prefill_block_token_count)
         # Overrides the policy of the rows. A fork has the policy of its source.
         self.request_policy: Policy | None = None
-        self._hash_weights = hash_weights
         self._ttl = ttl
         self._decoding = Decoding(client)
 
     def open(self, batch_size: int, dtype: torch.dtype, scaling: float) -> None:
         """Creates the model in the daemon, and an empty sequence for each row."""
-        if self.model is None or not (self.rows or self._model_is_given):
-            # Looked up for new rows each time, because the daemon may have restarted in between.
-            self.model = self._find_model(dtype, scaling)
-        if self._checked != (self.model, dtype, scaling):
-            self._check_model(self.model, dtype, scaling)
-            self._checked = (self.model, dtype, scaling)
+        model = self.model.suitable(dtype, scaling, anew=not self.rows)
         if not self.rows:
             made: list[Row] = []
             with _deleted_on_error(made):
-                made.extend(Row(self._create_sequence(self.model)) for _ in range(batch_size))
+                for _ in range(batch_size):
+                    sequence = self.client.create_sequence(model, policy=self.policy, ttl=self._ttl)
+                    made.append(Row(sequence))
             self.rows = made
         if len(self.rows) != batch_size:
             raise ValueError(f"the cache holds {len(self.rows)} rows, the batch has {batch_size}")
-
-    def _create_sequence(self, model: Model) -> Sequence:
-        return self.client.create_sequence(model, policy=self.policy, ttl=self._ttl)
-
-    def _find_model(self, dtype: torch.dtype, scaling: float) -> Model:
-        """Creates the model, or returns the one that a cache with the same settings created."""
-        name = cast(DTypeName, str(dtype).removeprefix("torch."))
-        weights = None if self._hash_weights is None else asdict(self._hash_weights)
-        kind = type(self._hash_weights).__name__
-        spec = json.dumps([asdict(self.shapes), name, scaling, kind, weights])
-        return shared_model(
-            self.client,
-            self._model_kind(),
-            spec,
-            **asdict(self.shapes),
-            dtype=name,
-            softmax_scale=scaling,
-            hash_weights=self._hash_weights,
-        )
-
-    def _model_kind(self) -> str:
-        return f"hf-{config_digest(self.config_fields)}"
-
-    def check_config(self, model: Model) -> None:
-        """Compares the config with that of the cache that created a model, which is in its name.
-
-        Raises:
-            ModelMismatchError: They differ.
-        """
-        if _OWN_MODEL.fullmatch(model.name) and self._model_kind() not in model.name:
-            raise ModelMismatchError(
-                f"{model.name} was created for a model with another config, or by another version "
-                f"of transformers; this config is {self._model_kind()}. With check_model=False its "
-                "sequences are used all the same"
-            )
-
-    def check_shapes(self, model: Model) -> None:
-        """Raises ValueError if a model has other shapes than the config."""
-        has = Shapes(model.layer_count, model.query_head_count, model.kv_head_count, model.head_dim)
-        if has != self.shapes:
-            raise ValueError(f"{model.name} has {has}, the config has {self.shapes}")
-
-    def _check_model(self, model: Model, dtype: torch.dtype, scaling: float) -> None:
-        self.check_shapes(model)
-        if f"torch.{model.dtype}" != str(dtype):
-            raise ValueError(f"{model.name} holds {model.dtype}, the keys are {dtype}")
-        if abs(model.softmax_scale - scaling) > 1e-6 * abs(scaling):
-            raise ValueError(
-                f"{model.name} scales logits by {model.softmax_scale}, this layer by {scaling}"
-            )
 
     def decode(
         self,
@@ -308,16 +236,12 @@ class RowStore:
         self.suspend()
         made = RowStore(
             self.client,
-            self.shapes,
-            model=self.model,
+            copy.copy(self.model),
             policy=self.policy,
-            hash_weights=self._hash_weights,
             ttl=self._ttl,
             prefill_block_token_count=self.prefill.block_token_count,
-            config_fields=self.config_fields,
         )
         made.request_policy = self.request_policy
-        made._model_is_given = self._model_is_given
         with _deleted_on_error(made.rows):
             made.rows.extend(Row(row.sequence.fork(), row.padding) for row in self.rows)
         return made

@@ -45,7 +45,7 @@ class SlidingLayer(HandedLayer):
         """As in `HandedLayer`."""
         super().fork_into(copy)
         assert isinstance(copy, SlidingLayer)
-        copy._padding = None if self._padding is None else list(self._padding)
+        copy.hold(Held(self.keys, self.values, self._padding, self.length))
 
     def reset(self) -> None:
         """Makes the layer empty."""

@@ -104,9 +104,10 @@ class Texts:
 
     def selected(self, indices: SequenceABC[int], row_count: int) -> Texts:
         """Returns texts of which row i is what row indices[i] of `row_count` is now."""
-        made = self.fork()
+        made = Texts()
         ids = self.rows(row_count)
         made._ids = None if ids is None else ids[list(indices)]
+        made.turns = dict(self.turns)
         return made
 
     def best_rows(

@@ -91,8 +91,6 @@ class _Append:
     def _append(self) -> None:
         assert self._rows is not None
         k, v = self._rows[:, : len(self.layers)]
-        if not self.sequence._takes_from_gpu(k):
-            k, v = k.cpu(), v.cpu()
         self.sequence.append(self.layers.start, self.start, k, v)
         self._rows = None
 
@@ -104,8 +102,6 @@ class _Append:
         """
         assert self.future is not None
         wait([self.future])
-        # Answers may have arrived in another order than the engine gave them.
-        self.sequence._forget()
         if self._rows is None:
             return
         try:

@@ -42,7 +42,7 @@ def note_full_attention() -> None:
         return {*found, (-1, -1)} if found else found
 
     setattr(with_full_attention, _MARK, True)
-    module._get_sliding_window_configs = with_full_attention  # type: ignore[attr-defined]  # noqa: SLF001
+    module._get_sliding_window_configs = with_full_attention  # type: ignore[attr-defined]
 
 
 def use_for(dtype: torch.dtype, head_dim: int, group: int, device: torch.device) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from spillway_kv.step import HeadShapes
+from spillway_kv.batch import HeadShapes
 from spillway_kv.step_graph import StepGraph
 
 

@@ -15,9 +15,9 @@ from typing import TypeVar, cast
 import torch
 
 import spillway_kv
+from spillway_kv.batch import HeadShapes
 from spillway_kv.sequence import Sequence
 from spillway_kv.shared_model import shared_model
-from spillway_kv.step import HeadShapes
 from spillway_kv.tensors import DTypeName
 from spillway_kv.vllm.appends import Appends, Chunk
 from spillway_kv.vllm.prompt_rows import PromptRows
