@@ -47,7 +47,7 @@ def test_alone_and_in_a_batch(heads: int, dim: int, dtype: torch.dtype, resident
             query_head_count=heads,
             kv_head_count=1,
             head_dim=dim,
-            dtype=str(dtype).removeprefix("torch."),
+            dtype="float16" if dtype == torch.float16 else "bfloat16",
         )
         for n in LENGTHS:
             k, v = normal(2, 1, 1, n, dim)
