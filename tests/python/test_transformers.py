@@ -14,6 +14,7 @@ import torch
 from random_llama import DEVICE, generate, llama, prompt
 from spillway_kv import Client, Policy, TopK
 from spillway_kv.transformers import AttendEvent, SpillwayCache, UnsupportedModelError, appends
+from spillway_kv.transformers import generate as transformers_generate
 from transformers import DynamicCache, GemmaConfig, PreTrainedConfig
 
 pytestmark = pytest.mark.transports("regions", "embedded")
@@ -322,6 +323,12 @@ def config(**changes: Any) -> Odd:
         ({"num_kv_shared_layers": 1}, "share"),
         ({"is_encoder_decoder": True}, "encoder-decoder"),
         ({"is_causal": False}, "not causal"),
+        ({"scale_attn_by_inverse_layer_idx": True}, "each in a way of their own"),
+        ({"head_dim": 72}, "head_dim of 72, and multiples of 16 up to 256"),
+        ({"head_dim": 272}, "head_dim of 272"),
+        ({"num_attention_heads": 48, "num_key_value_heads": 1}, "48 query heads for each KV head"),
+        ({"num_attention_heads": 6, "num_key_value_heads": 4}, "6 query heads, which 4 KV heads"),
+        ({"num_attention_heads": None}, "no num_attention_heads"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
@@ -349,9 +356,63 @@ def test_real_configs_of_refused_models(client: Client) -> None:
     for name in ("MistralConfig", "Gemma2Config", "GptOssConfig", "DeepseekV3Config", "T5Config"):
         with pytest.raises(UnsupportedModelError):
             SpillwayCache(getattr(transformers, name)(), client)
-    for name in ("LlamaConfig", "Qwen2Config", "Qwen3Config"):
+    for name in ("LlamaConfig", "Qwen2Config", "Qwen3Config", "DbrxConfig", "BioGptConfig"):
         SpillwayCache(getattr(transformers, name)(), client).close()
     SpillwayCache(GemmaConfig(), client).close()
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("FalconConfig", "not behind transformers' attention interface"),
+        ("XGLMConfig", "not behind transformers' attention interface"),
+        ("RoFormerConfig", "not behind transformers' attention interface"),
+        ("RwkvConfig", "no num_attention_heads"),
+        ("xLSTMConfig", "no num_attention_heads"),
+        ("BltConfig", "no num_hidden_layers and no num_attention_heads"),
+        ("Dots3NoteConfig", "indexed_attention"),
+    ],
+)
+def test_models_that_no_cache_can_serve(client: Client, name: str, said: str) -> None:
+    """Before, they raised AttributeError, or were told of an interface that they do not have."""
+    transformers = pytest.importorskip("transformers")
+    if not hasattr(transformers, name):
+        pytest.skip(f"this version of transformers has no {name}")
+    with pytest.raises(UnsupportedModelError, match=said):
+        SpillwayCache(getattr(transformers, name)(), client)
+
+
+@pytest.mark.parametrize("changes", [{"head_dim": 72}, {"head_dim": 272}, {"query_head_count": 34}])
+def test_the_engine_refuses_these_shapes_too(client: Client, changes: dict[str, int]) -> None:
+    shapes: Any = {"query_head_count": 4, "kv_head_count": 2, "head_dim": 256, **changes}
+    with pytest.raises(spillway_kv.InvalidArgument):
+        client.create_model(layer_count=1, dtype="float32", **shapes)
+    for served in ({"head_dim": 16}, {"head_dim": 256}, {"query_head_count": 32}):
+        shapes = {"query_head_count": 4, "kv_head_count": 2, "head_dim": 32, **served}
+        client.delete_model(client.create_model(layer_count=1, dtype="float32", **shapes))
+
+
+def test_autocast(client: Client, dense: Any, spilled: Any) -> None:
+    """K of a float32 model are in float32 then, and V in bfloat16."""
+    with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
+        wanted = generate(dense, prompt(1, 60), max_new_tokens=8)
+        with SpillwayCache(spilled.config, client, quality="exact") as cache:
+            made = generate(spilled, prompt(1, 60), cache, max_new_tokens=8)
+            assert cache.model is not None
+            assert cache.model.dtype == "float32"
+    assert torch.equal(made, wanted)
+
+
+def test_early_exit_is_refused_before_it_begins(client: Client, spilled: Any) -> None:
+    layers = spilled.config.num_hidden_layers
+    with (
+        SpillwayCache(spilled.config, client) as cache,
+        pytest.raises(UnsupportedModelError, match="assistant_early_exit"),
+    ):
+        transformers_generate(
+            spilled, cache, prompt(1, 10), assistant_early_exit=1, max_new_tokens=4
+        )
+    assert spilled.config.num_hidden_layers == layers
 
 
 def test_other_attention_with_the_cache(client: Client, dense: Any) -> None:

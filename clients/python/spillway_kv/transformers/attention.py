@@ -50,7 +50,9 @@ def spillway_attention(
     if layer is None:
         raise RuntimeError(
             "the attention implementation 'spillway' needs a SpillwayCache: give one to the "
-            "model as cache=, or as past_key_values= before transformers 5.24"
+            "model as cache=, or as past_key_values= before transformers 5.24. The drafts of "
+            "assistant_early_exit are not supported, because this model makes them with another "
+            "cache"
         )
     if dropout:
         raise ValueError(f"dropout {dropout}: spillway is for inference; call model.eval()")
@@ -73,6 +75,10 @@ def spillway_attention(
             "left padding, not one that was made for another attention implementation"
         )
     layer.meet(module)
+    # Under torch.autocast, a model of float32 has rotated queries and keys in float32, and values
+    # in the other type.
+    dtype = torch.promote_types(key.dtype, value.dtype)
+    key, value = key.to(dtype), value.to(dtype)
     out = layer.attend(
         query,
         key,

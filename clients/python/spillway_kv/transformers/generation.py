@@ -14,6 +14,7 @@ from transformers import (
 
 from spillway_kv.transformers.arguments import cache_argument
 from spillway_kv.transformers.cache import SpillwayCache
+from spillway_kv.transformers.support import UnsupportedModelError
 
 
 class _Recorder(StoppingCriteria):
@@ -69,7 +70,14 @@ def generate(model: Any, cache: SpillwayCache, ids: torch.Tensor, **kwargs: Any)
 
     Raises:
         TokenMismatchError: The cache holds another text. The error says from which position on.
+        UnsupportedModelError: `assistant_early_exit` is set.
     """
+    if _given(model, kwargs, "assistant_early_exit") is not None:
+        raise UnsupportedModelError(
+            "assistant_early_exit: the draft is the model itself, with fewer layers and a cache of "
+            "its own, which the attention implementation 'spillway' cannot use; give another "
+            "assistant_model, or prompt_lookup_num_tokens"
+        )
     beam_count = _option(model, kwargs, "num_beams")
     repeats = max(beam_count, _option(model, kwargs, "num_return_sequences"))
     rows = ids if cache.batch_size == len(ids) else ids.repeat_interleave(repeats, dim=0)
@@ -123,6 +131,12 @@ def follow(cache: SpillwayCache, ids: torch.Tensor, prompt_count: int) -> None:
 
 def _option(model: Any, kwargs: dict[str, Any], name: str) -> int:
     """Returns the number that `generate` will use for an option."""
-    given = (kwargs.get("generation_config"), getattr(model, "generation_config", None))
-    values = [kwargs.get(name), *(getattr(config, name, None) for config in given)]
-    return cast(int, next((value for value in values if value is not None), 1))
+    value = _given(model, kwargs, name)
+    return 1 if value is None else cast(int, value)
+
+
+def _given(model: Any, kwargs: dict[str, Any], name: str) -> Any:
+    """Returns the value that `generate` will use for an option. None: it is not set."""
+    configs = (kwargs.get("generation_config"), getattr(model, "generation_config", None))
+    values = [kwargs.get(name), *(getattr(config, name, None) for config in configs)]
+    return next((value for value in values if value is not None), None)

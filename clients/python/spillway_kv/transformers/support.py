@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,12 @@ _SINK_MODELS = frozenset(
 
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
+
+# What the engine serves (host/base/limits.h and host/model/model_spec.cc).
+_HEAD_DIM_STEP, _HEAD_DIM_MAX = 16, 256
+_GROUP_MAX = 16
+# What attention modules of transformers call their attention function by.
+_INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 
 
 class UnsupportedModelError(ValueError):
@@ -45,13 +52,18 @@ def shapes_of(config: Any) -> Shapes:
     Raises:
         UnsupportedModelError: The model has no layer with full attention, chunked windows, other
             layer types, a soft cap on the logits, latent attention, learned attention sinks, ALiBi,
-            shared K/V, or an encoder.
+            shared K/V, a scale of its own in each layer, or an encoder; or shapes that the engine
+            does not serve; or its attention is not behind transformers' interface.
     """
     windows = windows_of(config)
-    config = config.get_text_config(decoder=True)
+    return _shapes(config.get_text_config(decoder=True), windows.count(None))
+
+
+def _shapes(config: Any, layer_count: int) -> Shapes:
+    """config: of the text decoder."""
     query_heads = config.num_attention_heads
     return Shapes(
-        layer_count=windows.count(None),
+        layer_count=layer_count,
         query_head_count=query_heads,
         kv_head_count=getattr(config, "num_key_value_heads", None) or query_heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // query_heads,
@@ -72,10 +84,16 @@ def windows_of(config: Any) -> list[int | None]:
 def _refusals(config: Any) -> list[str]:
     """Returns why the config's attention is not plain causal softmax attention; empty if it is."""
 
-    def value(name: str) -> Any:
-        return getattr(config, name, None)
-
     reasons = []
+
+    def value(name: str) -> Any:
+        try:
+            return getattr(config, name, None)
+        except Exception:
+            # Configs whose layers differ refuse to tell one value for all.
+            reasons.append(f"its layers have {name} each of their own")
+            return None
+
     if value("is_encoder_decoder"):
         reasons.append("it is an encoder-decoder")
     if value("is_causal") is False:
@@ -105,8 +123,67 @@ def _refusals(config: Any) -> list[str]:
         reasons.append("it uses multi-head latent attention")
     if config.model_type in _SINK_MODELS:
         reasons.append("it has learned attention sinks")
-    if value("alibi") or value("attn_config") is not None and config.attn_config.alibi:
+    if value("alibi") or getattr(value("attn_config"), "alibi", False):
         reasons.append("it adds position biases to its logits (ALiBi)")
+    if value("scale_attn_by_inverse_layer_idx"):
+        reasons.append(
+            "its layers scale their logits each in a way of their own "
+            "(scale_attn_by_inverse_layer_idx)"
+        )
     if value("num_kv_shared_layers") or value("kv_sharing_modes"):
         reasons.append("some of its layers share K/V with others")
+    missing = [
+        name
+        for name in ("num_hidden_layers", "num_attention_heads", "hidden_size")
+        if not isinstance(value(name), int)
+    ]
+    if missing:
+        reasons.append(f"its config has no {' and no '.join(missing)}")
+    known = len(reasons)
+    for name in ("head_dim", "num_key_value_heads"):
+        value(name)
+    if not missing and len(reasons) == known:
+        reasons += _refused_shapes(_shapes(config, 1))
+    module = _module_without_interface(config)
+    if module is not None:
+        reasons.append(
+            "its attention is not behind transformers' attention interface, so that no other "
+            f"attention can take its place ({module})"
+        )
     return reasons
+
+
+def _refused_shapes(shapes: Shapes) -> list[str]:
+    """Returns why the engine does not serve the shapes; empty if it does."""
+    reasons = []
+    group, rest = divmod(shapes.query_head_count, shapes.kv_head_count)
+    if rest:
+        reasons.append(
+            f"it has {shapes.query_head_count} query heads, which {shapes.kv_head_count} KV heads "
+            "do not divide"
+        )
+    elif group > _GROUP_MAX:
+        reasons.append(
+            f"it has {group} query heads for each KV head, and at most {_GROUP_MAX} are served"
+        )
+    if shapes.head_dim % _HEAD_DIM_STEP or not 0 < shapes.head_dim <= _HEAD_DIM_MAX:
+        reasons.append(
+            f"it has a head_dim of {shapes.head_dim}, and multiples of {_HEAD_DIM_STEP} up to "
+            f"{_HEAD_DIM_MAX} are served"
+        )
+    return reasons
+
+
+def _module_without_interface(config: Any) -> str | None:
+    """Returns the name of the module with the model's attention if that calls no other's.
+
+    Of models that are not part of transformers nothing is known, and None is returned.
+    """
+    name = type(config).__module__.replace(".configuration_", ".modeling_")
+    if not name.startswith("transformers.models.") or ".modeling_" not in name:
+        return None
+    try:
+        module = importlib.import_module(name)
+    except ImportError:
+        return None
+    return None if hasattr(module, _INTERFACE) else name
