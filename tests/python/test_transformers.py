@@ -15,7 +15,13 @@ from random_llama import DEVICE, generate, llama, prompt
 from spillway_kv import Client, Policy, TopK
 from spillway_kv.transformers import AttendEvent, SpillwayCache, UnsupportedModelError, appends
 from spillway_kv.transformers import generate as transformers_generate
-from transformers import DynamicCache, GemmaConfig, PreTrainedConfig
+from transformers import (
+    DynamicCache,
+    GemmaConfig,
+    PreTrainedConfig,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+)
 
 pytestmark = pytest.mark.transports("regions", "embedded")
 ALL = Policy(selector="all")
@@ -401,6 +407,29 @@ def test_autocast(client: Client, dense: Any, spilled: Any) -> None:
             assert cache.model is not None
             assert cache.model.dtype == "float32"
     assert torch.equal(made, wanted)
+
+
+def test_a_model_that_also_reads_images(client: Client) -> None:
+    """Only its text decoder has Spillway's attention."""
+    torch.manual_seed(1)
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+    shapes = {k: BASE[k] for k in BASE if k != "head_dim"}
+    config = Qwen2VLConfig(
+        text_config={**shapes, "vocab_size": 257, "rope_parameters": rope},
+        vision_config={"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2},
+    )
+    model: Any = Qwen2VLForConditionalGeneration(config).to(DEVICE).eval()
+    patches = torch.randn(16, 3 * 2 * 14 * 14).to(DEVICE)
+    grid = torch.tensor([[1, 4, 4]], device=DEVICE)
+    wanted = generate(model, prompt(1, 20), max_new_tokens=8)
+    model.set_attn_implementation({"text_config": "spillway"})
+    with SpillwayCache(model.config, client, quality="exact") as cache:
+        assert torch.equal(generate(model, prompt(1, 20), cache, max_new_tokens=8), wanted)
+    with torch.no_grad():
+        model.model.visual(patches, grid_thw=grid)
+        model.set_attn_implementation("spillway")
+        with pytest.raises(UnsupportedModelError, match=r"VisionAttention.*'text_config'"):
+            model.model.visual(patches, grid_thw=grid)
 
 
 def test_early_exit_is_refused_before_it_begins(client: Client, spilled: Any) -> None:

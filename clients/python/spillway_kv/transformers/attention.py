@@ -47,6 +47,12 @@ def spillway_attention(
         Output [B, T, H_q, d], and None for the weights.
     """
     layer = HandedLayer.of(key)
+    if layer is None and (is_causal is False or getattr(module, "is_causal", True) is False):
+        raise UnsupportedModelError(
+            f"{type(module).__name__} is not causal: of a model that also reads images or sound, "
+            "set the attention of the text decoder alone, by "
+            "model.set_attn_implementation({'text_config': 'spillway'})"
+        )
     if layer is None:
         raise RuntimeError(
             "the attention implementation 'spillway' needs a SpillwayCache: give one to the "
