@@ -9,14 +9,16 @@ from typing import Any
 import numpy as np
 import spillway_kv
 from spillway_kv import Policy
+from spillway_kv._native import Carrier
 
 TOKENS = 16
 
 
-def main(target: str, name: str, sequence_count: int) -> None:
+def main(target: str, name: str, sequence_count: int, carrier: str) -> None:
     # If tests run in the background, SIGINT may be ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     client = spillway_kv.connect(target)
+    client.connection.carrier = Carrier[carrier]
     whole = client.get_sequence(name)
     model = client.get_model(whole.model)
     sequences = [whole.fork() for _ in range(sequence_count)]
@@ -52,4 +54,4 @@ def main(target: str, name: str, sequence_count: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4])
