@@ -39,9 +39,12 @@ def main(target: str, name: str, sequence_count: int, carrier: str) -> None:
             step.close()
     except KeyboardInterrupt:
         print("interrupted", flush=True)
-    # The daemon may still compute the interrupted step, but others do not wait for it.
-    with client.begin_step([client.create_sequence(whole.model)]) as step:
+    # The daemon may still compute the interrupted step, but others do not wait for it. They are so
+    # many that the client has no idle doorbell left but that of the interrupted step.
+    others = [client.begin_step([client.create_sequence(whole.model)]) for _ in range(4)]
+    for step in others:
         step.attend(0, *tensors(1, 1))
+        step.close()
     print("another", flush=True)
     for sequence in sequences:
         sequence.truncate(whole.token_count)

@@ -214,7 +214,7 @@ def test_interrupted_step(target: str, heavy: Sequence, carrier: Carrier) -> Non
     assert time.monotonic() - start < 0.3
     assert process.stdout.readline() == "another\n"
     # It does not wait for the long step, which takes seconds.
-    assert time.monotonic() - start < 1.0
+    assert time.monotonic() - start < 1.5
     assert process.stdout.readline() == "the same again\n"
     assert process.wait(10) == 0
 
