@@ -132,7 +132,7 @@ def test_the_daemon_goes_in_the_middle_of_a_step(
         client.get_server_info()
     step.close()
     with running_daemon(tmp_path), client:
-        # gRPC waits a moment before it connects again. Then nothing fails that was left from before.
+        # gRPC waits a moment before it connects again. Then nothing is left from before.
         once_reached(client.get_server_info)
         with pytest.raises(spillway_kv.DaemonRestarted):
             client.begin_step(scene.sequences[:1]).attend(1, *row)
@@ -144,3 +144,26 @@ def test_the_daemon_goes_in_the_middle_of_a_step(
         with client.begin_step(again.sequences) as step:
             again.check(step, 0, *tensors(rng))
         assert client.step_transport == carrier.name.lower()
+
+
+def test_a_step_whose_stream_was_refused_goes_on_with_another(
+    tmp_path: Path, rng: np.random.Generator
+) -> None:
+    with (
+        running_daemon(tmp_path, "--open-stream-count-max", "2") as target,
+        spillway_kv.connect(target) as client,
+    ):
+        client.connection.carrier = Carrier.MESSAGES
+        scene = scene_of(client, client.create_model(**SHAPES, dtype="float32"), rng, (40, 7))
+        rows = tensors(rng, count=2)
+        others = [client.begin_step([client.create_sequence(scene.model)]) for _ in range(2)]
+        for other in others:
+            other.attend(0, *tensors(rng, count=1))
+        step = client.begin_step(scene.sequences)
+        with pytest.raises(spillway_kv.ResourceExhausted) as told:
+            step.attend(0, *rows)
+        assert told.value.reason == "STREAM_COUNT_EXHAUSTED"
+        for other in others:
+            other.close()
+        scene.check(step, 0, *rows)
+        step.close()

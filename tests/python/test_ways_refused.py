@@ -23,8 +23,8 @@ def scene(client: Client, model: Model, rng: np.random.Generator) -> Scene:
     ("name", "index", "where"),
     [
         ("q", (1, 0, 3, 5), "q is not finite at query 0, query head 3, element 5"),
-        ("k", (0, 1, 0, 5), "K is not finite at layer 0, KV head 1, token 1500, element 5"),
-        ("v", (3, 0, 0, 15), "V is not finite at layer 0, KV head 0, token 0, element 15"),
+        ("k", (0, 1, 0, 5), "K is not finite at layer 1, KV head 1, token 1500, element 5"),
+        ("v", (3, 0, 0, 15), "V is not finite at layer 1, KV head 0, token 0, element 15"),
     ],
 )
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -36,14 +36,14 @@ def test_what_is_not_finite_is_named_and_appends_nothing(
     bad[name][index] = value
     with scene.client.begin_step(scene.sequences) as step:
         with pytest.raises(spillway_kv.OutOfRange) as told:
-            step.attend(0, **bad)
+            step.attend(1, **bad)
         error = told.value
         assert error.message == f"{scene.sequences[index[0]].name}: {where}"
         assert (error.reason, error.metadata) == ("NON_FINITE", boot(scene.client))
         assert [(x.field, x.description) for x in error.fields] == [(name, where)]
         assert scene.lengths() == [(length, length) for length in LENGTHS]
         # The step goes on.
-        scene.check(step, 0, *rows.values())
+        scene.check(step, 1, *rows.values())
 
 
 def test_bad_tensors_append_nothing(scene: Scene, rng: np.random.Generator) -> None:
