@@ -18,6 +18,7 @@ from daemon_process import device as daemon_device
 from daemon_process import on_gpu
 from helpers import delete_model, held
 from spillway_kv import Client, Model, Policy
+from spillway_kv._native import Carrier
 from step_scene import (
     DIM,
     HEADS,
@@ -59,6 +60,23 @@ def test_gives_what_append_and_attend_give(
         wanted = [length + steps * tokens for length in LENGTHS]
         assert [sequence.token_count for sequence in scene.sequences] == wanted
         assert scene.lengths() == [(length, length) for length in wanted]
+
+
+def test_each_client_has_its_carrier(
+    request: pytest.FixtureRequest, scene: Scene, rng: np.random.Generator
+) -> None:
+    """Otherwise a scenario would be tested with one carrier twice."""
+    carriers = {
+        "messages": Carrier.MESSAGES,
+        "doorbell": Carrier.DOORBELL,
+        "embedded": Carrier.IN_PLACE,
+    }
+    transport = request.node.callspec.params["client"]
+    with scene.client.begin_step(scene.sequences) as step:
+        step.attend(0, *tensors(rng))
+        assert step.state.native is not None
+        assert step.state.native.carrier()[0] == carriers[transport]
+    assert scene.client.step_transport == transport
 
 
 def _layouts() -> dict[str, Callable[[Any, Any, Any], tuple[Any, Any, Any]]]:
