@@ -99,7 +99,8 @@ class RawDoorbell:
         number = ctypes.addressof(ctypes.c_uint32.from_buffer(self.memory, RUNG))
         everybody = ctypes.c_int(2**31 - 1)
         ctypes.CDLL(None).syscall(FUTEX, ctypes.c_void_p(number), FUTEX_WAKE, everybody, None)
-        assert settles(lambda: struct.unpack_from("<I", self.memory, ANSWERED)[0] == self.rung)
+        answered = functools.partial(struct.unpack_from, "<I", self.memory, ANSWERED)
+        assert settles(lambda: answered() == (self.rung,), pause=0.0002)
         code, size, _, _ = struct.unpack_from(ANSWER_FORM, self.memory, ANSWER)
         return code, self.memory[TEXT : TEXT + size].decode(errors="replace")
 
