@@ -88,13 +88,13 @@ def refused(call: Callable[[], Any]) -> spillway_kv.SpillwayError:
     return error
 
 
-def settles(condition: Callable[[], bool], seconds: float = 10) -> bool:
-    """Whether the condition becomes true within `seconds`."""
+def settles(condition: Callable[[], bool], seconds: float = 10, pause: float = 0.02) -> bool:
+    """Whether the condition becomes true within `seconds`. pause: seconds between two looks."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
             return False
-        time.sleep(0.02)
+        time.sleep(pause)
     return True
 
 

@@ -9,14 +9,16 @@ from typing import Any
 import numpy as np
 import spillway_kv
 from spillway_kv import Policy
+from spillway_kv._native import Carrier
 
 TOKENS = 16
 
 
-def main(target: str, name: str, sequence_count: int) -> None:
+def main(target: str, name: str, sequence_count: int, carrier: str) -> None:
     # If tests run in the background, SIGINT may be ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     client = spillway_kv.connect(target)
+    client.connection.carrier = Carrier[carrier]
     whole = client.get_sequence(name)
     model = client.get_model(whole.model)
     sequences = [whole.fork() for _ in range(sequence_count)]
@@ -37,9 +39,12 @@ def main(target: str, name: str, sequence_count: int) -> None:
             step.close()
     except KeyboardInterrupt:
         print("interrupted", flush=True)
-    # The daemon may still compute the interrupted step, but others do not wait for it.
-    with client.begin_step([client.create_sequence(whole.model)]) as step:
+    # The daemon may still compute the interrupted step, but others do not wait for it. They are so
+    # many that the client has no idle doorbell left but that of the interrupted step.
+    others = [client.begin_step([client.create_sequence(whole.model)]) for _ in range(4)]
+    for step in others:
         step.attend(0, *tensors(1, 1))
+        step.close()
     print("another", flush=True)
     for sequence in sequences:
         sequence.truncate(whole.token_count)
@@ -52,4 +57,4 @@ def main(target: str, name: str, sequence_count: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4])

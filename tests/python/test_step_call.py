@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ from google.rpc import error_details_pb2
 from helpers import encode, refused
 from raw_grpc import Stubs
 from spillway_kv import Client, Model, Sequence
-from spillway_kv._native import Carrier
 from spillway_kv._proto import attention_service_pb2 as attention
 from spillway_kv._proto import tensor_pb2
 
@@ -410,43 +409,6 @@ def test_a_message_that_does_not_parse_ends_the_stream(
     assert "message 2 of the stream: the message is not a valid spillway.v1.StepReq" in str(error)
     assert "the 1 messages before it were read" in str(error)
     assert lengths(client, [sequence]) == [(1, 0)]
-
-
-@contextmanager
-def large(target: str) -> Iterator[tuple[Client, list[Sequence], tuple[Any, Any, Any]]]:
-    """Sequences of which neither the tensors nor the outputs fit into one message."""
-    with spillway_kv.connect(target) as client:
-        model = client.create_model(
-            layer_count=1, query_head_count=32, kv_head_count=8, head_dim=128, dtype="float32"
-        )
-        sequences = [client.create_sequence(model) for _ in range(20)]
-        rng = np.random.default_rng(5)
-        q = rng.standard_normal((20, 16, 32, 128), np.float32)
-        k, v = rng.standard_normal((2, 20, 8, 16, 128), np.float32)
-        yield client, sequences, (q, k, v)
-        for sequence in sequences:
-            sequence.delete()
-        client.delete_model(model)
-
-
-def test_a_step_larger_than_a_message(target: str) -> None:
-    with (
-        large(target) as (client, sequences, rows),
-        spillway_kv.connect(target) as other,
-    ):
-        other.connection.carrier = Carrier.MESSAGES
-        forked = [other.get_sequence(sequence.fork().name) for sequence in sequences]
-        with client.begin_step(sequences, token_count=16) as step:
-            out, lse = step.attend(0, *rows)
-            results = step.results()
-        with other.begin_step(forked, token_count=16) as step:
-            got = step.attend(0, *rows)
-            np.testing.assert_array_equal(got[0], out)
-            np.testing.assert_array_equal(got[1], lse)
-            for mine, theirs in zip(step.results(), results, strict=True):
-                assert mine.message.certificate == theirs.message.certificate
-        for sequence in forked:
-            sequence.delete()
 
 
 def test_a_daemon_ends_while_streams_wait(tmp_path: Path) -> None:
