@@ -119,7 +119,7 @@ void Acceptor::Run() {
 }
 
 bool Acceptor::Accept(int listener) {
-  if (IsShortOfDescriptors()) return false;
+  if (IsShortOfDescriptors(DescriptorUse::kConnection)) return false;
   Descriptor connection(accept4(listener, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
   if (!connection.valid()) {
     return errno != EMFILE && errno != ENFILE && errno != ENOMEM && errno != ENOBUFS;

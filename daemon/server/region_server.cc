@@ -161,7 +161,7 @@ class RegionServer::Loop {
   void Accept() {
     // The listener stays ready as long as no descriptor is free. So do not watch it until the next
     // retry.
-    if (IsShortOfDescriptors() && !CloseUnused(nullptr)) return Pause();
+    if (IsShortOfDescriptors(DescriptorUse::kSession) && !CloseUnused(nullptr)) return Pause();
     Descriptor connection(accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
     if (!connection.valid()) {
       if (errno == EMFILE || errno == ENFILE) Pause();

@@ -34,11 +34,13 @@ int64_t DescriptorLimit() {
   return Limit(limit.rlim_cur);
 }
 
-bool IsShortOfDescriptors() {
+bool IsShortOfDescriptors(DescriptorUse use) {
   const int64_t count = DescriptorLimit();
+  int64_t margin = std::min(kMarginMax, count / kMarginShare);
+  if (use == DescriptorUse::kSession) margin /= 2;
   // A new descriptor has the lowest number that is free: all below it are in use.
   const Descriptor lowest(eventfd(0, EFD_CLOEXEC));
-  return !lowest.valid() || lowest.get() >= count - std::min(kMarginMax, count / kMarginShare);
+  return !lowest.valid() || lowest.get() >= count - margin;
 }
 
 }  // namespace spillway

@@ -10,9 +10,15 @@ int64_t RaiseDescriptorLimit();
 // The limit in force on descriptors of this process.
 int64_t DescriptorLimit();
 
-// Whether one more connection would leave too few free descriptors for what the daemon itself
-// opens: regions, saved sequences, GPUs. It keeps an eighth of the limit free, at most 256
-// descriptors.
-bool IsShortOfDescriptors();
+// What takes a descriptor of the daemon.
+enum class DescriptorUse {
+  kConnection,  // anybody's
+  kSession,     // of a client that is connected, for its regions
+};
+
+// Whether one more would leave too few free descriptors for what the daemon itself opens: regions,
+// saved sequences, GPUs. Connections leave an eighth of the limit free, at most 256 descriptors,
+// and sessions half of that: so connections cannot keep connected clients from their regions.
+bool IsShortOfDescriptors(DescriptorUse use);
 
 }  // namespace spillway

@@ -103,14 +103,17 @@ def wait_for(condition: Callable[[], bool]) -> None:
     assert settles(condition, 30)
 
 
-def once_reached(call: Callable[[], object]) -> None:
-    """Repeats the call until the daemon answers."""
+def once_reached(
+    call: Callable[[], object],
+    refusal: type[spillway_kv.SpillwayError] = spillway_kv.Unavailable,
+) -> None:
+    """Repeats the call while it raises the refusal, by default until the daemon answers."""
     deadline = time.monotonic() + 30
     while True:
         try:
             call()
             return
-        except spillway_kv.Unavailable:
+        except refusal:
             assert time.monotonic() < deadline
             time.sleep(0.05)
 
