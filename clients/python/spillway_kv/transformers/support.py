@@ -139,13 +139,12 @@ def _refusals(config: Any) -> list[str]:
     ]
     if missing:
         reasons.append(f"its config has no {' and no '.join(missing)}")
-    known = len(reasons)
     for name in ("head_dim", "num_key_value_heads"):
         value(name)
-    if not missing and len(reasons) == known:
+    if not reasons:
         reasons += _refused_shapes(_shapes(config, 1))
-    module = _module_without_interface(config)
-    if module is not None:
+    # Asked last, because it imports the model's module.
+    if not reasons and (module := _module_without_interface(config)) is not None:
         reasons.append(
             "its attention is not behind transformers' attention interface, so that no other "
             f"attention can take its place ({module})"
