@@ -30,6 +30,7 @@ absl::StatusOr<std::unique_ptr<Device>> OpenGpus(const Config& config, MemoryBud
         CreateCudaDevice({.ordinal = ordinal,
                           .memory_limit_bytes = config.gpu_memory_limit_bytes,
                           .resident_limit_bytes = config.gpu_resident_limit_bytes,
+                          .workspace_bytes = config.gpu_workspace_bytes,
                           .reproducible = config.reproducible,
                           .thread_count = config.thread_count},
                          budget);

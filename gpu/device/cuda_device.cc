@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
-#include <iterator>
 #include <optional>
 #include <thread>
 #include <utility>
@@ -23,6 +22,8 @@
 #include "host/base/status_macros.h"
 #include "host/device/job_queue.h"
 #include "host/device/queue_waits.h"
+#include "host/device/workspace_shares.h"
+#include "host/memory/slab_limit.h"
 #include "tbb/task_arena.h"
 
 namespace spillway {
@@ -34,40 +35,11 @@ using cuda::CurrentDevice;
 using cuda::JobRun;
 using cuda::StreamSlot;
 
-// Jobs of one kind that run at the same time. Two, so that rows of one job cross the link while the
-// other is scored; but one if memory is scarce, because each has a workspace.
-constexpr int64_t kScarceBytes = int64_t{4} << 30;
-int SlotsOfKind(int64_t memory_limit_bytes) { return memory_limit_bytes < kScarceBytes ? 1 : 2; }
-
-int StreamSlotCount(int64_t memory_limit_bytes) {
-  return SlotsOfKind(memory_limit_bytes) * static_cast<int>(std::size(kJobKinds));
-}
-
-// Most bytes of a stream slot's workspace for the units of one wave. If memory is scarce, more of
-// it is for codes.
-int64_t WaveBytes(int64_t memory_limit_bytes) {
-  if (memory_limit_bytes < kScarceBytes) return memory_limit_bytes / 64;
-  return std::min(memory_limit_bytes / 24, int64_t{1} << 30);
-}
-
-// The same for a step on a stream, which may run two waves at a time. Where memory is scarce, a
-// step still has room for many sequences: the waves of a step that has no room for all its units
-// run one after the other, and each takes nearly as long as all units together.
-int64_t StepBytes(int64_t memory_limit_bytes) {
-  if (memory_limit_bytes < kScarceBytes) return memory_limit_bytes / 8;
-  return std::max(2 * WaveBytes(memory_limit_bytes), kScarceBytes / 8);
-}
-
-// GPU memory that codes leave to attends, so that sequences that fill the rest can be attended to:
-// a wave for each slot, and at least a step on a stream beside a long job. Where memory is scarce,
-// a step has memory of its own. Where there are copies of rows, exact attends run beside the step's
-// other ones, and have a workspace of their own, half as large.
-int64_t WorkspaceBytes(int64_t memory_limit_bytes, bool has_copies) {
-  const int64_t waves = WaveBytes(memory_limit_bytes) * StreamSlotCount(memory_limit_bytes);
-  if (memory_limit_bytes >= kScarceBytes) return waves;
-  const int64_t step = StepBytes(memory_limit_bytes);
-  return waves + step + (has_copies ? step / 2 : 0);
-}
+// Of the memory without workspaces, copies of rows may take at most seven eighths: they make room
+// for codes that need it, but not at once.
+constexpr int64_t kCopiesOf = 8;
+// And they leave a thirty-second of it free, for codes of tokens that come before the next step.
+constexpr int64_t kSpareShare = 32;
 
 std::string UuidName(const cudaUUID_t& uuid) {
   std::string name = "GPU-";
@@ -125,8 +97,8 @@ class CudaDevice final : public Device {
     RETURN_IF_ERROR(current.status());
     ASSIGN_OR_RETURN(std::unique_ptr<cuda::ModelMethods> methods,
                      cuda::CreateModelMethods(spec, safetensors));
-    return CudaModel::Create(spec, arena_.get(), resident_arena_.get(), &budget_,
-                             std::move(methods), cancel);
+    return CudaModel::Create(spec, arena_.get(), copy_limit_.get(), &budget_, std::move(methods),
+                             cancel);
   }
 
   absl::StatusOr<std::unique_ptr<DeviceSequence>> CreateSequence(DeviceModel& model) override {
@@ -166,13 +138,14 @@ class CudaDevice final : public Device {
   }
 
   std::optional<DeviceMemory> memory() const override {
-    // Slabs that are committed and free count as free.
+    // Slabs that are committed and free count as free, and so do those of copies.
     DeviceMemory memory;
     memory.limit_bytes = budget_.limit_bytes();
     memory.used_bytes = budget_.limit_bytes() - arena_->free_bytes();
-    if (resident_arena_ != nullptr) {
-      memory.resident_limit_bytes = resident_limit_bytes_;
-      memory.resident_used_bytes = resident_limit_bytes_ - resident_arena_->free_bytes();
+    if (copy_limit_ != nullptr) {
+      memory.resident_limit_bytes = copy_limit_->limit_bytes();
+      memory.resident_used_bytes = copy_limit_->used_bytes();
+      memory.used_bytes -= memory.resident_used_bytes;
     }
     memory.shared_used_bytes = shared_->used_bytes();
     return memory;
@@ -180,10 +153,9 @@ class CudaDevice final : public Device {
 
   absl::StatusOr<std::unique_ptr<StreamStep>> CreateStreamStep(DeviceModel& model,
                                                                StreamStepOptions options) override {
-    return cuda::CreateStreamStep(
-        {ordinal_, gpu_, this, static_cast<CudaModel*>(&model), &step_resources_,
-         StepBytes(budget_.limit_bytes()), reproducible_, &workers_},
-        std::move(options));
+    return cuda::CreateStreamStep({ordinal_, gpu_, this, static_cast<CudaModel*>(&model),
+                                   &step_resources_, shares_.step_bytes, reproducible_, &workers_},
+                                  std::move(options));
   }
 
   absl::StatusOr<std::unique_ptr<SharedDeviceMemory>> AllocateShared(std::string_view device,
@@ -219,16 +191,13 @@ class CudaDevice final : public Device {
   };
 
   CudaDevice(const CudaDeviceOptions& options, int64_t memory_limit_bytes,
-             int64_t resident_limit_bytes, int thread_count, MemoryBudget* host_budget)
+             const WorkspaceShares& shares, int thread_count, MemoryBudget* host_budget)
       : ordinal_(options.ordinal),
         reproducible_(options.reproducible),
         host_budget_(host_budget),
+        shares_(shares),
         budget_(memory_limit_bytes, 0, "--gpu-memory-limit"),
-        step_resources_(options.ordinal, StepBytes(memory_limit_bytes), &budget_, host_budget),
-        resident_limit_bytes_(resident_limit_bytes),
-        arena_limit_bytes_(memory_limit_bytes -
-                           WorkspaceBytes(memory_limit_bytes, resident_limit_bytes > 0) -
-                           resident_limit_bytes),
+        step_resources_(options.ordinal, shares.step_bytes, &budget_, host_budget),
         workers_(thread_count) {}
 
   // Starts waiting jobs on idle slots.
@@ -244,15 +213,14 @@ class CudaDevice final : public Device {
   const int ordinal_;
   const bool reproducible_;
   MemoryBudget* const host_budget_;
+  const WorkspaceShares shares_;
   cuda::Gpu gpu_;
   DeviceInfo info_;
   MemoryBudget budget_;  // GPU memory
   cuda::StepResourcePool step_resources_;
-  const int64_t resident_limit_bytes_;
-  const int64_t arena_limit_bytes_;
-  std::unique_ptr<Arena> arena_;
+  std::unique_ptr<Arena> arena_;  // codes, tables and copies
   // For the copies of all rows; null without such copies.
-  std::unique_ptr<Arena> resident_arena_;
+  std::unique_ptr<SlabLimit> copy_limit_;
   Residency residency_;
   cuda::BlockPools blocks_;
   tbb::task_arena workers_;
@@ -297,17 +265,24 @@ absl::StatusOr<std::unique_ptr<Device>> CudaDevice::Create(const CudaDeviceOptio
   const int64_t limit = options.memory_limit_bytes > 0 ? options.memory_limit_bytes
                                                        : static_cast<int64_t>(free / 10 * 9);
   const int64_t resident_limit = options.resident_limit_bytes / kSlabBytes * kSlabBytes;
-  const int64_t resident_most = (limit - WorkspaceBytes(limit, /*has_copies=*/true)) / 4 * 3;
+  const int64_t workspace = options.workspace_bytes;
+  if (workspace > 0 && (workspace < WorkspaceShares::kTotalMin || workspace > limit / 2)) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "--gpu-workspace: ", workspace, " bytes are not in [", WorkspaceShares::kTotalMin, ", ",
+        limit / 2, "]; the latter is half of the GPU memory limit of ", limit));
+  }
+  const WorkspaceShares shares = WorkspaceShares::Of(limit, resident_limit > 0, workspace);
+  const int64_t arena_bytes = limit - shares.total_bytes;
+  const int64_t resident_most = arena_bytes / kCopiesOf * (kCopiesOf - 1);
   if (resident_limit > resident_most) {
     return absl::InvalidArgumentError(absl::StrCat(
         "--gpu-resident-limit: ", options.resident_limit_bytes, " bytes are more than ",
-        resident_most, ", three quarters of the GPU memory limit of ", limit,
-        " without workspaces: codes need the rest"));
+        resident_most, ", seven eighths of the GPU memory limit of ", limit, " without the ",
+        shares.total_bytes, " of workspaces: codes need the rest"));
   }
   const int threads =
       options.thread_count > 0 ? options.thread_count : tbb::this_task_arena::max_concurrency();
-  std::unique_ptr<CudaDevice> device(
-      new CudaDevice(options, limit, resident_limit, threads, host_budget));
+  std::unique_ptr<CudaDevice> device(new CudaDevice(options, limit, shares, threads, host_budget));
   device->gpu_ = {properties.multiProcessorCount,
                   static_cast<int>(properties.sharedMemPerBlockOptin), properties.major >= 9};
   int clock_khz = 0, width_bits = 0;
@@ -319,27 +294,28 @@ absl::StatusOr<std::unique_ptr<Device>> CudaDevice::Create(const CudaDeviceOptio
     device->gpu_.memory_bytes_per_us = 2.0 * clock_khz / 1000 * width_bits / 8;
   }
   cudaGetLastError();
-  const auto create_arena = [&](int64_t bytes) -> absl::StatusOr<std::unique_ptr<Arena>> {
-    absl::StatusOr<std::unique_ptr<ArenaBacking>> backing =
-        cuda::CreateDeviceBacking(options.ordinal, bytes);
-    if (!backing.ok()) return backing.status();
-    return Arena::Create({.limit_bytes = bytes, .extent_bytes = int64_t{32} << 20},
-                         &device->budget_, *std::move(backing));
-  };
-  ASSIGN_OR_RETURN(device->arena_, create_arena(device->arena_limit_bytes_));
+  absl::StatusOr<std::unique_ptr<ArenaBacking>> backing =
+      cuda::CreateDeviceBacking(options.ordinal, arena_bytes);
+  if (!backing.ok()) return backing.status();
+  ASSIGN_OR_RETURN(device->arena_,
+                   Arena::Create({.limit_bytes = arena_bytes, .extent_bytes = int64_t{32} << 20},
+                                 &device->budget_, *std::move(backing)));
   if (resident_limit > 0) {
-    ASSIGN_OR_RETURN(device->resident_arena_, create_arena(resident_limit));
+    device->copy_limit_ = std::make_unique<SlabLimit>(device->arena_.get(), resident_limit,
+                                                      arena_bytes / kSpareShare);
   }
   device->blocks_.SetArena(device->arena_.get());
   ASSIGN_OR_RETURN(device->probe_, cuda::Stream::Create());
-  for (int i = 0; i < StreamSlotCount(limit); ++i) {
-    const JobKind kind = kJobKinds[i / SlotsOfKind(limit)];
-    absl::StatusOr<std::unique_ptr<StreamSlot>> slot = StreamSlot::Create(
-        &device->budget_, host_budget, WaveBytes(limit), /*urgent=*/kind == JobKind::kStep);
-    if (!slot.ok()) return slot.status();
-    device->slots_.push_back(*std::move(slot));
-    const MutexLock lock(device->mutex_);
-    device->Idle(kind).push_back(device->slots_.back().get());
+  for (const JobKind kind : kJobKinds) {
+    for (int i = 0; i < shares.slots_of_kind; ++i) {
+      absl::StatusOr<std::unique_ptr<StreamSlot>> slot =
+          StreamSlot::Create(&device->budget_, host_budget, shares.wave_bytes,
+                             /*urgent=*/kind == JobKind::kStep);
+      if (!slot.ok()) return slot.status();
+      device->slots_.push_back(*std::move(slot));
+      const MutexLock lock(device->mutex_);
+      device->Idle(kind).push_back(device->slots_.back().get());
+    }
   }
   device->info_.name = absl::StrCat("cuda:", options.ordinal);
   device->gpu_.name = device->info_.name;

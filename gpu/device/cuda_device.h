@@ -24,8 +24,11 @@ struct CudaDeviceOptions {
   int ordinal = 0;
   // GPU memory for codes, tables and workspaces; 0: nine tenths of the free memory.
   int64_t memory_limit_bytes = 0;
-  // Of this, the limit for copies of all rows of some sequences (Residency); 0: no copies.
+  // Of this, the most for copies of all rows of some sequences (Residency), which make room for
+  // codes; 0: no copies.
   int64_t resident_limit_bytes = 0;
+  // Of this, what codes and copies leave to workspaces (WorkspaceShares); 0: by the limit.
+  int64_t workspace_bytes = 0;
   // Whether answers do not depend on which copies there are. Otherwise stream steps are dense while
   // all rows are copied and that is faster (ChooseDense()).
   bool reproducible = false;

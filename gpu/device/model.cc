@@ -24,16 +24,16 @@ std::vector<float> TransposedRotation(const ModelSpec& spec, int layer) {
 
 }  // namespace
 
-CudaModel::CudaModel(const ModelSpec& spec, Arena* arena, Arena* resident_arena,
+CudaModel::CudaModel(const ModelSpec& spec, Arena* arena, SlabLimit* copy_limit,
                      std::unique_ptr<ModelMethods> methods)
     : spec_(spec),
       tiling_(CodeTiling::Of(spec)),
+      copy_limit_(copy_limit),
       copy_layers_(std::make_unique<CopyLayers>(spec.layer_count)),
       methods_(std::move(methods)) {
-  if (resident_arena != nullptr) {
-    const int64_t page_bytes = kPageTokenCount * spec.row_bytes();
-    first_copies_ = std::make_unique<PagePool>(resident_arena, page_bytes);
-    other_copies_ = std::make_unique<PagePool>(resident_arena, page_bytes);
+  for (int l = 0; copy_limit != nullptr && l < spec.layer_count; ++l) {
+    copies_.push_back(
+        std::make_unique<PagePool>(arena, kPageTokenCount * spec.row_bytes(), copy_limit));
   }
   if (!spec.has_index()) return;
   code_pool_ = std::make_unique<PagePool>(arena, IndexPageBytes(spec));
@@ -41,11 +41,11 @@ CudaModel::CudaModel(const ModelSpec& spec, Arena* arena, Arena* resident_arena,
 }
 
 absl::StatusOr<std::unique_ptr<CudaModel>> CudaModel::Create(const ModelSpec& spec, Arena* arena,
-                                                             Arena* resident_arena,
+                                                             SlabLimit* copy_limit,
                                                              MemoryBudget* budget,
                                                              std::unique_ptr<ModelMethods> methods,
                                                              const CancelToken* cancel) {
-  std::unique_ptr<CudaModel> model(new CudaModel(spec, arena, resident_arena, std::move(methods)));
+  std::unique_ptr<CudaModel> model(new CudaModel(spec, arena, copy_limit, std::move(methods)));
   ASSIGN_OR_RETURN(model->half_appended_, Event::Create(/*timing=*/false));
   Packer packer;
   if (model->has_rotation()) {
@@ -67,10 +67,15 @@ absl::StatusOr<std::unique_ptr<CudaModel>> CudaModel::Create(const ModelSpec& sp
 }
 
 CopyLayers::Pages CudaModel::CopyPages(int64_t ahead) const {
+  const PagePool& first = *copies_.front();
+  const int64_t slab_bytes = first.slab_count() * kSlabBytes;
   CopyLayers::Pages pages;
-  pages.of_first = first_copies_->used_page_count();
-  pages.of_others = other_copies_->used_page_count();
-  pages.free = other_copies_->free_page_count();
+  pages.of_first = first.used_page_count();
+  pages.free = copy_limit_->free_bytes() / slab_bytes * first.pages_per_slab();
+  for (size_t l = 1; l < copies_.size(); ++l) {
+    pages.of_others += copies_[l]->used_page_count();
+    pages.free += copies_[l]->spare_page_count();
+  }
   pages.ahead = ahead;
   return pages;
 }

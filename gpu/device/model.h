@@ -11,6 +11,7 @@
 #include "host/device/copy_layers.h"
 #include "host/device/device.h"
 #include "host/memory/page_pool.h"
+#include "host/memory/slab_limit.h"
 
 namespace spillway::cuda {
 
@@ -18,10 +19,10 @@ namespace spillway::cuda {
 // GPU holds.
 class CudaModel final : public DeviceModel {
  public:
-  // resident_arena: for the rows of whole sequences; may be null. methods: of this model; null if
-  // this build has none. RESOURCE_EXHAUSTED.
+  // copy_limit: of the part of the arena for copies of all rows; null: no copies. methods: of this
+  // model; null if this build has none. RESOURCE_EXHAUSTED.
   static absl::StatusOr<std::unique_ptr<CudaModel>> Create(const ModelSpec& spec, Arena* arena,
-                                                           Arena* resident_arena,
+                                                           SlabLimit* copy_limit,
                                                            MemoryBudget* budget,
                                                            std::unique_ptr<ModelMethods> methods,
                                                            const CancelToken* cancel = nullptr);
@@ -42,12 +43,10 @@ class CudaModel final : public DeviceModel {
   // Pages of kResidentPageRows rows.
   PagePool* row_pool() const { return row_pool_.get(); }
   // Whether layers have copies of all their rows.
-  bool has_copies() const { return first_copies_ != nullptr; }
-  // Pages of kPageTokenCount rows for the copies of a layer; null without copies. The first layer
-  // has a pool of its own, so that its pages can be counted.
-  PagePool* copy_pool(int layer) const {
-    return layer == 0 ? first_copies_.get() : other_copies_.get();
-  }
+  bool has_copies() const { return copy_limit_ != nullptr; }
+  // Pages of kPageTokenCount rows for the copies of a layer; null without copies. Each layer has a
+  // pool of its own, so that whole slabs are free for codes when a layer loses its copies.
+  PagePool* copy_pool(int layer) const { return has_copies() ? copies_[layer].get() : nullptr; }
   // The layers that have copies.
   CopyLayers& copy_layers() const { return *copy_layers_; }
   // Pages of the copies, for copy_layers(). ahead: see CopyLayers::Pages. REQUIRES: has_copies().
@@ -63,14 +62,15 @@ class CudaModel final : public DeviceModel {
   cudaEvent_t half_appended() const { return half_appended_.get(); }
 
  private:
-  CudaModel(const ModelSpec& spec, Arena* arena, Arena* resident_arena,
+  CudaModel(const ModelSpec& spec, Arena* arena, SlabLimit* copy_limit,
             std::unique_ptr<ModelMethods> methods);
 
   const ModelSpec spec_;
   const CodeTiling tiling_;
   std::unique_ptr<PagePool> code_pool_;
   std::unique_ptr<PagePool> row_pool_;
-  std::unique_ptr<PagePool> first_copies_, other_copies_;
+  SlabLimit* const copy_limit_;
+  std::vector<std::unique_ptr<PagePool>> copies_;
   const std::unique_ptr<CopyLayers> copy_layers_;
   DeviceBuffer weights_;                 // everything below, and the methods' weights
   std::vector<const float*> rotations_;  // transposed [d][d], per layer

@@ -286,12 +286,21 @@ absl::Status CudaSequence::Prepare(int layer, int64_t start, int64_t count) {
   } else {
     whole.Stop();
   }
-  RETURN_IF_ERROR(index.Prepare(start, count));
+  absl::Status status = index.Prepare(start, count);
+  // Codes come first.
+  while (absl::IsResourceExhausted(status) && MakeRoomForCodes()) {
+    status = index.Prepare(start, count);
+  }
+  RETURN_IF_ERROR(status);
   if (layer > 0) return absl::OkStatus();
   const bool has_grown = whole.page_count() > page_count;
   if (has_grown) append_pages_ = PagesFor(count) * model_.spec().kv_head_count;
   // If layers lack copies, there may be room now.
-  if (has_grown || model_.copy_layers().MayRise(model_.CopyPages(/*ahead=*/0))) FitCopies();
+  const CopyLayers& all = model_.copy_layers();
+  if (has_grown ||
+      (all.count() < model_.spec().layer_count && all.MayRise(model_.CopyPages(/*ahead=*/0)))) {
+    FitCopies();
+  }
   return absl::OkStatus();
 }
 
@@ -319,6 +328,19 @@ bool CudaSequence::MakeRoom(int layer, bool may_lower) {
   if (residency_->MakeRoom()) return true;
   CopyLayers& all = model_.copy_layers();
   return may_lower && all.Lower(model_.CopyPages(/*ahead=*/0)) && Trim() && layer < copy_count_;
+}
+
+bool CudaSequence::MakeRoomForCodes() {
+  if (residency_->MakeRoom()) return true;
+  while (model_.copy_layers().Lower(model_.CopyPages(/*ahead=*/0))) {
+    if (Trim()) return true;
+  }
+  if (held_bytes() == 0) return false;
+  std::vector<PageTable> taken;
+  for (LayerIndex& layer : layers) {
+    std::ranges::move(layer.whole().TakePages(), std::back_inserter(taken));
+  }
+  return retired_.Retire(std::move(taken));
 }
 
 void CudaSequence::ResumeWhole(int layer, int64_t token_count) {

@@ -158,6 +158,9 @@ class CudaSequence final : public DeviceSequence, public Residency::Member {
   // Makes room for a layer's copy, at the cost of idle sequences or, if it may lower the number of
   // layers that have copies, of the last one.
   bool MakeRoom(int layer, bool may_lower);
+  // Makes room for codes, at the cost of copies: of idle sequences, else of the last layers, else
+  // of all of this sequence's. Returns whether memory has become free.
+  bool MakeRoomForCodes();
 
   const CudaModel& model_;
   Residency* const residency_;

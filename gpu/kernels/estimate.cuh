@@ -1,6 +1,6 @@
 #pragma once
 
-#include "gpu/kernels/head_sums.cuh"
+#include "gpu/kernels/estimate_head.cuh"
 #include "gpu/kernels/step.cuh"
 #include "host/core/page_index.h"
 #include "host/core/rank_error.h"

@@ -15,8 +15,10 @@ class CopyLayers {
   struct Pages {
     int64_t of_first = 0;   // that the copies of the first layer have, of all sequences
     int64_t of_others = 0;  // that those of the other layers have
-    int64_t free = 0;       // that the other layers can get, if the first one takes no more
-    int64_t ahead = 0;      // that a layer may need before all sequences know of a change
+    // That the other layers can get, if the first one takes no more. Negative if copies have
+    // memory that others need.
+    int64_t free = 0;
+    int64_t ahead = 0;  // that a layer may need before all sequences know of a change
   };
 
   explicit CopyLayers(int layer_count) : layer_count_(layer_count), count_(layer_count) {}

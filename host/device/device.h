@@ -46,9 +46,9 @@ struct DeviceInfo {
 // Memory of the device itself, in bytes.
 struct DeviceMemory {
   int64_t limit_bytes = 0;
-  int64_t used_bytes = 0;
-  // The part of the limit that is set aside for copies of all rows of some sequences, and the bytes
-  // in use there.
+  int64_t used_bytes = 0;  // without copies of rows
+  // The most that copies of all rows of some sequences may take, and the bytes that they have. They
+  // make room for codes.
   int64_t resident_limit_bytes = 0;
   int64_t resident_used_bytes = 0;
   // Memory that other processes map; it counts against the limit.

@@ -96,7 +96,7 @@ struct PagePool::Impl {
     std::vector<uint64_t> words_;
   };
 
-  Impl(Arena* arena, int64_t page_bytes);
+  Impl(Arena* arena, int64_t page_bytes, SlabLimit* limit);
 
   uint32_t SlabOf(PageRef page) const { return page.index >> shift; }
   int64_t PlaceOf(PageRef page) const { return page.index & ((uint32_t{1} << shift) - 1); }
@@ -115,8 +115,11 @@ struct PagePool::Impl {
   void FreePage(PageRef page);
   // Adds a slab to the pool. All of its pages are free.
   void AddSlab(uint32_t slab) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex);
+  // Gives slabs that the pool no longer holds back to the arena.
+  void GiveBack(std::byte* base);
 
   Arena* const arena;
+  SlabLimit* const limit;
   const int64_t page_bytes;
   int64_t slab_count = 1;
   int64_t pages_per_slab = 0;
@@ -130,10 +133,13 @@ struct PagePool::Impl {
   std::vector<States> owned_states ABSL_GUARDED_BY(mutex);
   absl::flat_hash_map<uint32_t, FreePlaces> slabs ABSL_GUARDED_BY(mutex);  // held now
   std::set<uint32_t> with_room ABSL_GUARDED_BY(mutex);
-  int64_t used_page_count ABSL_GUARDED_BY(mutex) = 0;
+  // Written under the lock.
+  std::atomic<int64_t> used_page_count = 0;
+  std::atomic<int64_t> held_page_count = 0;  // of all slabs
 };
 
-PagePool::Impl::Impl(Arena* arena, int64_t page_bytes) : arena(arena), page_bytes(page_bytes) {
+PagePool::Impl::Impl(Arena* arena, int64_t page_bytes, SlabLimit* limit)
+    : arena(arena), limit(limit), page_bytes(page_bytes) {
   constexpr int64_t kWasteShare = 64;
   slab_count = (page_bytes + kSlabBytes - 1) / kSlabBytes;
   while (slab_count * kSlabBytes % page_bytes * kWasteShare > slab_count * kSlabBytes) ++slab_count;
@@ -150,12 +156,18 @@ absl::StatusOr<uint32_t> PagePool::Impl::ChooseSlab(PageRef neighbour) {
     if (it != slabs.end() && it->second.count() > 0) return it->first;
   }
   if (!with_room.empty()) return *with_room.begin();
+  if (limit != nullptr && !limit->Take(slab_count)) {
+    return arena->Exhausted("a page", page_bytes, 0);
+  }
   const absl::StatusOr<std::byte*> base = arena->AllocateSlabs(slab_count);
-  if (absl::IsResourceExhausted(base.status())) return arena->Exhausted("a page", page_bytes, 0);
-  RETURN_IF_ERROR(base.status());
+  if (!base.ok()) {
+    if (limit != nullptr) limit->Give(slab_count);
+    if (!absl::IsResourceExhausted(base.status())) return base.status();
+    return arena->Exhausted("a page", page_bytes, 0);
+  }
   const int64_t slab = (*base - arena->base()) / kSlabBytes;
   if (slab >= slab_capacity) {
-    arena->FreeSlabs(*base, slab_count);
+    GiveBack(*base);
     return absl::ResourceExhaustedError("the page pool has used all of its page indices");
   }
   const auto id = static_cast<uint32_t>(slab);
@@ -170,6 +182,12 @@ void PagePool::Impl::AddSlab(uint32_t slab) {
   }
   slabs.emplace(slab, FreePlaces(pages_per_slab));
   with_room.insert(slab);
+  held_page_count += pages_per_slab;
+}
+
+void PagePool::Impl::GiveBack(std::byte* base) {
+  arena->FreeSlabs(base, slab_count);
+  if (limit != nullptr) limit->Give(slab_count);
 }
 
 void PagePool::Impl::FreePage(PageRef page) {
@@ -184,18 +202,17 @@ void PagePool::Impl::FreePage(PageRef page) {
   }
   with_room.erase(slab);
   slabs.erase(it);
-  arena->FreeSlabs(SlabBase(slab), slab_count);
+  held_page_count -= pages_per_slab;
+  GiveBack(SlabBase(slab));
 }
 
-PagePool::PagePool(Arena* arena, int64_t page_bytes)
+PagePool::PagePool(Arena* arena, int64_t page_bytes, SlabLimit* limit)
     : page_bytes_(RoundUp(page_bytes, kAlignment)),
-      impl_(std::make_unique<Impl>(arena, page_bytes_)) {}
+      impl_(std::make_unique<Impl>(arena, page_bytes_, limit)) {}
 
 PagePool::~PagePool() {
   const MutexLock lock(impl_->mutex);
-  for (const auto& [slab, places] : impl_->slabs) {
-    impl_->arena->FreeSlabs(impl_->SlabBase(slab), impl_->slab_count);
-  }
+  for (const auto& [slab, places] : impl_->slabs) impl_->GiveBack(impl_->SlabBase(slab));
 }
 
 absl::StatusOr<PageRef> PagePool::Allocate(PageRef neighbour) {
@@ -300,18 +317,17 @@ void PagePool::Copy(std::byte* to, const std::byte* from) {
 }
 
 int64_t PagePool::used_page_count() const {
-  const MutexLock lock(impl_->mutex);
-  return impl_->used_page_count;
+  return impl_->used_page_count.load(std::memory_order_relaxed);
 }
 
 int64_t PagePool::spare_page_count() const {
-  const MutexLock lock(impl_->mutex);
-  return static_cast<int64_t>(impl_->slabs.size()) * impl_->pages_per_slab - impl_->used_page_count;
+  return impl_->held_page_count.load(std::memory_order_relaxed) - used_page_count();
 }
 
 int64_t PagePool::free_page_count() const {
-  return spare_page_count() +
-         impl_->arena->free_bytes() / (impl_->slab_count * kSlabBytes) * impl_->pages_per_slab;
+  int64_t bytes = impl_->arena->free_bytes();
+  if (impl_->limit != nullptr) bytes = std::clamp<int64_t>(impl_->limit->free_bytes(), 0, bytes);
+  return spare_page_count() + bytes / (impl_->slab_count * kSlabBytes) * impl_->pages_per_slab;
 }
 
 absl::Status PagePool::Exhausted(std::string_view what, int64_t needed_pages) const {

@@ -8,6 +8,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "host/memory/arena.h"
+#include "host/memory/slab_limit.h"
 
 namespace spillway {
 
@@ -27,8 +28,9 @@ struct PageRef {
 // in Data(), aborts the process: such a bug could give one sequence's rows to another.
 class PagePool {
  public:
-  // page_bytes is rounded up to a multiple of 64. The arena must outlive the pool.
-  PagePool(Arena* arena, int64_t page_bytes);
+  // page_bytes is rounded up to a multiple of 64. limit: bounds the slabs of the pools that share
+  // it, of this arena; may be null. Arena and limit must outlive the pool.
+  PagePool(Arena* arena, int64_t page_bytes, SlabLimit* limit = nullptr);
   ~PagePool();
   PagePool(const PagePool&) = delete;
   PagePool& operator=(const PagePool&) = delete;
@@ -60,13 +62,14 @@ class PagePool {
   void Copy(std::byte* to, const std::byte* from);
 
   int64_t page_bytes() const { return page_bytes_; }
-  // Pages with at least one reference.
+  // Pages with at least one reference. Wait-free.
   int64_t used_page_count() const;
-  // Free pages in slabs that this pool holds already.
+  // Free pages in slabs that this pool holds already. Wait-free; approximate while another thread
+  // allocates or frees.
   int64_t spare_page_count() const;
   // Pages that can still be allocated: spare_page_count(), and the pages of slabs that the arena
-  // has free. Other users of the arena may take these slabs first. If slab_count() > 1, the free
-  // slabs may also not adjoin.
+  // has free within the limit. Other users of the arena may take these slabs first. If
+  // slab_count() > 1, the free slabs may also not adjoin.
   int64_t free_page_count() const;
   // RESOURCE_EXHAUSTED for `what`, which needs needed_pages pages of the pool.
   absl::Status Exhausted(std::string_view what, int64_t needed_pages) const;

@@ -70,8 +70,10 @@ struct Config {
   std::vector<std::string> devices = {"auto"};
   // Memory of each GPU for codes and workspaces; 0: nine tenths of the free memory.
   int64_t gpu_memory_limit_bytes = 0;
-  // The part of it for copies of all rows of sequences in use; 0: no copies.
+  // The most of it for copies of all rows of sequences in use; 0: no copies.
   int64_t gpu_resident_limit_bytes = 0;
+  // The part of it that codes and copies leave to workspaces; 0: by the limit.
+  int64_t gpu_workspace_bytes = 0;
   // Whether answers do not depend on which copies there are.
   bool reproducible = false;
   MpsMode mps = MpsMode::kAuto;

@@ -294,9 +294,14 @@ const std::vector<Setting>& Settings() {
                   "the memory that is free at the start",
                   &Config::gpu_memory_limit_bytes),
       BytesOrZero("device.gpu_resident_limit", "--gpu-resident-limit",
-                  "part of --gpu-memory-limit for copies of all K/V rows of sequences in use, "
-                  "whose attends then read no rows over PCIe; 0: no copies",
+                  "most of --gpu-memory-limit for copies of all K/V rows of sequences in use, "
+                  "whose attends then read no rows over PCIe; copies make room for codes; 0: no "
+                  "copies",
                   &Config::gpu_resident_limit_bytes),
+      BytesOrZero("device.gpu_workspace", "--gpu-workspace",
+                  "part of --gpu-memory-limit that codes and copies leave to workspaces, such as "
+                  "256MiB; 0: a sixth, at most 4 GiB, and 16 to 22 % of less than 4 GiB",
+                  &Config::gpu_workspace_bytes),
       Flag("device.reproducible", "--reproducible",
            "choose rows by codes also where all rows of a sequence are in GPU memory, so that the "
            "same request has the same bits whatever is copied there; otherwise decode steps on a "

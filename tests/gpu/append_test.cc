@@ -39,11 +39,9 @@ class Gpu0 {
     device_ = Arena::Create({.limit_bytes = 256 * kMiB, .extent_bytes = 32 * kMiB}, &device_budget_,
                             CreateDeviceBacking(0, 256 * kMiB).value())
                   .value();
-    whole_ = Arena::Create({.limit_bytes = 64 * kMiB, .extent_bytes = 32 * kMiB}, &device_budget_,
-                           CreateDeviceBacking(0, 64 * kMiB).value())
-                 .value();
+    copies_ = std::make_unique<SlabLimit>(device_.get(), 64 * kMiB, /*spare_bytes=*/0);
     blocks.SetArena(device_.get());
-    model = CudaModel::Create(spec, device_.get(), whole_.get(), &device_budget_,
+    model = CudaModel::Create(spec, device_.get(), copies_.get(), &device_budget_,
                               CreateModelMethods(spec, {}).value())
                 .value();
     slot = StreamSlot::Create(&device_budget_, &host_budget_, 64 * kMiB, /*urgent=*/false).value();
@@ -68,7 +66,7 @@ class Gpu0 {
   MemoryBudget device_budget_{512 * kMiB};
   std::unique_ptr<Arena> host_;
   std::unique_ptr<Arena> device_;
-  std::unique_ptr<Arena> whole_;
+  std::unique_ptr<SlabLimit> copies_;
 
  public:
   Residency residency;

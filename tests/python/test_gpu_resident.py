@@ -21,19 +21,22 @@ pytestmark = pytest.mark.skipif(
 
 LAYERS, HEADS, KV_HEADS, DIM = 2, 8, 2, 64
 TOKENS = 4096
-# A sequence of TOKENS takes 4 MiB, and with one token more up to 8, because each of two pools of
-# copies takes 2 MiB at a time. So one fits, and the first layer of two.
+# A sequence of TOKENS takes 4 MiB, and with one token more up to 8, because the copies of each
+# layer take 2 MiB at a time. So one fits, and the first layer of two.
 LIMIT = 10 << 20
 POLICIES = [Policy(), Policy(selector="all"), Policy(heavy=TopK(fraction=0.02), tail="none")]
 
 
-def connect(limit: int, *, reproducible: bool = True) -> Client:
+def connect(
+    limit: int, *, reproducible: bool = True, memory: str = "4GiB", workspace: str = "0"
+) -> Client:
     prefer_library(binary())
     settings = {
         "memory.limit": "2GiB",
         "device.name": device(),
         "models.sampling_seed": "0",
-        "device.gpu_memory_limit": "4GiB",
+        "device.gpu_memory_limit": memory,
+        "device.gpu_workspace": workspace,
         "device.gpu_resident_limit": str(limit),
         "device.reproducible": "true" if reproducible else "false",
     }
@@ -173,6 +176,55 @@ def test_a_layer_loses_its_copies_while_steps_run(plain: Client, resident: Clien
     assert used(resident) <= LIMIT
 
 
+def test_codes_take_the_room_of_copies(plain: Client) -> None:
+    """48 MiB for both, of which copies may take 40. More and more sequences come."""
+    mib = 1 << 20
+    held: list[Sequence] = []
+    with connect(40 * mib, memory="64MiB", workspace="16MiB") as client:
+        model = create_model(client)
+        first = [filled(client, model, seed) for seed in (1, 2)]
+        expected = create_model(plain)
+        wanted = [filled(plain, expected, seed) for seed in (1, 2)]
+        assert used(client) == 8 * mib
+        with (
+            client.open_decoder(first, policy=POLICIES[1]) as decoder,
+            plain.open_decoder(wanted, policy=POLICIES[1]) as other,
+        ):
+            for t in range(100):
+                moved = []
+                for each in (decoder, other):
+                    each.next()
+                    q = normal(t, LAYERS, 2, 1, HEADS, DIM).cuda()
+                    k, v = normal(t + 1, 2, LAYERS, 2, KV_HEADS, 1, DIM).cuda()
+                    moved.append([each.attend(i, q[i], k[i], v[i])[0] for i in range(LAYERS)])
+                assert all(torch.equal(a, b) for a, b in zip(*moved, strict=True)), t
+                (gpu,) = client.get_server_info().devices
+                if gpu.memory_used_bytes >= 54 * mib:
+                    break
+                assert gpu.memory_used_bytes + gpu.resident_used_bytes <= 64 * mib
+                held.append(filled(client, model, 3))
+            rows = [decoder.results(i)[0].moved_row_count for i in range(LAYERS)]
+        # Copies would not leave 38 MiB to codes. The sequences in use keep those of one layer.
+        assert gpu.memory_used_bytes >= 54 * mib
+        assert len(held) > 20
+        assert rows == [0, KV_HEADS * (TOKENS + t + 1)]
+        outs, _ = step(client, held[-1], 9, POLICIES[0])
+        outs_wanted, _ = step(plain, filled(plain, expected, 3), 9, POLICIES[0])
+        assert all(torch.equal(a, b) for a, b in zip(outs, outs_wanted, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("workspace", "text"),
+    [
+        ("15MiB", "--gpu-workspace: 15728640 bytes are not in [16777216, 2147483648]"),
+        ("2049MiB", "--gpu-workspace: 2148532224 bytes are not in [16777216, 2147483648]"),
+    ],
+)
+def test_workspaces_have_limits(workspace: str, text: str) -> None:
+    with pytest.raises(spillway_kv.InvalidArgument, match=re.escape(text)):
+        connect(0, workspace=workspace)
+
+
 def decoded(
     client: Client, sequence: Sequence, policy: Policy, count: int
 ) -> tuple[list[torch.Tensor], list[set[str]]]:
@@ -282,6 +334,6 @@ def test_the_idle_give_theirs_up_and_get_them_back(plain: Client, resident: Clie
 
 
 def test_a_limit_that_leaves_nothing_is_refused() -> None:
-    text = "--gpu-resident-limit: 3221225472 bytes are more than 2684354562"
+    text = "--gpu-resident-limit: 3221225472 bytes are more than 3131746989"
     with pytest.raises(spillway_kv.InvalidArgument, match=re.escape(text)):
         connect(3 << 30)

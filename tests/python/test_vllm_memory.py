@@ -152,20 +152,42 @@ def _host(monkeypatch: pytest.MonkeyPatch, gib: int, limit: Path = Path("/none")
     monkeypatch.setattr("os.sysconf", sizes.__getitem__)
 
 
-def test_copies_of_rows_get_what_codes_cannot_need(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workspaces_are_what_the_requests_need() -> None:
+    """A step may take two fifths of them.
+
+    One request of 32,768 tokens has two KV heads. Each takes 20 bytes a token, 8,192 rows of 520
+    bytes, sums of 6 query heads in 288 parts, and 128 parts of 16 rows of an exact attend.
+    """
+    unit = 20 * 32768 + 8192 * 520 + 288 * 6 * 396 * 4 + 128 * 16 * 130 * 4
+    of_eight = 16 * unit // 2 * 5
+    assert _limits(Settings(), 12 << 30, max_num_seqs=8).workspace_bytes == of_eight
+    drafts = SimpleNamespace(method="ngram", num_speculative_tokens=3)
+    limits = _limits(Settings(), 12 << 30, max_num_seqs=2, speculative_config=drafts)
+    assert limits.workspace_bytes == of_eight
+    # At least 64 MiB.
+    assert _limits(Settings(), 12 << 30, max_num_seqs=1).workspace_bytes == 64 << 20
+    # No more than the engine has by itself: a sixth, or a quarter of less than 4 GiB.
+    assert _limits(Settings(), 12 << 30, max_num_seqs=64).workspace_bytes == 0
+    assert _limits(Settings(), 1 << 30, max_num_seqs=8).workspace_bytes == 0
+
+
+def test_copies_of_rows_make_room_for_codes(monkeypatch: pytest.MonkeyPatch) -> None:
     """62 bytes of codes a token and KV head, 56 KV heads in all, 32 requests of 32,768 tokens.
 
-    A request has 152 KiB more for each head: 256 rows of 512 bytes, and 24 KiB of tables.
+    A request has 152 KiB more for each head: 256 rows of 512 bytes, and 24 KiB of tables. The rows
+    of one layer, which copies do not give up, take 1 GiB.
     """
     _host(monkeypatch, 1024)
-    limits = _limits(Settings(), 12 << 30)
-    rest = int(limits.gpu_memory) - int(limits.gpu_memory) // 6
     codes = 32 * 32768 * 62 * 56 + 32 * 56 * (152 << 10)
-    assert limits.gpu_resident == str((rest - codes) >> 20 << 20)
-    # At most three quarters.
-    limits = _limits(Settings(), 200 << 30)
-    rest = int(limits.gpu_memory) - (4 << 30)
-    assert limits.gpu_resident == str(rest // 4 * 3 >> 20 << 20)
+    limits = _limits(Settings(), 12 << 30)
+    arena = int(limits.gpu_memory) - limits.workspace_bytes
+    assert arena > codes + (1 << 30)
+    assert limits.gpu_resident == str(arena // 8 * 7 >> 20 << 20)
+    # Where codes and these rows do not fit together, copies get what codes cannot need.
+    limits = _limits(Settings(), 5500 << 20)
+    arena = int(limits.gpu_memory) - int(limits.gpu_memory) // 6
+    assert codes < arena < codes + (1 << 30)
+    assert limits.gpu_resident == str((arena - codes) >> 20 << 20)
     # Where codes may need everything, there are no copies.
     assert _limits(Settings(), 2 << 30).gpu_resident == "0"
     assert _limits(Settings(gpu_resident="1GiB"), 20 << 30).gpu_resident == "1GiB"
@@ -174,13 +196,9 @@ def test_copies_of_rows_get_what_codes_cannot_need(monkeypatch: pytest.MonkeyPat
 def test_codes_need_no_more_than_for_the_rows_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """A token has 28 KiB of rows, so 4 GiB have those of 149,796 tokens."""
     _host(monkeypatch, 4)
-    limits = _limits(Settings(), 20 << 30)
-    rest = int(limits.gpu_memory) - int(limits.gpu_memory) // 6
-    assert limits.gpu_resident == str(rest // 4 * 3 >> 20 << 20)
     limits = _limits(Settings(), 2 << 30)
-    rest = int(limits.gpu_memory) - int(limits.gpu_memory) // 4
-    codes = 149796 * 62 * 56 + 32 * 56 * (152 << 10)
-    assert limits.gpu_resident == str((rest - codes) >> 20 << 20)
+    arena = int(limits.gpu_memory) - int(limits.gpu_memory) // 4
+    assert limits.gpu_resident == str(arena // 8 * 7 >> 20 << 20)
 
 
 @pytest.mark.parametrize(

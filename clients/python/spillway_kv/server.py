@@ -19,15 +19,16 @@ class Device:
         thread_count: Worker threads.
         simd_target: Instruction set in use.
         uuid: UUID of a GPU, else empty.
-        memory_limit_bytes: Limit on the device's own memory for codes and workspaces, bytes. 0
-            means that codes are in host memory.
-        memory_used_bytes: The part of it in use.
+        memory_limit_bytes: Limit on the device's own memory, bytes. 0 means that codes are in host
+            memory.
+        memory_used_bytes: The part of it that codes and workspaces use.
         mps: For a GPU: whether the engine's process shares it through CUDA MPS, so that kernels
             of other processes need not wait for their turn.
-        resident_limit_bytes: Part of memory_limit_bytes for copies of all K/V rows of sequences
+        resident_limit_bytes: Most of memory_limit_bytes for copies of all K/V rows of sequences
             in use (`--gpu-resident-limit`). Attends of a sequence with a complete copy read no
             rows over the link.
-        resident_used_bytes: The part of resident_limit_bytes in use.
+        resident_used_bytes: What copies take. They make room for codes, so it is not part of
+            memory_used_bytes.
         shared_used_bytes: For a GPU: memory of regions and decoders that is shared with clients,
             bytes.
     """

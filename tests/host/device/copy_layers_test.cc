@@ -30,6 +30,15 @@ TEST(CopyLayers, TheLastLayersLoseTheirsWhenSequencesGrow) {
   EXPECT_EQ(layers.count(), 1);
 }
 
+TEST(CopyLayers, LayersMakeRoomForCodes) {
+  CopyLayers layers(kLayers);
+  // 700 pages are missing for codes, so the others keep 2,000 of 2,700: 20 layers of 100.
+  layers.Fit({.of_first = 100, .of_others = 2700, .free = -700, .ahead = 0});
+  EXPECT_EQ(layers.count(), 21);
+  layers.Fit({.of_first = 100, .of_others = 300, .free = -700, .ahead = 0});
+  EXPECT_EQ(layers.count(), 1);
+}
+
 TEST(CopyLayers, TheyGetThemBackWithAnEighthToSpare) {
   CopyLayers layers(kLayers);
   layers.Fit({.of_first = 200, .of_others = 2600, .free = 0, .ahead = 0});

@@ -172,10 +172,13 @@ def with_limits(
             f"prompts of {chunk} tokens {(appends + buffers + prompts) >> 20} MiB; nothing is "
             "left for codes of keys. Raise it, or lower --max-num-batched-tokens"
         )
+    workspace = _workspace_bytes(limit, config, shapes)
     return replace(
         settings,
         gpu_memory=str(limit),
-        gpu_resident=settings.gpu_resident or str(_resident_bytes(limit, config, shapes)),
+        gpu_resident=settings.gpu_resident
+        or str(_resident_bytes(limit - (workspace or _usual_workspace(limit)), config, shapes)),
+        workspace_bytes=workspace,
         ready_bytes=min(
             _rows_bytes(config, shapes), _host_bytes() // 8 // _rank_count(config), _READY_BYTES_MAX
         ),
@@ -224,20 +227,48 @@ def _rows_bytes(config: Any, shapes: Shapes) -> int:
     return tokens * shapes.layer_count * shapes.kv_head_count * _row_bytes(shapes)
 
 
-def _resident_bytes(limit: int, config: Any, shapes: Shapes) -> int:
-    """Returns how much of the engine's memory codes and workspaces cannot need.
+def _usual_workspace(limit: int) -> int:
+    """Returns the part of this GPU memory that an engine keeps for workspaces by itself."""
+    return min(limit // 6, 4 << 30) if limit >= 4 << 30 else limit // 4
 
-    Codes are of the tokens of all running requests, and of no more than the host's memory has rows
-    for. Finished requests that are kept are dropped if there is no room for their codes.
+
+def _workspace_bytes(limit: int, config: Any, shapes: Shapes) -> int:
+    """Returns the workspaces that the requests need at most, or 0 if that is the usual or more.
+
+    Of it, a step of all requests may take two fifths (`WorkspaceShares` of the engine).
     """
     row = _row_bytes(shapes)
+    longest = config.model_config.max_model_len
+    # Of a query and KV head: scores and lists of tokens; rows that are gathered; sums of rows that
+    # were read, in three rounds and 96 parts at most; and parts of an exact attend.
+    gathered = min(longest, max(longest // 4, 8192), (32 << 20) // row)
+    group = shapes.query_head_count // shapes.kv_head_count
+    sums = 3 * 96 * group * (2 * shapes.head_dim + 140) * 4
+    exact = 128 * 16 * (shapes.head_dim + 2) * 4
+    unit = 20 * longest + gathered * (row + 8) + sums + exact
+    drafts = getattr(config.speculative_config, "num_speculative_tokens", None) or 0
+    units = config.scheduler_config.max_num_seqs * shapes.kv_head_count * (1 + drafts)
+    needed = max(units * unit // 2 * 5, 64 << 20)
+    return needed if needed < _usual_workspace(limit) else 0
+
+
+def _resident_bytes(arena: int, config: Any, shapes: Shapes) -> int:
+    """Returns the most of the memory for codes and copies of rows that copies may take.
+
+    They make room for codes, but sequences in use keep those of one layer. So if these and the
+    codes of all requests may not fit together, copies get what codes cannot need. Codes are of the
+    tokens of all running requests, and of no more than the host's memory has rows for. Finished
+    requests that are kept are dropped if there is no room for their codes.
+    """
+    row = _row_bytes(shapes)
+    rows = min(_rows_bytes(config, shapes), _host_bytes())
     # Three bits a dimension in words of 32, factors, and one row in a hundred.
     code = 3 * -(-shapes.head_dim // 32) * 4 + 8 + -(-row // 100)
-    codes = min(_rows_bytes(config, shapes), _host_bytes()) // row * code
     # And of each request: its first and newest rows, and tables.
     heads = shapes.layer_count * shapes.kv_head_count
+    codes = rows // row * code
     codes += config.scheduler_config.max_num_seqs * heads * (256 * row + (24 << 10))
-    # A sixth is for workspaces, or up to a quarter of little memory (docs/gpu.md), and three
-    # quarters of the rest at most for copies.
-    rest = limit - (min(limit // 6, 4 << 30) if limit >= 4 << 30 else limit // 4)
-    return max(0, min(rest - codes, rest // 4 * 3)) >> 20 << 20
+    most = arena // 8 * 7
+    if codes + rows // shapes.layer_count > arena:
+        most = max(0, min(arena - codes, most))
+    return most >> 20 << 20

@@ -395,6 +395,7 @@ def _connect(settings: Settings, device: torch.device) -> spillway_kv.Client:
         ("memory.ready", str(settings.ready_bytes)),
         ("device.gpu_memory_limit", settings.gpu_memory),
         ("device.gpu_resident_limit", settings.gpu_resident),
+        ("device.gpu_workspace", str(settings.workspace_bytes or "")),
         ("device.reproducible", "true" if settings.reproducible else ""),
         ("models.sampling_seed", settings.seed),
     )

@@ -37,6 +37,8 @@ class Settings:
             `memory.ready`. No variable sets it.
         append_bytes: Most GPU memory of K/V that wait to be appended. No variable sets it.
         prompt_bytes: GPU memory for K/V of prompts that have further chunks. No variable sets it.
+        workspace_bytes: The part of an embedded engine's GPU memory for workspaces, like
+            `device.gpu_workspace`. 0 means the engine's default. No variable sets it.
     """
 
     target: str = "embedded:"
@@ -52,6 +54,7 @@ class Settings:
     ready_bytes: int = 0
     append_bytes: int = BYTES_MAX
     prompt_bytes: int = 0
+    workspace_bytes: int = 0
 
     @property
     def embedded(self) -> bool:
