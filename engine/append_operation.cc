@@ -75,9 +75,15 @@ void Engine::AppendOperation::Submit(size_t index) {
   // No cancel token: a chunk is appended as a whole or not at all.
   JobItem& item = job->items.emplace_back();
   item.sequence = sequence.device.get();
-  item.append =
-      AppendWork{&sequence.rows[layer], chunk.start,         chunk.count, chunk.k.Layer(offset),
-                 chunk.v.Layer(offset), chunk.shared_source, chunk.on_gpu};
+  // The memory of a GPU that is known is that of a region, which the client's process maps.
+  item.append = AppendWork{.rows = &sequence.rows[layer],
+                           .start = chunk.start,
+                           .count = chunk.count,
+                           .k = chunk.k.Layer(offset),
+                           .v = chunk.v.Layer(offset),
+                           .shared_source = chunk.shared_source,
+                           .on_gpu = chunk.on_gpu,
+                           .read_once = chunk.gpu != nullptr};
   engine_->device_->Submit(std::move(job),
                            [this](std::unique_ptr<Job> done) { OnJobDone(std::move(done)); });
 }

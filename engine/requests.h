@@ -45,7 +45,8 @@ struct Chunk {
   bool shared_source = false;
   // The source is in the memory of a GPU of this process. shared_source is true then.
   bool on_gpu = false;
-  // The GPU. Null: unknown, the device finds out.
+  // The GPU, if the memory is that of a region, which another process maps. Null: unknown, the
+  // device finds out.
   const Device* gpu = nullptr;
   // Keep the memory of K and V alive, if the caller does not do so itself.
   std::shared_ptr<const void> k_memory = nullptr;

@@ -268,8 +268,9 @@ absl::Status AppendPipeline::AppendFromGpu(size_t item, std::byte* stage) {
   rows.stage_pages = stage_pages;
   rows.bad = slot.bad_row();
   // Encoders that read the pages must not see elements that are not finite, for which the kernel
-  // writes zeros.
-  const std::vector<Run> runs = encodes || !indexes ? EngineRuns(item) : std::vector<Run>();
+  // writes zeros. And the copy engine reads the source after the kernel has checked it.
+  const bool by_engine = (encodes || !indexes) && !append.read_once;
+  const std::vector<Run> runs = by_engine ? EngineRuns(item) : std::vector<Run>();
   rows.writes_pages = runs.empty();
   // With codes, begin at the first page that is not coded yet.
   const int64_t coded = index.coded_page_count() * kPageTokenCount;

@@ -331,9 +331,10 @@ __global__ void __launch_bounds__(kDenseFinishThreads, 2) DenseFinishKernel(Dens
   const auto out = static_cast<float>(value / sum);
   const auto lse = static_cast<float>(max + log(sum));
   if (wave.step.check.header != nullptr) {
+    const bool good = *error_token == kNoToken && StepHolds(wave.step.check, u.place.item);
     return WriteToTensors(
-        wave.step, u.place, wave.group, d, r, *error_token == kNoToken, [&](int) { return out; },
-        lse, u.result->report);
+        wave.step, u.place, wave.group, d, r, good, [&](int) { return out; }, lse,
+        u.result->report);
   }
   if (static_cast<int>(threadIdx.x) < d) u.out[r * d + threadIdx.x] = out;
   if (threadIdx.x == 0) u.lse[r] = lse;

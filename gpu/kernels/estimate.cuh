@@ -77,10 +77,16 @@ __device__ inline bool SettleBudget(const UnitRequest& u, int group, bool sample
   const uint64_t drawn_threshold = present ? s.threshold[h] : 0;
   if (present) s.drawn_threshold[h] = drawn_threshold;
   if (!sampled) return false;
+  // Past the L1 cache, because other blocks wrote them; and all at once.
+  int64_t asked[kGroupMax];
+#pragma unroll
+  for (int g = 0; g < kGroupMax; ++g) {
+    asked[g] = present && g < group ? __ldcg(&s.head_budget[g][h]) : 0;
+  }
   int64_t budget = 0;
-  for (int g = 0; present && g < group; ++g) {
-    // Volatile: another block wrote it, so a cached value may be stale.
-    budget = max(budget, *static_cast<const volatile int64_t*>(&s.head_budget[g][h]));
+#pragma unroll
+  for (int g = 0; g < kGroupMax; ++g) {
+    budget = max(budget, asked[g]);
   }
   const int64_t total = WarpSum(budget);
   if (total > s.rows_left) {
@@ -135,40 +141,69 @@ __global__ void __launch_bounds__(kEstimateThreads, kEstimateBlocksPerSm)
   if (IsLastBlock(shape.group, s.heads_done)) SettleBudgets(shape, u, true);
 }
 
-// Whether a query head's ranks are good enough for a promise.
-__device__ inline bool HeadRanksHold(const UnitRequest& u, int g) {
-  return u.state->heavy_set.strays_fit && RanksHold(u.state->rank_variance[g]) &&
-         (u.statistics == nullptr || ValuesCanBeSampled(u.statistics->value_floor));
+// What is known of a unit and a head before its sums are.
+struct HeadFacts {
+  bool limited;     // whether row_count_max has cut a draw
+  bool ranks_hold;  // whether the ranks are good enough for a promise
+  bool step_holds;  // StepHolds(); false for a job
+  uint32_t error_token;
+  float value_unit;
+  int64_t drawn;
+  int64_t tail_count;
+  int64_t heavy_count;
+  int64_t moved_count;
+};
+
+// Fills `facts`, in shared memory, while other warps load the splits' sums: each load takes as long
+// as the memory's latency. One warp; the caller must pass a barrier before it reads them.
+__device__ inline void LoadFacts(const UnitRequest& u, const CallerTensors& step, int g,
+                                 HeadFacts& facts) {
+  const UnitState& s = *u.state;
+  const int64_t drawn = DrawnRows(s);
+  if (threadIdx.x % 32 != 0) return;
+  const double rank_variance = s.rank_variance[g];
+  const bool strays_fit = s.heavy_set.strays_fit;
+  facts.limited = s.limited != 0;
+  facts.error_token = s.error_token;
+  facts.value_unit = ValueUnit(u);
+  facts.drawn = drawn;
+  facts.tail_count = s.tail_count;
+  facts.heavy_count = static_cast<int64_t>(s.heavy_count);
+  facts.moved_count = s.moved_count;
+  facts.step_holds = step.check.header != nullptr && StepHolds(step.check, u.place.item);
+  const bool can_be_sampled =
+      u.statistics == nullptr || ValuesCanBeSampled(u.statistics->value_floor);
+  facts.ranks_hold = strays_fit && RanksHold(rank_variance) && can_be_sampled;
 }
+// The warp that calls it. It has no split's sums to load.
+__device__ inline bool LoadsFacts() { return threadIdx.x / 32 == kEstimateThreads / 32 - 1; }
+static_assert(kAllSplitsMax <= kEstimateThreads - 32);
 
 // Writes a head's output and certificate and, for head 0, the unit's counts. Returns the
 // certificate in thread 0 only. All threads call it.
 __device__ inline HeadCertificate WriteHead(const AttendShape& shape, const UnitRequest& u,
-                                            const CallerTensors& step, int g,
-                                            const HeadSums& head) {
-  const UnitState& s = *u.state;
+                                            const CallerTensors& step, int g, const HeadSums& head,
+                                            const HeadFacts& facts) {
   const int d = shape.head_dim;
-  const auto value = [&](int i) { return static_cast<float>(head.outputs[i] * ValueUnit(u)); };
-  const auto lse = [&] { return static_cast<float>(head.max + log(head.denominator)); };
+  const auto value = [&](int i) { return static_cast<float>(head.outputs[i] * facts.value_unit); };
+  const float lse = threadIdx.x == 0 ? static_cast<float>(head.max + log(head.denominator)) : 0.0f;
   if (u.out != nullptr && threadIdx.x < d) u.out[g * d + threadIdx.x] = value(threadIdx.x);
   if (step.check.header != nullptr) {
-    WriteToTensors(step, u.place, shape.group, d, g, s.error_token == kNoToken, value,
-                   threadIdx.x == 0 ? lse() : 0.0f, u.result->report);
+    WriteToTensors(step, u.place, shape.group, d, g,
+                   facts.step_holds && facts.error_token == kNoToken, value, lse, u.result->report);
   }
-  if (threadIdx.x >= 32) return {};
-  const int64_t drawn = DrawnRows(s);
   if (threadIdx.x != 0) return {};
   UnitResult& result = *u.result;
   const HeadCertificate certificate =
-      Certify(u.terms, s.limited != 0, HeadRanksHold(u, g), drawn, s.tail_count, head);
-  result.lse[g] = lse();
+      Certify(u.terms, facts.limited, facts.ranks_hold, facts.drawn, facts.tail_count, head);
+  result.lse[g] = lse;
   result.certificates[g] = certificate;
   if (g == 0) {
-    result.error_token = s.error_token;
-    result.heavy_count = static_cast<int64_t>(s.heavy_count);
-    result.sampled_count = drawn;
-    result.touched_count = u.n - s.tail_count + drawn;
-    result.moved_count = s.moved_count;
+    result.error_token = facts.error_token;
+    result.heavy_count = facts.heavy_count;
+    result.sampled_count = facts.drawn;
+    result.touched_count = u.n - facts.tail_count + facts.drawn;
+    result.moved_count = facts.moved_count;
     result.moments[kUnitEnds] = GlobalTime();
   }
   return certificate;
@@ -182,16 +217,18 @@ __global__ void __launch_bounds__(kEstimateThreads, kEstimateBlocksPerSm)
                  const UnitRequest* units) {
   extern __shared__ __align__(16) float totals[];
   __shared__ HeadSums head;
+  __shared__ HeadFacts facts;
   __shared__ UnitRequest u;
   __shared__ bool wants;
   Begin(units + blockIdx.y, u);
   UnitState& s = *u.state;
   const int g = blockIdx.x;
+  if (LoadsFacts()) LoadFacts(u, step, g, facts);
   EstimateHead(shape, u, g, u.terms.tail == Tail::kNone ? 1 : 2, totals, head);
-  const HeadCertificate certificate = WriteHead(shape, u, step, g, head);
+  const HeadCertificate certificate = WriteHead(shape, u, step, g, head, facts);
   if (!draws_again) return;
   if (threadIdx.x == 0) {
-    wants = s.error_token == kNoToken && WantsMoreRows(u.terms, s.limited != 0, certificate);
+    wants = facts.error_token == kNoToken && WantsMoreRows(u.terms, facts.limited, certificate);
     if (wants) atomicAdd(&s.heads_wanting, 1);
     u.terms.inflation *= kMoreInflation;
   }
@@ -210,11 +247,13 @@ __global__ void __launch_bounds__(kEstimateThreads, kEstimateBlocksPerSm)
     FinishAgainKernel(AttendShape shape, CallerTensors step, const UnitRequest* units) {
   extern __shared__ __align__(16) float totals[];
   __shared__ HeadSums head;
+  __shared__ HeadFacts facts;
   __shared__ UnitRequest u;
   Begin(units + blockIdx.y, u);
   if (!u.state->drawing) return;
+  if (LoadsFacts()) LoadFacts(u, step, blockIdx.x, facts);
   EstimateHead(shape, u, blockIdx.x, kPhases, totals, head);
-  WriteHead(shape, u, step, blockIdx.x, head);
+  WriteHead(shape, u, step, blockIdx.x, head, facts);
 }
 
 }  // namespace spillway::cuda

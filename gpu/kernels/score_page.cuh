@@ -142,8 +142,7 @@ class PageScorer {
         heads_(heads),
         planes_(planes),
         histogram_(histogram),
-        lane_(threadIdx.x % 32),
-        quartets_((shape.group + 3) / 4),
+        lane_(KeptLane()),
         first_quartet_(0, heads, planes, lane_) {}
 
   // codes: a page's, in shared memory. All lanes.
@@ -160,7 +159,7 @@ class PageScorer {
       } else {
 #pragma unroll
         for (int q = 0; q < kQuartets; ++q) {
-          if (q >= quartets_) break;
+          if (q * 4 >= shape_.group) break;
           AddQuartet(page, {q, heads_, planes_, lane_}, centre.of_quartet[q], tiles, chains[q]);
         }
       }
@@ -168,7 +167,7 @@ class PageScorer {
     }
 #pragma unroll
     for (int q = 0; q < kQuartets; ++q) {
-      if (q >= quartets_) break;
+      if (q * 4 >= shape_.group) break;
       const RankSums<float> sums = chains[q].Sum();
       const int head = q * 4 + lane_;
       if (lane_ < 4 && head < shape_.group) u_.rank_sums[page_index * shape_.group + head] = sums;
@@ -176,6 +175,13 @@ class PageScorer {
   }
 
  private:
+  // The lane, in a register. Otherwise it is computed from threadIdx for each tile.
+  __device__ static int KeptLane() {
+    int lane = threadIdx.x % 32;
+    asm volatile("" : "+r"(lane));
+    return lane;
+  }
+
   // Tiles that are scored side by side.
   static constexpr int kAhead = kPlanes * kFragments <= (kOneQuartet ? 4 : 2) ? 2 : 1;
   using Tiles = ScoredTiles<kPlanes, kFragments, kAhead>;
@@ -205,14 +211,14 @@ class PageScorer {
     if (page.whole) {
 #pragma unroll
       for (int t = 0; t < 4; ++t) chains.Add(t, e[t], squares[t]);
-      return;
-    }
-    const uint32_t own_norms = LoadNorms(shape_.tiling, page.codes, tile, lane_);
+    } else {
+      const uint32_t own_norms = LoadNorms(shape_.tiling, page.codes, tile, lane_);
 #pragma unroll
-    for (int t = 0; t < 4; ++t) {
-      const int slot = tile * kCodeTileTokens + t * 8 + lane_ / 4;
-      const bool counted = page.slots.Scored(slot) && !IsStrayNorm(own_norms, t);
-      chains.Add(t, counted ? e[t] : 0.0f, squares[t]);
+      for (int t = 0; t < 4; ++t) {
+        const int slot = tile * kCodeTileTokens + t * 8 + lane_ / 4;
+        const bool counted = page.slots.Scored(slot) && !IsStrayNorm(own_norms, t);
+        chains.Add(t, counted ? e[t] : 0.0f, squares[t]);
+      }
     }
   }
 
@@ -246,7 +252,6 @@ class PageScorer {
   const uint2* const planes_;
   uint32_t* const histogram_;
   const int lane_;
-  const int quartets_;
   const Quartet<kFragments> first_quartet_;
 };
 

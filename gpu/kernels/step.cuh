@@ -29,17 +29,18 @@ __device__ inline void StoreElement(DType dtype, std::byte* base, int i, float x
 
 // Whether the launch serves the step that was announced last, and the item's inputs are finite.
 __device__ inline bool StepHolds(const StepCheck& check, int item) {
-  return check.header->version == check.version &&
-         static_cast<uint32_t>(check.bad[item] >> 32) != check.header->number;
+  // Loaded at once: none waits for what another one says.
+  const StepHeader header = *check.header;
+  const BadElement bad = check.bad[item];
+  return header.version == check.version && static_cast<uint32_t>(bad >> 32) != header.number;
 }
 
 // Writes the output of one query row, `row` rows after `place`: value(i) for element i, or NaN for
-// all elements unless `good` and StepHolds(). Fills the report. All threads.
+// all elements unless `good`, which includes StepHolds(). Fills the report. All threads.
 template <typename Value>
 __device__ inline void WriteToTensors(const CallerTensors& step, const UnitPlace& place, int group,
                                       int head_dim, int row, bool good, Value value, float lse,
                                       StepReport& report) {
-  good = good && StepHolds(step.check, place.item);
   const int64_t token = place.query + row / group;
   const int64_t head = int64_t{place.kv_head} * group + row % group;
   std::byte* out = step.out.At(place.item, token, head);

@@ -86,8 +86,11 @@ struct AppendWork {
   bool shared_source = false;
   // The source is in GPU memory, with rows aligned to 16 bytes, and is complete when the job
   // starts. A device that cannot read it refuses the item. The rows are checked as with
-  // shared_source.
+  // shared_source, but they may be read a second time when they are written.
   bool on_gpu = false;
+  // Another process can change the source in GPU memory, so what is checked must be what is
+  // written.
+  bool read_once = false;
   // The rows are already in the arena, written by an earlier process, and there is no source. The
   // job only commits and indexes them.
   bool rows_present = false;

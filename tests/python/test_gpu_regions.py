@@ -18,7 +18,7 @@ import pytest
 import spillway_kv
 import torch
 from daemon_process import device, on_gpu, running_daemon
-from helpers import delete_model, refused, wait_for
+from helpers import delete_model, once_reached, refused, wait_for
 from spillway_kv import Client, GpuRegion, Model, Policy, Selection, Sequence
 from spillway_kv._proto import attention_service_pb2 as attention
 from spillway_kv._proto import memory_service_pb2 as memory
@@ -564,7 +564,7 @@ def test_a_daemon_that_restarted_knows_no_region(tmp_path: Path) -> None:
         k = region.tensor((1, KV_HEADS, 10, DIM), "float32").fill_(1)
         torch.cuda.synchronize()
     with running_daemon(tmp_path) as target:
-        wait_for(client.health)
+        once_reached(client.health)
         model = client.create_model(
             layer_count=1,
             query_head_count=HEADS,

@@ -185,7 +185,8 @@ def test_codes_take_the_room_of_copies(plain: Client) -> None:
         first = [filled(client, model, seed) for seed in (1, 2)]
         expected = create_model(plain)
         wanted = [filled(plain, expected, seed) for seed in (1, 2)]
-        assert used(client) == 8 * mib
+        (gpu,) = client.get_server_info().devices
+        assert gpu.resident_used_bytes == 8 * mib
         with (
             client.open_decoder(first, policy=POLICIES[1]) as decoder,
             plain.open_decoder(wanted, policy=POLICIES[1]) as other,

@@ -21,7 +21,7 @@ import pytest
 import spillway_kv
 import torch
 from daemon_process import on_gpu, running_daemon
-from helpers import delete_model, refused, wait_for
+from helpers import delete_model, once_reached, refused, wait_for
 from spillway_kv import Client, Model, Region, Sequence
 from spillway_kv._proto import attention_service_pb2 as attention
 from spillway_kv._proto import memory_service_pb2 as memory
@@ -557,7 +557,7 @@ def test_a_daemon_that_restarted_knows_no_region(tmp_path: Path) -> None:
         k = region.array((HEADS, 10, DIM))
         k[:] = 1
     with running_daemon(tmp_path) as target:
-        wait_for(client.health)
+        once_reached(client.health)
         model = client.create_model(
             layer_count=1, query_head_count=4, kv_head_count=HEADS, head_dim=DIM, dtype="float32"
         )
@@ -697,7 +697,7 @@ def test_large_appends_after_a_restart(tmp_path: Path, rng: np.random.Generator)
         client.create_sequence(two_layers(client)).append(0, 0, k, v)
         assert own_regions(client) == 1
     with running_daemon(tmp_path):
-        wait_for(client.health)
+        once_reached(client.health)
         # first in messages, because the region is gone, then through a new region
         for _ in range(2):
             sequence = client.create_sequence(two_layers(client))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from spillway_kv.vllm import memory
 from spillway_kv.vllm.sequences import Shapes
-from spillway_kv.vllm.settings import Settings
+from spillway_kv.vllm.settings import KeptRoom, Settings
 
 GPU = torch.device("cuda", 0)
 SHAPES = Shapes(28, 12, 2, 128, torch.bfloat16, 0.1)
@@ -188,8 +188,10 @@ def test_copies_of_rows_make_room_for_codes(monkeypatch: pytest.MonkeyPatch) -> 
     arena = int(limits.gpu_memory) - int(limits.gpu_memory) // 6
     assert codes < arena < codes + (1 << 30)
     assert limits.gpu_resident == str((arena - codes) >> 20 << 20)
+    assert limits.kept_room == KeptRoom(arena, 62 * 56, 512 * 56)
     # Where codes may need everything, there are no copies.
-    assert _limits(Settings(), 2 << 30).gpu_resident == "0"
+    limits = _limits(Settings(), 2 << 30)
+    assert (limits.gpu_resident, limits.kept_room) == ("0", None)
     assert _limits(Settings(gpu_resident="1GiB"), 20 << 30).gpu_resident == "1GiB"
 
 

@@ -25,7 +25,7 @@ from spillway_kv.vllm.layers import Attending, begins_of
 from spillway_kv.vllm.model_graph import OpenLayer
 from spillway_kv.vllm.prompt_rows import PromptRows
 from spillway_kv.vllm.sequences import Lost, Shapes
-from spillway_kv.vllm.settings import Settings
+from spillway_kv.vllm.settings import KeptRoom, Settings
 from spillway_kv.vllm.step_plan import Loss, PlannedRequest, Source, StepPlan
 from spillway_kv.vllm.worker import Worker
 
@@ -943,6 +943,36 @@ def test_kept_sequences_make_room(later: bool) -> None:
         report, outs = model.step(StepPlan([_request(21, 0, 5)]), texts)
         assert not report.losses
         _check(model, outs[21], 21, 0)
+    finally:
+        model.worker.close()
+
+
+def test_kept_sequences_leave_room_to_copies() -> None:
+    """64,000 bytes for codes of 10 bytes a token and copies of 90, of which 62,000 may be taken.
+
+    600 running tokens leave 2,000, but a sixteenth is for kept ones: codes of 400 tokens.
+    """
+    room = KeptRoom(total_bytes=64000, code_bytes=10, row_bytes=90)
+    assert [room.tokens(running) for running in (0, 100, 580, 581, 600)] == [
+        *(6200, 5200, 400, 400, 400)
+    ]
+    model = Model(settings=Settings(memory="64MiB", device=str(DEVICE), kept_room=room))
+    texts = {**{key: key for key in range(1, 6)}, 6: 1, 7: 7}
+    try:
+        for key in range(1, 6):
+            report, _ = model.step(StepPlan([_request(key, 0, 100)], kept=[key - 1]), texts)
+            assert report.gone == set()
+        # A prompt that begins counts with all its tokens. The oldest kept one goes, but not that
+        # with which a request begins.
+        begins = _request(6, 64, 1, source=Source(1, 64), prompt=600)
+        report, outs = model.step(StepPlan([begins], kept=[5]), texts)
+        assert report.gone == {2}
+        _check(model, outs[6], 1, 64)
+        assert model.worker.sequence_count == 5
+        # When it has ended, there is room again.
+        report, _ = model.step(StepPlan([_request(7, 0, 1)], kept=[6]), texts)
+        assert report.gone == set()
+        assert model.worker.sequence_count == 6
     finally:
         model.worker.close()
 

@@ -16,7 +16,7 @@ from spillway_kv.vllm.appends import BYTES_MAX
 from spillway_kv.vllm.guard import has_draft_model
 from spillway_kv.vllm.prompts import JOINED_TOKEN_COUNT
 from spillway_kv.vllm.sequences import Shapes
-from spillway_kv.vllm.settings import Settings
+from spillway_kv.vllm.settings import KeptRoom, Settings
 
 # Tokens that stay in vLLM's pool. Nothing reads them, but vLLM's scheduler counts blocks, and its
 # older model runner identifies requests by them. No model has a window of this size, so it
@@ -173,12 +173,16 @@ def with_limits(
             "left for codes of keys. Raise it, or lower --max-num-batched-tokens"
         )
     workspace = _workspace_bytes(limit, config, shapes)
+    arena = limit - (workspace or _usual_workspace(limit))
+    copies = settings.gpu_resident or str(_resident_bytes(arena, config, shapes))
+    heads = shapes.layer_count * shapes.kv_head_count
+    room = KeptRoom(arena, heads * _code_bytes(shapes), heads * _row_bytes(shapes))
     return replace(
         settings,
         gpu_memory=str(limit),
-        gpu_resident=settings.gpu_resident
-        or str(_resident_bytes(limit - (workspace or _usual_workspace(limit)), config, shapes)),
+        gpu_resident=copies,
         workspace_bytes=workspace,
+        kept_room=None if copies == "0" else room,
         ready_bytes=min(
             _rows_bytes(config, shapes), _host_bytes() // 8 // _rank_count(config), _READY_BYTES_MAX
         ),
@@ -221,6 +225,14 @@ def _row_bytes(shapes: Shapes) -> int:
     return 2 * shapes.head_dim * shapes.dtype.itemsize
 
 
+def _code_bytes(shapes: Shapes) -> int:
+    """Bytes of codes of a token, a layer and a KV head.
+
+    Three bits a dimension in words of 32, factors, and one row in a hundred.
+    """
+    return 3 * -(-shapes.head_dim // 32) * 4 + 8 + -(-_row_bytes(shapes) // 100)
+
+
 def _rows_bytes(config: Any, shapes: Shapes) -> int:
     """Bytes of all rows of the requests that run at a time, at most."""
     tokens: int = config.scheduler_config.max_num_seqs * config.model_config.max_model_len
@@ -257,16 +269,13 @@ def _resident_bytes(arena: int, config: Any, shapes: Shapes) -> int:
 
     They make room for codes, but sequences in use keep those of one layer. So if these and the
     codes of all requests may not fit together, copies get what codes cannot need. Codes are of the
-    tokens of all running requests, and of no more than the host's memory has rows for. Finished
-    requests that are kept are dropped if there is no room for their codes.
+    tokens of all running requests, and of no more than the host's memory has rows for.
     """
     row = _row_bytes(shapes)
     rows = min(_rows_bytes(config, shapes), _host_bytes())
-    # Three bits a dimension in words of 32, factors, and one row in a hundred.
-    code = 3 * -(-shapes.head_dim // 32) * 4 + 8 + -(-row // 100)
-    # And of each request: its first and newest rows, and tables.
     heads = shapes.layer_count * shapes.kv_head_count
-    codes = rows // row * code
+    codes = rows // row * _code_bytes(shapes)
+    # And of each request: its first and newest rows, and tables.
     codes += config.scheduler_config.max_num_seqs * heads * (256 * row + (24 << 10))
     most = arena // 8 * 7
     if codes + rows // shapes.layer_count > arena:

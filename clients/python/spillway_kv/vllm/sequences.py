@@ -102,6 +102,8 @@ class Sequences:
         self._sequences: dict[int, Sequence] = {}
         # Kept sequences, the first to be dropped first.
         self._kept: OrderedDict[int, None] = OrderedDict()
+        # Tokens of each sequence, and of a prompt that is being computed all of them.
+        self._lengths: dict[int, int] = {}
         # Sequences with which requests of this step begin.
         self._sources: set[int] = set()
         # Kept sequences that were dropped to free memory, and sequences to begin with that have
@@ -133,6 +135,25 @@ class Sequences:
             except Lost:
                 self.drop(key)
                 self.gone.add(key)
+        count = len(self._lengths)
+        for r in plan.requests:
+            self._lengths[r.key] = max(r.prompt_token_count, r.start + r.token_count)
+        if plan.kept or len(self._lengths) > count:
+            self._limit_kept()
+
+    def _limit_kept(self) -> None:
+        """Drops kept sequences whose codes take the room of copies of others' rows."""
+        if self._settings.kept_room is None:
+            return
+        kept = sum(self._lengths.get(key, 0) for key in self._kept)
+        running = sum(self._lengths.values()) - kept
+        room = self._settings.kept_room.tokens(running)
+        for key in [key for key in self._kept if key not in self._sources]:
+            if kept <= room:
+                return
+            kept -= self._lengths.get(key, 0)
+            self.drop(key)
+            self.gone.add(key)
 
     def ready(self, request: PlannedRequest) -> Sequence:
         """Returns the request's sequence, with as many tokens as planned.
@@ -373,6 +394,7 @@ class Sequences:
     def drop(self, key: int) -> None:
         """Deletes a sequence. It is not an error if it does not exist."""
         self._kept.pop(key, None)
+        self._lengths.pop(key, None)
         if self._appends is not None:
             self._appends.forget(key)
         self._prompt_rows.close(key)

@@ -12,6 +12,33 @@ PREFIX = "VLLM_SPILLWAY_"
 
 
 @dataclass(frozen=True)
+class KeptRoom:
+    """GPU memory of codes of finished requests, where copies of running requests' rows need it.
+
+    Attributes:
+        total_bytes: GPU memory for codes and copies.
+        code_bytes: Codes of a token, in all layers.
+        row_bytes: K/V rows of a token, in all layers.
+    """
+
+    total_bytes: int
+    code_bytes: int
+    row_bytes: int
+
+    def tokens(self, running: int) -> int:
+        """Returns for how many tokens of finished requests there is room.
+
+        As many as fit beside codes and copies of all rows of running requests, but at least those
+        whose codes take a sixteenth of the memory.
+
+        Args:
+            running: Tokens of running requests.
+        """
+        beside = self.total_bytes // 32 * 31 - running * (self.code_bytes + self.row_bytes)
+        return max(beside, self.total_bytes // 16) // self.code_bytes
+
+
+@dataclass(frozen=True)
 class Settings:
     """Where K/V are kept and how they are attended.
 
@@ -39,6 +66,8 @@ class Settings:
         prompt_bytes: GPU memory for K/V of prompts that have further chunks. No variable sets it.
         workspace_bytes: The part of an embedded engine's GPU memory for workspaces, like
             `device.gpu_workspace`. 0 means the engine's default. No variable sets it.
+        kept_room: How much GPU memory finished requests may have. None means as much as there is.
+            No variable sets it.
     """
 
     target: str = "embedded:"
@@ -55,6 +84,7 @@ class Settings:
     append_bytes: int = BYTES_MAX
     prompt_bytes: int = 0
     workspace_bytes: int = 0
+    kept_room: KeptRoom | None = None
 
     @property
     def embedded(self) -> bool:
