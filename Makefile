@@ -92,11 +92,11 @@ lint: setup venv ## all that .pre-commit-config.yaml names: formatting, includes
 hooks: venv ## the same before each commit, over what it changes
 	$(PYTHON) -m pre_commit install
 
-tidy: ## clang-tidy and thread-safety analysis of host, daemon and clients; FILES='host/memory/.*'
+tidy: ## clang-tidy and thread-safety analysis of all but the kernels; FILES='host/memory/.*'
 	@scripts/setup.sh tidy
 	$(call configure,tidy)
 	cmake --build --preset tidy --parallel $(JOBS) --target spillway_proto
-	run-clang-tidy -quiet -p build/tidy -j $(JOBS) $(call quote,$(CURDIR)/($(if $(FILES),$(FILES),(host|daemon|clients)/.*)))
+	run-clang-tidy -quiet -p build/tidy -j $(JOBS) $(call quote,$(CURDIR)/($(if $(FILES),$(FILES),(host|engine|services|daemon|lib|clients)/.*)))
 
 format: setup venv ## format everything in place
 	@clang-format -i $(CPP_FILES)

@@ -63,7 +63,7 @@ def serving(model: Path, log: Path) -> Iterator[str]:
         *("--dtype", "float32", "--max-model-len", str(CONTEXT_TOKEN_COUNT), "--enforce-eager"),
     ]
     print(f"$ {' '.join(['python', *command[1:]])}", flush=True)
-    library = ROOT / "build" / "release" / "clients" / "c" / "libspillway.so.1"
+    library = ROOT / "build" / "release" / "lib" / "libspillway.so.1"
     environment = {
         "SPILLWAY_LIBRARY": str(library),
         "VLLM_CPU_KVCACHE_SPACE": "1",

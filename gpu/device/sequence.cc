@@ -11,6 +11,8 @@ namespace spillway::cuda {
 namespace {
 
 constexpr int64_t kPageCapacityMin = 64;
+// A longer append is a whole prompt, which is not followed by another one.
+constexpr int64_t kAheadTokensMax = 16384;
 
 int64_t PagesFor(int64_t token_count) {
   return (token_count + kPageTokenCount - 1) / kPageTokenCount;
@@ -294,7 +296,9 @@ absl::Status CudaSequence::Prepare(int layer, int64_t start, int64_t count) {
   RETURN_IF_ERROR(status);
   if (layer > 0) return absl::OkStatus();
   const bool has_grown = whole.page_count() > page_count;
-  if (has_grown) append_pages_ = PagesFor(count) * model_.spec().kv_head_count;
+  if (has_grown) {
+    append_pages_ = PagesFor(std::min(count, kAheadTokensMax)) * model_.spec().kv_head_count;
+  }
   // If layers lack copies, there may be room now.
   const CopyLayers& all = model_.copy_layers();
   if (has_grown ||
@@ -331,7 +335,7 @@ bool CudaSequence::MakeRoom(int layer, bool may_lower) {
 }
 
 bool CudaSequence::MakeRoomForCodes() {
-  if (residency_->MakeRoom()) return true;
+  if (residency_->MakeRoom(/*idle=*/absl::ZeroDuration())) return true;
   while (model_.copy_layers().Lower(model_.CopyPages(/*ahead=*/0))) {
     if (Trim()) return true;
   }

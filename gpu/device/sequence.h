@@ -158,15 +158,15 @@ class CudaSequence final : public DeviceSequence, public Residency::Member {
   // Makes room for a layer's copy, at the cost of idle sequences or, if it may lower the number of
   // layers that have copies, of the last one.
   bool MakeRoom(int layer, bool may_lower);
-  // Makes room for codes, at the cost of copies: of idle sequences, else of the last layers, else
-  // of all of this sequence's. Returns whether memory has become free.
+  // Makes room for codes, at the cost of copies: of sequences that are not in use, else of the last
+  // layers, else of all of this sequence's. Returns whether memory has become free.
   bool MakeRoomForCodes();
 
   const CudaModel& model_;
   Residency* const residency_;
   int copy_count_;  // layers behind them have no copies
   RetiredPages retired_;
-  // Of the last append to the first layer, of all KV heads.
+  // Of the last append to the first layer, of all KV heads; no more than for kAheadTokensMax.
   std::atomic<int64_t> append_pages_ = 0;
 };
 

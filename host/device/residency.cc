@@ -31,11 +31,11 @@ void Residency::End(Member& member) {
   members_.splice(members_.end(), members_, member.place_);
 }
 
-bool Residency::MakeRoom() {
+bool Residency::MakeRoom(absl::Duration idle) {
   const MutexLock lock(mutex_);
   const SteadyTime now = now_();
   for (Member* const member : members_) {
-    if (now < After(member->last_used_, kIdle)) return false;
+    if (now < After(member->last_used_, idle)) return false;
     if (member->use_count_ > 0 || member->held_bytes() == 0) continue;
     member->GiveUp();
     member->moved_bytes_ = 0;

@@ -61,8 +61,8 @@ class Residency {
   void End(Member& member) ABSL_LOCKS_EXCLUDED(mutex_);
 
   // Makes one member give up its room: of those that hold something, the one that has been idle the
-  // longest. False: all others that hold something are in use, or were used less than kIdle ago.
-  bool MakeRoom() ABSL_LOCKS_EXCLUDED(mutex_);
+  // longest. False: all others that hold something are in use, or were used less than `idle` ago.
+  bool MakeRoom(absl::Duration idle = kIdle) ABSL_LOCKS_EXCLUDED(mutex_);
 
   // The sum of AheadPages() over the members that are in use, or were less than kIdle ago.
   int64_t AheadPages(const CopyLayers& of) ABSL_LOCKS_EXCLUDED(mutex_);

@@ -11,7 +11,7 @@ from models import save
 
 ROOT = Path(__file__).resolve().parents[2]
 
-LIBRARY = ROOT / "build" / "release" / "clients" / "c" / "libspillway.so.1"
+LIBRARY = ROOT / "build" / "release" / "lib" / "libspillway.so.1"
 # The trained model: SmolLM2-135M-Instruct, or what SPILLWAY_TEST_MODEL names.
 TRAINED = "trained"
 _MODEL = ROOT / "build" / "models" / "SmolLM2-135M-Instruct"

@@ -52,6 +52,18 @@ class ResidencyTest : public ::testing::Test {
   Holder c_{&residency_, "c", &given_up_};
 };
 
+TEST_F(ResidencyTest, ThoseThatAreNotInUseGiveUpAtOnceIfAsked) {
+  Pass(absl::Seconds(5));
+  for (Holder* used : {&b_, &a_}) used->Use();
+  const ResidencyUse use = c_.Use();
+  Pass(absl::Milliseconds(1));
+  EXPECT_FALSE(residency_.MakeRoom());
+  EXPECT_TRUE(residency_.MakeRoom(absl::ZeroDuration()));
+  EXPECT_TRUE(residency_.MakeRoom(absl::ZeroDuration()));
+  EXPECT_FALSE(residency_.MakeRoom(absl::ZeroDuration()));
+  EXPECT_EQ(given_up_, (Names{"b", "a"}));
+}
+
 TEST_F(ResidencyTest, TheLongestIdleGivesUpFirst) {
   for (Holder* used : {&b_, &c_, &a_}) {
     Pass(absl::Seconds(5));

@@ -17,6 +17,11 @@ X = TypeVar("X")
 _THREADS_MAX = 64
 
 
+def may_have(restarting: SequenceABC[str], name: str) -> Unavailable:
+    """Returns the error if something may be on daemons that are being restarted."""
+    return Unavailable(f"{', '.join(restarting)}, which may have {name}, is being restarted")
+
+
 class ClusterConnection:
     """Connections to the daemons of a cluster. Thread-safe.
 
@@ -95,7 +100,3 @@ class ClusterConnection:
         if not daemons:
             raise Unavailable(f"no daemon of {self.target} serves")
         return daemons
-
-    def may_have(self, restarting: SequenceABC[str], name: str) -> Unavailable:
-        """Returns the error if something may be on daemons that are being restarted."""
-        return Unavailable(f"{', '.join(restarting)}, which may have {name}, is being restarted")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import spillway_kv
-from spillway_kv.cluster.connection import ClusterConnection
+from spillway_kv.cluster.connection import ClusterConnection, may_have
 from spillway_kv.cluster.model_parts import created_part, ensure_part, upload_part, whole_model
 from spillway_kv.cluster.placement import Dealt, check_id, part_name, whole_of
 from spillway_kv.cluster.shares import deal
@@ -214,7 +214,7 @@ class Models:
         restarting = self.placement.restarting()
         daemons = self._wire.serving()
         if restarting:
-            raise self._wire.may_have(restarting, name)
+            raise may_have(restarting, name)
         parts = [
             (daemon, part_name(name, number, count))
             for daemon in daemons

@@ -9,7 +9,7 @@ from collections.abc import Sequence as SequenceABC
 from typing import NamedTuple, TypeVar
 
 import spillway_kv
-from spillway_kv.cluster.connection import ClusterConnection
+from spillway_kv.cluster.connection import ClusterConnection, may_have
 from spillway_kv.cluster.merging import merged_info
 from spillway_kv.cluster.models import Models
 from spillway_kv.cluster.part import MOVES_MAX, Part
@@ -221,7 +221,7 @@ class SequenceParts:
             if found:
                 return [daemon]
         if restarting:
-            raise self.connection.may_have(restarting, name)
+            raise may_have(restarting, name)
         raise NotFound(f"there is no {name}")
 
     def infos(self, model: str) -> Iterator[SequenceInfo]:
