@@ -409,6 +409,42 @@ def test_autocast(client: Client, dense: Any, spilled: Any) -> None:
     assert torch.equal(made, wanted)
 
 
+def test_a_compiled_model(client: Client) -> None:
+    """Rows of a batch have padding. Attention is outside of the graphs."""
+    if client.transport != "embedded":
+        pytest.skip("compiling takes seconds")
+    ids = prompt(2, 60)
+    ids[0, :20] = 0
+    wanted = generate(llama(layer_count=1), ids, max_new_tokens=6)
+    model = llama(layer_count=1)
+    model.set_attn_implementation("spillway")
+    model.forward = torch.compile(model.forward, backend="eager", dynamic=True)
+    try:
+        with SpillwayCache(model.config, client, quality="exact") as cache:
+            made = generate(model, ids, cache, max_new_tokens=6)
+            assert cache.length == 65
+        assert torch.equal(made, wanted)
+    finally:
+        torch._dynamo.reset()
+
+
+def test_a_graph_of_the_whole_model_is_refused(client: Client) -> None:
+    model = llama(layer_count=1)
+    model.set_attn_implementation("spillway")
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    said = "outside of torch's graphs" if hasattr(torch.compiler, "set_stance") else ""
+    with SpillwayCache(model.config, client) as cache, torch.no_grad():
+        with pytest.raises(torch._dynamo.exc.Unsupported, match=said):
+            compiled(prompt(1, 60), past_key_values=cache)
+        assert cache.length == 0
+    torch._dynamo.reset()
+
+
+def test_a_client_is_no_config(client: Client) -> None:
+    with pytest.raises(TypeError, match="the model's config is expected first, not a Client"):
+        SpillwayCache(client, client)
+
+
 def test_a_model_that_also_reads_images(client: Client) -> None:
     """Only its text decoder has Spillway's attention."""
     torch.manual_seed(1)

@@ -11,13 +11,14 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from spillway_kv.transformers.handed import HandedLayer
+from spillway_kv.transformers.handed import HandedLayer, uncompiled
 from spillway_kv.transformers.support import UnsupportedModelError
 
 # Arguments with which some model kinds change the softmax.
 _REFUSED = ("softcap", "s_aux", "position_bias")
 
 
+@uncompiled
 def spillway_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -122,6 +123,7 @@ def _parts(mask_function: Any) -> tuple[Any, ...]:
     return contents if isinstance(contents, tuple) else ()
 
 
+@uncompiled
 def left_padding_mask(
     batch_size: int,
     q_length: int,

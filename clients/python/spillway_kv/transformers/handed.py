@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, NoReturn, Protocol
+from collections.abc import Callable
+from typing import Any, NoReturn, Protocol, TypeVar, cast
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
@@ -12,6 +13,20 @@ from spillway_kv.transformers.identity import ModelMismatchError, weights_digest
 from spillway_kv.transformers.unfinished import Unfinished
 
 _HANDLE = "_spillway_layer"
+_F = TypeVar("_F", bound=Callable[..., Any])
+_UNCOMPILED = "a SpillwayCache attends outside of torch's graphs; compile without fullgraph=True"
+
+
+def uncompiled(function: _F) -> _F:
+    """Keeps a function out of the graphs of `torch.compile`, which then end before it.
+
+    With fullgraph=True, torch refuses the call, and from 2.7 on says why.
+    """
+    try:
+        disabled = torch.compiler.disable(function, reason=_UNCOMPILED)
+    except TypeError:
+        disabled = torch.compiler.disable(function)
+    return cast("_F", disabled)
 
 
 class Forward(Protocol):
@@ -63,6 +78,7 @@ class HandedLayer(CacheLayerMixin):
         """Marks the layer as used."""
         self.is_initialized = True
 
+    @uncompiled
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -55,6 +55,8 @@ def shapes_of(config: Any) -> Shapes:
             shared K/V, a scale of its own in each layer, or an encoder; or shapes that the engine
             does not serve; or its attention is not behind transformers' interface.
     """
+    if not hasattr(config, "get_text_config"):
+        raise TypeError(f"the model's config is expected first, not a {type(config).__name__}")
     windows = windows_of(config)
     return _shapes(config.get_text_config(decoder=True), windows.count(None))
 
