@@ -45,7 +45,7 @@ struct Chunk {
   bool shared_source = false;
   // The source is in the memory of a GPU of this process. shared_source is true then.
   bool on_gpu = false;
-  // The GPU, if the memory is that of a region, which another process maps. Null: unknown, the
+  // The GPU, if the memory is that of a region, which another process may map. Null: unknown, the
   // device finds out.
   const Device* gpu = nullptr;
   // Keep the memory of K and V alive, if the caller does not do so itself.

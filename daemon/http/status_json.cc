@@ -97,6 +97,7 @@ Json DevicesJson(const Engine& engine) {
     if (const std::optional<DeviceMemory> memory = part->memory()) {
       device["memory_limit_bytes"] = memory->limit_bytes;
       device["memory_used_bytes"] = memory->used_bytes;
+      device["copy_bytes"] = memory->resident_used_bytes;
     }
     devices.push_back(std::move(device));
   }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "gpu/device/sequence.h"
 #include "gpu/device/wave_kernels.h"
 #include "host/base/status_macros.h"
 #include "host/device/results.h"
@@ -17,7 +18,8 @@ void JobRun::Plan() {
     if (item.status.ok() && !item.append.has_value()) {
       // The first attend of a fork has no tables yet. Without memory for them, only this item
       // fails.
-      item.status = context_.index(i).Reserve(item.attend->rows->token_count());
+      item.status = static_cast<CudaSequence&>(*item.sequence)
+                        .Reserve(context_.layer(), item.attend->rows->token_count());
     }
     if (!item.status.ok()) continue;
     item.result = AllocateResult(context_.spec(), *item.attend);

@@ -31,9 +31,12 @@ CudaModel::CudaModel(const ModelSpec& spec, Arena* arena, SlabLimit* copy_limit,
       copy_limit_(copy_limit),
       copy_layers_(std::make_unique<CopyLayers>(spec.layer_count)),
       methods_(std::move(methods)) {
-  for (int l = 0; copy_limit != nullptr && l < spec.layer_count; ++l) {
-    copies_.push_back(
-        std::make_unique<PagePool>(arena, kPageTokenCount * spec.row_bytes(), copy_limit));
+  if (copy_limit != nullptr) {
+    const int64_t page_bytes = kPageTokenCount * spec.row_bytes();
+    const auto states = std::make_shared<PageStates>(arena, page_bytes);
+    for (int l = 0; l < spec.layer_count; ++l) {
+      copies_.push_back(std::make_unique<PagePool>(arena, page_bytes, copy_limit, states));
+    }
   }
   if (!spec.has_index()) return;
   code_pool_ = std::make_unique<PagePool>(arena, IndexPageBytes(spec));
@@ -71,10 +74,12 @@ CopyLayers::Pages CudaModel::CopyPages(int64_t ahead) const {
   const int64_t slab_bytes = first.slab_count() * kSlabBytes;
   CopyLayers::Pages pages;
   pages.of_first = first.used_page_count();
-  pages.free = copy_limit_->free_bytes() / slab_bytes * first.pages_per_slab();
+  const int64_t free_bytes = copy_limit_->free_bytes();
+  pages.free = free_bytes / slab_bytes * first.pages_per_slab();
   for (size_t l = 1; l < copies_.size(); ++l) {
     pages.of_others += copies_[l]->used_page_count();
-    pages.free += copies_[l]->spare_page_count();
+    // Not for what others need: only whole slabs are.
+    if (free_bytes >= 0) pages.free += copies_[l]->spare_page_count();
   }
   pages.ahead = ahead;
   return pages;

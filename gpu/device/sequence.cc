@@ -300,9 +300,8 @@ absl::Status CudaSequence::Prepare(int layer, int64_t start, int64_t count) {
     append_pages_ = PagesFor(std::min(count, kAheadTokensMax)) * model_.spec().kv_head_count;
   }
   // If layers lack copies, there may be room now.
-  const CopyLayers& all = model_.copy_layers();
-  if (has_grown ||
-      (all.count() < model_.spec().layer_count && all.MayRise(model_.CopyPages(/*ahead=*/0)))) {
+  const bool lacks = model_.copy_layers().count() < model_.spec().layer_count;
+  if (has_grown || (lacks && model_.copy_layers().MayRise(model_.CopyPages(/*ahead=*/0)))) {
     FitCopies();
   }
   return absl::OkStatus();
@@ -335,16 +334,28 @@ bool CudaSequence::MakeRoom(int layer, bool may_lower) {
 }
 
 bool CudaSequence::MakeRoomForCodes() {
-  if (residency_->MakeRoom(/*idle=*/absl::ZeroDuration())) return true;
+  if (MakeRoomOfOthers()) return true;
+  if (held_bytes() == 0) return false;
   while (model_.copy_layers().Lower(model_.CopyPages(/*ahead=*/0))) {
     if (Trim()) return true;
   }
-  if (held_bytes() == 0) return false;
-  std::vector<PageTable> taken;
-  for (LayerIndex& layer : layers) {
-    std::ranges::move(layer.whole().TakePages(), std::back_inserter(taken));
+  // While steps run, nothing would become free now.
+  if (!retired_.idle()) return false;
+  GiveUp();
+  residency_->ForgetMoved(*this);
+  return true;
+}
+
+absl::Status CudaSequence::Reserve(int layer, int64_t token_count) {
+  absl::Status status = layers[layer].Reserve(token_count);
+  while (absl::IsResourceExhausted(status) && model_.has_copies() && MakeRoomOfOthers()) {
+    status = layers[layer].Reserve(token_count);
   }
-  return retired_.Retire(std::move(taken));
+  return status;
+}
+
+bool CudaSequence::MakeRoomOfOthers() {
+  return residency_->MakeRoom(/*idle=*/absl::ZeroDuration());
 }
 
 void CudaSequence::ResumeWhole(int layer, int64_t token_count) {

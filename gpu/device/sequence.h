@@ -138,6 +138,8 @@ class CudaSequence final : public DeviceSequence, public Residency::Member {
   int64_t AheadPages(const CopyLayers& of) const override;
   // Device::PrepareAppend(). REQUIRES: in use.
   absl::Status Prepare(int layer, int64_t start, int64_t count);
+  // LayerIndex::Reserve(). Copies of sequences that are not in use make room. REQUIRES: in use.
+  absl::Status Reserve(int layer, int64_t token_count);
   void CountMoved(int64_t bytes) { residency_->CountMoved(*this, bytes); }
   // While the sequence is in use, nobody calls GiveUp().
   ResidencyUse Use() { return {*residency_, *this}; }
@@ -158,9 +160,11 @@ class CudaSequence final : public DeviceSequence, public Residency::Member {
   // Makes room for a layer's copy, at the cost of idle sequences or, if it may lower the number of
   // layers that have copies, of the last one.
   bool MakeRoom(int layer, bool may_lower);
-  // Makes room for codes, at the cost of copies: of sequences that are not in use, else of the last
-  // layers, else of all of this sequence's. Returns whether memory has become free.
+  // Makes room for codes, at the cost of copies: of sequences that are not in use, else of this
+  // one's last layers, else of all of them. Returns whether copies were given up at once.
   bool MakeRoomForCodes();
+  // The same at the cost of sequences that are not in use.
+  bool MakeRoomOfOthers();
 
   const CudaModel& model_;
   Residency* const residency_;

@@ -209,8 +209,9 @@ absl::Status CudaStreamStep::Open() {
       cudaMemsetAsync(memory_, 0, static_cast<size_t>(workspace_at), stream));
   SPILLWAY_CUDA_RETURN_IF_ERROR(cudaStreamSynchronize(stream));
   for (const StreamStepPart& part : options_.parts) {
-    for (LayerIndex& layer : static_cast<CudaSequence&>(*part.sequence).layers) {
-      RETURN_IF_ERROR(layer.Reserve(options_.token_count_max));
+    auto& sequence = static_cast<CudaSequence&>(*part.sequence);
+    for (int layer = 0; layer < std::ssize(sequence.layers); ++layer) {
+      RETURN_IF_ERROR(sequence.Reserve(layer, options_.token_count_max));
     }
   }
   return absl::OkStatus();

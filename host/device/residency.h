@@ -71,6 +71,10 @@ class Residency {
   static void CountMoved(Member& member, int64_t bytes) {
     member.moved_bytes_.fetch_add(bytes, std::memory_order_relaxed);
   }
+  // Starts again at 0, because the member has given its room up by itself.
+  static void ForgetMoved(Member& member) {
+    member.moved_bytes_.store(0, std::memory_order_relaxed);
+  }
   // Whether at least row_bytes were counted.
   static bool HasMoved(const Member& member, int64_t row_bytes) {
     return member.moved_bytes_.load(std::memory_order_relaxed) >= row_bytes;

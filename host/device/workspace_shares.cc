@@ -20,7 +20,8 @@ WorkspaceShares WorkspaceShares::Of(int64_t memory_limit_bytes, bool has_copies,
   const int64_t slots = kKinds * shares.slots_of_kind;
   if (total_bytes > 0) {
     // A fifth for jobs, and the rest for two steps: while sequences come and go, one is opened
-    // before the other ends.
+    // before the other ends. If their exact attends take more besides, one of them may find no
+    // room.
     shares.wave_bytes = total_bytes / 5 / slots;
     shares.step_bytes = total_bytes / 5 * 2;
     shares.total_bytes = total_bytes;

@@ -16,7 +16,8 @@ struct WorkspaceShares {
   int64_t wave_bytes = 0;
   // The same for a step on a stream, which may run two waves at a time. The waves of a step that
   // has no room for all its units run one after the other, and each takes nearly as long as all
-  // units together.
+  // units together. Exact attends that run beside its other ones take up to half as much besides,
+  // and mostly far less.
   int64_t step_bytes = 0;
   // What codes and copies of rows leave to workspaces, so that sequences that fill the rest can be
   // attended to.

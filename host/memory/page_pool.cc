@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <limits>
 #include <set>
+#include <utility>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
@@ -50,11 +51,54 @@ uint32_t NextGeneration(uint32_t generation) {
 
 }  // namespace
 
+// How pages lie in slabs, and their states.
+struct PageStates::Impl {
+  Impl(Arena* arena, int64_t page_bytes);
+
+  // The states of a slab's pages; null if no pool has ever held the slab.
+  std::atomic<uint64_t>* Of(uint32_t slab) const {
+    return slab_states[slab].load(std::memory_order_acquire);
+  }
+  void Ensure(uint32_t slab) ABSL_LOCKS_EXCLUDED(mutex);
+
+  int64_t slab_count = 1;
+  int64_t pages_per_slab = 0;
+  int shift = 0;
+  uint32_t slab_capacity = 0;
+  // [slab_capacity]. Null until a pool first holds that slab, then never changed, so that stale
+  // references find their state.
+  std::unique_ptr<std::atomic<std::atomic<uint64_t>*>[]> slab_states;
+
+  Mutex mutex;
+  std::vector<std::unique_ptr<std::atomic<uint64_t>[]>> owned ABSL_GUARDED_BY(mutex);
+};
+
+PageStates::Impl::Impl(Arena* arena, int64_t page_bytes) {
+  constexpr int64_t kWasteShare = 64;
+  slab_count = (page_bytes + kSlabBytes - 1) / kSlabBytes;
+  while (slab_count * kSlabBytes % page_bytes * kWasteShare > slab_count * kSlabBytes) ++slab_count;
+  pages_per_slab = slab_count * kSlabBytes / page_bytes;
+  shift = static_cast<int>(std::bit_width(static_cast<uint64_t>(pages_per_slab - 1)));
+  slab_capacity =
+      static_cast<uint32_t>(std::min(arena->slab_capacity(), int64_t{1} << (32 - shift)));
+  slab_states = std::make_unique<std::atomic<std::atomic<uint64_t>*>[]>(slab_capacity);
+}
+
+void PageStates::Impl::Ensure(uint32_t slab) {
+  const MutexLock lock(mutex);
+  if (slab_states[slab].load(std::memory_order_relaxed) != nullptr) return;
+  owned.push_back(std::make_unique<std::atomic<uint64_t>[]>(pages_per_slab));
+  slab_states[slab].store(owned.back().get(), std::memory_order_release);
+}
+
+PageStates::PageStates(Arena* arena, int64_t page_bytes)
+    : impl_(std::make_unique<Impl>(arena, RoundUp(page_bytes, kAlignment))) {}
+
+PageStates::~PageStates() = default;
+
 // A page's index is its slab's number in the arena, shifted, plus its place in the slab. So its
 // address needs no table that could move while another thread reads it.
 struct PagePool::Impl {
-  using States = std::unique_ptr<std::atomic<uint64_t>[]>;
-
   // Which pages of a slab are free.
   class FreePlaces {
    public:
@@ -96,7 +140,15 @@ struct PagePool::Impl {
     std::vector<uint64_t> words_;
   };
 
-  Impl(Arena* arena, int64_t page_bytes, SlabLimit* limit);
+  Impl(Arena* arena, int64_t page_bytes, SlabLimit* limit, PageStates::Impl* states)
+      : arena(arena),
+        limit(limit),
+        page_bytes(page_bytes),
+        states(states),
+        slab_count(states->slab_count),
+        pages_per_slab(states->pages_per_slab),
+        shift(states->shift),
+        slab_capacity(states->slab_capacity) {}
 
   uint32_t SlabOf(PageRef page) const { return page.index >> shift; }
   int64_t PlaceOf(PageRef page) const { return page.index & ((uint32_t{1} << shift) - 1); }
@@ -106,8 +158,8 @@ struct PagePool::Impl {
     const uint32_t slab = SlabOf(page);
     const int64_t place = PlaceOf(page);
     if (slab >= slab_capacity || place >= pages_per_slab) return nullptr;
-    std::atomic<uint64_t>* states = slab_states[slab].load(std::memory_order_acquire);
-    return states == nullptr ? nullptr : &states[place];
+    std::atomic<uint64_t>* of_slab = states->Of(slab);
+    return of_slab == nullptr ? nullptr : &of_slab[place];
   }
   // Chooses the slab to take a page from: the neighbour's, else another with a free page, else a
   // new one.
@@ -121,34 +173,19 @@ struct PagePool::Impl {
   Arena* const arena;
   SlabLimit* const limit;
   const int64_t page_bytes;
-  int64_t slab_count = 1;
-  int64_t pages_per_slab = 0;
-  int shift = 0;
-  uint32_t slab_capacity = 0;
-  // [slab_capacity]. Null until the pool first holds that slab, then never changed, so that stale
-  // references find their state.
-  std::unique_ptr<std::atomic<std::atomic<uint64_t>*>[]> slab_states;
+  PageStates::Impl* const states;
+  const int64_t slab_count;
+  const int64_t pages_per_slab;
+  const int shift;
+  const uint32_t slab_capacity;
 
   mutable Mutex mutex;
-  std::vector<States> owned_states ABSL_GUARDED_BY(mutex);
   absl::flat_hash_map<uint32_t, FreePlaces> slabs ABSL_GUARDED_BY(mutex);  // held now
   std::set<uint32_t> with_room ABSL_GUARDED_BY(mutex);
   // Written under the lock.
   std::atomic<int64_t> used_page_count = 0;
   std::atomic<int64_t> held_page_count = 0;  // of all slabs
 };
-
-PagePool::Impl::Impl(Arena* arena, int64_t page_bytes, SlabLimit* limit)
-    : arena(arena), limit(limit), page_bytes(page_bytes) {
-  constexpr int64_t kWasteShare = 64;
-  slab_count = (page_bytes + kSlabBytes - 1) / kSlabBytes;
-  while (slab_count * kSlabBytes % page_bytes * kWasteShare > slab_count * kSlabBytes) ++slab_count;
-  pages_per_slab = slab_count * kSlabBytes / page_bytes;
-  shift = static_cast<int>(std::bit_width(static_cast<uint64_t>(pages_per_slab - 1)));
-  slab_capacity =
-      static_cast<uint32_t>(std::min(arena->slab_capacity(), int64_t{1} << (32 - shift)));
-  slab_states = std::make_unique<std::atomic<std::atomic<uint64_t>*>[]>(slab_capacity);
-}
 
 absl::StatusOr<uint32_t> PagePool::Impl::ChooseSlab(PageRef neighbour) {
   if (neighbour) {
@@ -176,10 +213,7 @@ absl::StatusOr<uint32_t> PagePool::Impl::ChooseSlab(PageRef neighbour) {
 }
 
 void PagePool::Impl::AddSlab(uint32_t slab) {
-  if (slab_states[slab].load(std::memory_order_relaxed) == nullptr) {
-    owned_states.push_back(std::make_unique<std::atomic<uint64_t>[]>(pages_per_slab));
-    slab_states[slab].store(owned_states.back().get(), std::memory_order_release);
-  }
+  states->Ensure(slab);
   slabs.emplace(slab, FreePlaces(pages_per_slab));
   with_room.insert(slab);
   held_page_count += pages_per_slab;
@@ -206,9 +240,12 @@ void PagePool::Impl::FreePage(PageRef page) {
   GiveBack(SlabBase(slab));
 }
 
-PagePool::PagePool(Arena* arena, int64_t page_bytes, SlabLimit* limit)
+PagePool::PagePool(Arena* arena, int64_t page_bytes, SlabLimit* limit,
+                   std::shared_ptr<PageStates> states)
     : page_bytes_(RoundUp(page_bytes, kAlignment)),
-      impl_(std::make_unique<Impl>(arena, page_bytes_, limit)) {}
+      states_(states != nullptr ? std::move(states)
+                                : std::make_shared<PageStates>(arena, page_bytes)),
+      impl_(std::make_unique<Impl>(arena, page_bytes_, limit, states_->impl_.get())) {}
 
 PagePool::~PagePool() {
   const MutexLock lock(impl_->mutex);

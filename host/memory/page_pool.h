@@ -22,6 +22,22 @@ struct PageRef {
   friend bool operator==(const PageRef&, const PageRef&) = default;
 };
 
+// The states of the pages of pools with the same page_bytes over one arena. A slab is held by one
+// of these pools at a time, so they can share them: 8 bytes per page that any of them ever had.
+// Thread-safe.
+class PageStates {
+ public:
+  PageStates(Arena* arena, int64_t page_bytes);
+  ~PageStates();
+  PageStates(const PageStates&) = delete;
+  PageStates& operator=(const PageStates&) = delete;
+
+ private:
+  friend class PagePool;
+  struct Impl;
+  const std::unique_ptr<Impl> impl_;
+};
+
 // Fixed-size, reference-counted pages cut from arena slabs (2 MiB or a multiple). A slab is
 // returned to the arena when its last page is freed. 8 bytes of bookkeeping per page are kept for
 // the lifetime of the pool. Thread-safe; Data() is wait-free. The use of a stale reference, except
@@ -29,8 +45,10 @@ struct PageRef {
 class PagePool {
  public:
   // page_bytes is rounded up to a multiple of 64. limit: bounds the slabs of the pools that share
-  // it, of this arena; may be null. Arena and limit must outlive the pool.
-  PagePool(Arena* arena, int64_t page_bytes, SlabLimit* limit = nullptr);
+  // it, of this arena; may be null. Arena and limit must outlive the pool. states: of this arena
+  // and page_bytes; null: states of its own.
+  PagePool(Arena* arena, int64_t page_bytes, SlabLimit* limit = nullptr,
+           std::shared_ptr<PageStates> states = nullptr);
   ~PagePool();
   PagePool(const PagePool&) = delete;
   PagePool& operator=(const PagePool&) = delete;
@@ -81,6 +99,7 @@ class PagePool {
  private:
   struct Impl;
   const int64_t page_bytes_;
+  const std::shared_ptr<PageStates> states_;
   const std::unique_ptr<Impl> impl_;
 };
 

@@ -28,4 +28,9 @@ bool RetiredPages::Retire(std::vector<PageTable> tables) {
   return false;
 }
 
+bool RetiredPages::idle() const {
+  const MutexLock lock(mutex_);
+  return running_.empty();
+}
+
 }  // namespace spillway

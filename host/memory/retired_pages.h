@@ -22,6 +22,8 @@ class RetiredPages {
   // Releases the pages when all work that has begun by now has ended. Returns whether they are
   // released at once.
   bool Retire(std::vector<PageTable> tables) ABSL_LOCKS_EXCLUDED(mutex_);
+  // Whether no work has begun that has not ended.
+  bool idle() const ABSL_LOCKS_EXCLUDED(mutex_);
 
  private:
   struct Retired {
@@ -29,7 +31,7 @@ class RetiredPages {
     std::vector<PageTable> tables;
   };
 
-  Mutex mutex_;
+  mutable Mutex mutex_;
   Work next_ ABSL_GUARDED_BY(mutex_) = 1;
   std::set<Work> running_ ABSL_GUARDED_BY(mutex_);
   std::deque<Retired> retired_ ABSL_GUARDED_BY(mutex_);  // the oldest first

@@ -217,7 +217,7 @@ void AddDevices(const Engine& engine, const PastLosses& losses, Families& famili
     }
   }
   families.Gauge("spillway_device_memory_limit_bytes",
-                 "Limit on a GPU's memory for codes and workspaces.");
+                 "Limit on a GPU's memory for codes, copies of rows and workspaces.");
   for (const Device* part : parts) {
     if (const std::optional<DeviceMemory> memory = part->memory()) {
       families.Value(memory->limit_bytes, {{"device", part->info().name}});
@@ -227,6 +227,14 @@ void AddDevices(const Engine& engine, const PastLosses& losses, Families& famili
   for (const Device* part : parts) {
     if (const std::optional<DeviceMemory> memory = part->memory()) {
       families.Value(memory->used_bytes, {{"device", part->info().name}});
+    }
+  }
+  families.Gauge("spillway_device_copy_bytes",
+                 "GPU memory that copies of all rows of sequences have now. They make room for "
+                 "codes.");
+  for (const Device* part : parts) {
+    if (const std::optional<DeviceMemory> memory = part->memory()) {
+      families.Value(memory->resident_used_bytes, {{"device", part->info().name}});
     }
   }
 }

@@ -156,10 +156,12 @@ def test_workspaces_are_what_the_requests_need() -> None:
     """A step may take two fifths of them.
 
     One request of 32,768 tokens has two KV heads. Each takes 20 bytes a token, 8,192 rows of 520
-    bytes, sums of 6 query heads in 288 parts, and 128 parts of 16 rows of an exact attend.
+    bytes, sums of 6 query heads in 288 parts, and 128 parts of 16 rows of an exact attend. Two
+    appends have two stages of 32 pages of 128 rows for each KV head.
     """
     unit = 20 * 32768 + 8192 * 520 + 288 * 6 * 396 * 4 + 128 * 16 * 130 * 4
-    of_eight = 16 * unit // 2 * 5
+    stages = 2 * 2 * 2 * 32 * 128 * 512
+    of_eight = 16 * unit // 2 * 5 + stages
     assert _limits(Settings(), 12 << 30, max_num_seqs=8).workspace_bytes == of_eight
     drafts = SimpleNamespace(method="ngram", num_speculative_tokens=3)
     limits = _limits(Settings(), 12 << 30, max_num_seqs=2, speculative_config=drafts)
@@ -188,11 +190,14 @@ def test_copies_of_rows_make_room_for_codes(monkeypatch: pytest.MonkeyPatch) -> 
     arena = int(limits.gpu_memory) - int(limits.gpu_memory) // 6
     assert codes < arena < codes + (1 << 30)
     assert limits.gpu_resident == str((arena - codes) >> 20 << 20)
-    assert limits.kept_room == KeptRoom(arena, 62 * 56, 512 * 56)
+    assert limits.kept_room == KeptRoom(
+        arena, code_bytes=62 * 56, row_bytes=512 * 56, copy_bytes=int(limits.gpu_resident)
+    )
     # Where codes may need everything, there are no copies.
     limits = _limits(Settings(), 2 << 30)
     assert (limits.gpu_resident, limits.kept_room) == ("0", None)
-    assert _limits(Settings(gpu_resident="1GiB"), 20 << 30).gpu_resident == "1GiB"
+    limits = _limits(Settings(gpu_resident="1GiB"), 20 << 30)
+    assert (limits.gpu_resident, limits.kept_room) == ("1GiB", None)
 
 
 def test_codes_need_no_more_than_for_the_rows_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -952,19 +952,22 @@ def test_kept_sequences_leave_room_to_copies() -> None:
 
     600 running tokens leave 2,000, but a sixteenth is for kept ones: codes of 400 tokens.
     """
-    room = KeptRoom(total_bytes=64000, code_bytes=10, row_bytes=90)
+    room = KeptRoom(total_bytes=64000, code_bytes=10, row_bytes=90, copy_bytes=56000)
     assert [room.tokens(running) for running in (0, 100, 580, 581, 600)] == [
         *(6200, 5200, 400, 400, 400)
     ]
+    # Copies cannot take more than their limit.
+    few = KeptRoom(total_bytes=64000, code_bytes=10, row_bytes=90, copy_bytes=9000)
+    assert [few.tokens(running) for running in (100, 1000)] == [5200, 4300]
     model = Model(settings=Settings(memory="64MiB", device=str(DEVICE), kept_room=room))
     texts = {**{key: key for key in range(1, 6)}, 6: 1, 7: 7}
     try:
         for key in range(1, 6):
             report, _ = model.step(StepPlan([_request(key, 0, 100)], kept=[key - 1]), texts)
             assert report.gone == set()
-        # A prompt that begins counts with all its tokens. The oldest kept one goes, but not that
-        # with which a request begins.
-        begins = _request(6, 64, 1, source=Source(1, 64), prompt=600)
+        # A prompt that begins counts with all tokens that it does not share. The oldest kept one
+        # goes, but not that with which a request begins.
+        begins = _request(6, 64, 1, source=Source(1, 64), prompt=664)
         report, outs = model.step(StepPlan([begins], kept=[5]), texts)
         assert report.gone == {2}
         _check(model, outs[6], 1, 64)

@@ -236,6 +236,7 @@ function showRest(now) {
     if (device.memory_limit_bytes) {
       item.append("; " + bytes(device.memory_used_bytes) + " of " +
         bytes(device.memory_limit_bytes));
+      if (device.copy_bytes) item.append(" and copies of rows " + bytes(device.copy_bytes));
     }
     if (device.lost) item.append(make("span", "; lost, every call to it fails", "bad"));
     else if (device.errors > 0) item.append(make("span", `; ${count(device.errors)} errors`, "bad"));

@@ -26,9 +26,13 @@ class RetiredPagesTest : public ::testing::Test {
 };
 
 TEST_F(RetiredPagesTest, FreeAtOnceIfNothingRuns) {
+  EXPECT_TRUE(retired_.idle());
   EXPECT_TRUE(retired_.Retire(OnePage()));
   EXPECT_EQ(pool_.used_page_count(), 0);
-  retired_.End(retired_.Begin());
+  const auto work = retired_.Begin();
+  EXPECT_FALSE(retired_.idle());
+  retired_.End(work);
+  EXPECT_TRUE(retired_.idle());
   EXPECT_TRUE(retired_.Retire(OnePage()));
   EXPECT_EQ(pool_.used_page_count(), 0);
 }

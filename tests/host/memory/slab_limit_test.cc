@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <memory>
 #include <vector>
 
 #include "host/memory/page_pool.h"
@@ -80,6 +81,31 @@ TEST_F(SlabLimitTest, PoolsShareIt) {
   for (size_t i = 2 * 32; i < 4 * 32; ++i) first.Release(pages[i]);
   for (size_t i = 4 * 32; i < pages.size(); ++i) second.Release(pages[i]);
   EXPECT_EQ(limit_.used_bytes(), 0);
+}
+
+TEST_F(SlabLimitTest, PoolsThatShareStatesPassSlabsOn) {
+  const auto states = std::make_shared<PageStates>(arena_.get(), 65536);
+  PagePool first(arena_.get(), 65536, &limit_, states),
+      second(arena_.get(), 65536, &limit_, states);
+  std::vector<PageRef> pages;
+  for (int i = 0; i < 6 * 32; ++i) pages.push_back(*first.Allocate());
+  EXPECT_FALSE(second.Allocate().ok());
+  const PageRef stale = pages.back();
+  for (const PageRef page : pages) first.Release(page);
+  // The same slabs, but other generations.
+  std::vector<PageRef> others;
+  for (int i = 0; i < 6 * 32; ++i) others.push_back(*second.Allocate());
+  EXPECT_EQ(first.used_page_count(), 0);
+  EXPECT_EQ(second.used_page_count(), 6 * 32);
+  EXPECT_EQ(second.Data(stale), nullptr);
+  int same = 0;
+  for (const PageRef page : others) {
+    EXPECT_NE(second.Data(page), nullptr);
+    same += page.index == stale.index ? 1 : 0;
+    EXPECT_FALSE(page == stale);
+  }
+  EXPECT_EQ(same, 1);
+  for (const PageRef page : others) second.Release(page);
 }
 
 TEST_F(SlabLimitTest, AFullArenaTakesNothingFromIt) {

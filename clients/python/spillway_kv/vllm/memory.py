@@ -134,8 +134,8 @@ def with_limits(
     """Gives an embedded engine the GPU memory that vLLM found for K/V, unless the user has set it.
 
     What the pool takes, and the K/V that prompts take besides, stay free. Of the engine's memory,
-    copies of K/V rows get what codes cannot need. A pool that is not thin has all of that memory,
-    and the engine has its own default.
+    copies of K/V rows get what codes and workspaces do not need now. A pool that is not thin has
+    all of that memory, and the engine has its own default.
 
     Args:
         settings: The settings.
@@ -174,15 +174,16 @@ def with_limits(
         )
     workspace = _workspace_bytes(limit, config, shapes)
     arena = limit - (workspace or _usual_workspace(limit))
-    copies = settings.gpu_resident or str(_resident_bytes(arena, config, shapes))
+    copies = _resident_bytes(arena, config, shapes)
     heads = shapes.layer_count * shapes.kv_head_count
-    room = KeptRoom(arena, heads * _code_bytes(shapes), heads * _row_bytes(shapes))
+    room = KeptRoom(arena, heads * _code_bytes(shapes), heads * _row_bytes(shapes), copies)
     return replace(
         settings,
         gpu_memory=str(limit),
-        gpu_resident=copies,
+        gpu_resident=settings.gpu_resident or str(copies),
         workspace_bytes=workspace,
-        kept_room=None if copies == "0" else room,
+        # What the user sets is taken as it is.
+        kept_room=None if settings.gpu_resident or copies == 0 else room,
         ready_bytes=min(
             _rows_bytes(config, shapes), _host_bytes() // 8 // _rank_count(config), _READY_BYTES_MAX
         ),
@@ -260,7 +261,9 @@ def _workspace_bytes(limit: int, config: Any, shapes: Shapes) -> int:
     unit = 20 * longest + gathered * (row + 8) + sums + exact
     drafts = getattr(config.speculative_config, "num_speculative_tokens", None) or 0
     units = config.scheduler_config.max_num_seqs * shapes.kv_head_count * (1 + drafts)
-    needed = max(units * unit // 2 * 5, 64 << 20)
+    # And of two long appends: two stages of 32 pages each.
+    stages = 2 * 2 * min(shapes.kv_head_count, 32) * 32 * 128 * row
+    needed = max(units * unit // 2 * 5 + stages, 64 << 20)
     return needed if needed < _usual_workspace(limit) else 0
 
 

@@ -102,8 +102,10 @@ class Sequences:
         self._sequences: dict[int, Sequence] = {}
         # Kept sequences, the first to be dropped first.
         self._kept: OrderedDict[int, None] = OrderedDict()
-        # Tokens of each sequence, and of a prompt that is being computed all of them.
+        # Tokens of each sequence, and of a prompt that is being computed all of them; without those
+        # that it shares with the sequence with whose rows it began.
         self._lengths: dict[int, int] = {}
+        self._shared: dict[int, int] = {}
         # Sequences with which requests of this step begin.
         self._sources: set[int] = set()
         # Kept sequences that were dropped to free memory, and sequences to begin with that have
@@ -135,10 +137,14 @@ class Sequences:
             except Lost:
                 self.drop(key)
                 self.gone.add(key)
-        count = len(self._lengths)
+        new = False
         for r in plan.requests:
-            self._lengths[r.key] = max(r.prompt_token_count, r.start + r.token_count)
-        if plan.kept or len(self._lengths) > count:
+            new |= r.key not in self._lengths
+            if r.source is not None:
+                self._shared[r.key] = r.source.token_count
+            length = max(r.prompt_token_count, r.start + r.token_count)
+            self._lengths[r.key] = length - self._shared.get(r.key, 0)
+        if plan.kept or new:
             self._limit_kept()
 
     def _limit_kept(self) -> None:
@@ -280,7 +286,7 @@ class Sequences:
 
     def _ready(self, request: PlannedRequest) -> Sequence:
         if request.source is not None:
-            self.drop(request.key)
+            self._delete(request.key)
             source = self._sequences.get(request.source.key)
             if source is None:
                 self.gone.add(request.source.key)
@@ -395,6 +401,10 @@ class Sequences:
         """Deletes a sequence. It is not an error if it does not exist."""
         self._kept.pop(key, None)
         self._lengths.pop(key, None)
+        self._shared.pop(key, None)
+        self._delete(key)
+
+    def _delete(self, key: int) -> None:
         if self._appends is not None:
             self._appends.forget(key)
         self._prompt_rows.close(key)

@@ -19,22 +19,25 @@ class KeptRoom:
         total_bytes: GPU memory for codes and copies.
         code_bytes: Codes of a token, in all layers.
         row_bytes: K/V rows of a token, in all layers.
+        copy_bytes: Most GPU memory of copies.
     """
 
     total_bytes: int
     code_bytes: int
     row_bytes: int
+    copy_bytes: int
 
     def tokens(self, running: int) -> int:
         """Returns for how many tokens of finished requests there is room.
 
-        As many as fit beside codes and copies of all rows of running requests, but at least those
-        whose codes take a sixteenth of the memory.
+        As many as fit beside codes of running requests and copies of all their rows, as far as
+        copies may go, but at least those whose codes take a sixteenth of the memory.
 
         Args:
             running: Tokens of running requests.
         """
-        beside = self.total_bytes // 32 * 31 - running * (self.code_bytes + self.row_bytes)
+        beside = self.total_bytes // 32 * 31 - running * self.code_bytes
+        beside -= min(running * self.row_bytes, self.copy_bytes)
         return max(beside, self.total_bytes // 16) // self.code_bytes
 
 
@@ -48,9 +51,10 @@ class Settings:
             ("16GiB"). Empty means the engine's default.
         gpu_memory: GPU memory of an embedded engine, like `device.gpu_memory_limit`. Empty means
             the engine's default.
-        gpu_resident: The part of it that copies of all K/V rows may take, like
-            `device.gpu_resident_limit`. Empty means what codes cannot need, or the engine's
-            default if the engine's GPU memory is set.
+        gpu_resident: The most of it that copies of all K/V rows may take, like
+            `device.gpu_resident_limit`. Empty means seven eighths without workspaces, less if codes
+            of all requests may need more than the rest, or the engine's default if the engine's
+            GPU memory is set.
         reproducible: Whether answers do not depend on which copies there are, like
             `device.reproducible`.
         device: Device of an embedded engine, "cpu" or "cuda:0". Empty means the worker's device.
