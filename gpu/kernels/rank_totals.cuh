@@ -60,15 +60,19 @@ __global__ void __launch_bounds__(kRankPageChains)
     state.score_sum[head] = sum.weight;
   }
   if (!IsLastBlock(shape.group, state.heads_totalled)) return;
-  if (chain == 0) {
-    const volatile double* sums = state.score_sum;
+  if (chain < 32) {
+    // One lane per head. Past the L1 cache, because other blocks wrote the sums.
+    static_assert(kGroupMax <= 32);
+    const bool present = chain < shape.group;
+    const double of_head = present ? __ldcg(&state.score_sum[chain]) : 0.0;
+    const float weight = present ? ScoreHeadWeight(state.mass[chain]) : 0.0f;
     HeadShares shares{};
-    for (int g = 0; g < shape.group; ++g) shares.Add(ScoreHeadWeight(state.mass[g]), sums[g]);
-    far_apart = shares.AreFarApart();
-    state.reweighed = far_apart;
-    for (int g = 0; g < shape.group && far_apart; ++g) {
-      state.head_weight[g] = shares.WeightOf(sums[g]);
+    for (int g = 0; g < shape.group; ++g) {
+      shares.Add(__shfl_sync(kFullWarp, weight, g), __shfl_sync(kFullWarp, of_head, g));
     }
+    const bool apart = shares.AreFarApart();
+    if (present && apart) state.head_weight[chain] = shares.WeightOf(of_head);
+    if (chain == 0) state.reweighed = far_apart = apart;
   }
   __syncthreads();
   for (int i = chain; i < shape.bin_count && far_apart; i += kRankPageChains) u.histogram[i] = 0;
