@@ -348,7 +348,7 @@ bool CudaSequence::MakeRoomForCodes() {
 
 absl::Status CudaSequence::Reserve(int layer, int64_t token_count) {
   absl::Status status = layers[layer].Reserve(token_count);
-  while (absl::IsResourceExhausted(status) && model_.has_copies() && MakeRoomOfOthers()) {
+  while (absl::IsResourceExhausted(status) && MakeRoomOfOthers()) {
     status = layers[layer].Reserve(token_count);
   }
   return status;

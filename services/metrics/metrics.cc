@@ -216,27 +216,22 @@ void AddDevices(const Engine& engine, const PastLosses& losses, Families& famili
                                         {"kind", kind == JobKind::kStep ? "step" : "long"}});
     }
   }
+  const auto add_memory = [&](int64_t DeviceMemory::*bytes) {
+    for (const Device* part : parts) {
+      if (const std::optional<DeviceMemory> memory = part->memory()) {
+        families.Value((*memory).*bytes, {{"device", part->info().name}});
+      }
+    }
+  };
   families.Gauge("spillway_device_memory_limit_bytes",
                  "Limit on a GPU's memory for codes, copies of rows and workspaces.");
-  for (const Device* part : parts) {
-    if (const std::optional<DeviceMemory> memory = part->memory()) {
-      families.Value(memory->limit_bytes, {{"device", part->info().name}});
-    }
-  }
+  add_memory(&DeviceMemory::limit_bytes);
   families.Gauge("spillway_device_memory_bytes", "GPU memory that codes and workspaces use now.");
-  for (const Device* part : parts) {
-    if (const std::optional<DeviceMemory> memory = part->memory()) {
-      families.Value(memory->used_bytes, {{"device", part->info().name}});
-    }
-  }
+  add_memory(&DeviceMemory::used_bytes);
   families.Gauge("spillway_device_copy_bytes",
                  "GPU memory that copies of all rows of sequences have now. They make room for "
                  "codes.");
-  for (const Device* part : parts) {
-    if (const std::optional<DeviceMemory> memory = part->memory()) {
-      families.Value(memory->resident_used_bytes, {{"device", part->info().name}});
-    }
-  }
+  add_memory(&DeviceMemory::resident_used_bytes);
 }
 
 // Layers beyond this number share one series.

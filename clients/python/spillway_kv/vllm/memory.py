@@ -176,7 +176,7 @@ def with_limits(
     arena = limit - (workspace or _usual_workspace(limit))
     copies = _resident_bytes(arena, config, shapes)
     heads = shapes.layer_count * shapes.kv_head_count
-    room = KeptRoom(arena, heads * _code_bytes(shapes), heads * _row_bytes(shapes), copies)
+    room = KeptRoom(arena, heads * _code_bytes(shapes), _token_bytes(shapes), copies)
     return replace(
         settings,
         gpu_memory=str(limit),
@@ -198,7 +198,7 @@ def _prompt_bytes(available: int, config: Any, shapes: Shapes) -> int:
     A sixteenth, but no more than for the two longest prompts: a step may end one and begin another.
     0 if it has no room for a prompt of two full steps, or for one of the greatest length.
     """
-    token = shapes.layer_count * shapes.kv_head_count * _row_bytes(shapes)
+    token = _token_bytes(shapes)
     longest = config.model_config.max_model_len
     most = min(available // 16, 2 * longest * token)
     least = min(2 * config.scheduler_config.max_num_batched_tokens, longest) * token
@@ -226,6 +226,11 @@ def _row_bytes(shapes: Shapes) -> int:
     return 2 * shapes.head_dim * shapes.dtype.itemsize
 
 
+def _token_bytes(shapes: Shapes) -> int:
+    """Bytes of K and V of a token, in all layers and KV heads."""
+    return shapes.layer_count * shapes.kv_head_count * _row_bytes(shapes)
+
+
 def _code_bytes(shapes: Shapes) -> int:
     """Bytes of codes of a token, a layer and a KV head.
 
@@ -237,7 +242,7 @@ def _code_bytes(shapes: Shapes) -> int:
 def _rows_bytes(config: Any, shapes: Shapes) -> int:
     """Bytes of all rows of the requests that run at a time, at most."""
     tokens: int = config.scheduler_config.max_num_seqs * config.model_config.max_model_len
-    return tokens * shapes.layer_count * shapes.kv_head_count * _row_bytes(shapes)
+    return tokens * _token_bytes(shapes)
 
 
 def _usual_workspace(limit: int) -> int:

@@ -151,15 +151,13 @@ class Sequences:
         """Drops kept sequences whose codes take the room of copies of others' rows."""
         if self._settings.kept_room is None:
             return
-        kept = sum(self._lengths.get(key, 0) for key in self._kept)
-        running = sum(self._lengths.values()) - kept
-        room = self._settings.kept_room.tokens(running)
-        for key in [key for key in self._kept if key not in self._sources]:
-            if kept <= room:
-                return
-            kept -= self._lengths.get(key, 0)
-            self.drop(key)
-            self.gone.add(key)
+        kept = self._kept_length()
+        room = self._settings.kept_room.tokens(sum(self._lengths.values()) - kept)
+        while kept > room and self.make_room():
+            kept = self._kept_length()
+
+    def _kept_length(self) -> int:
+        return sum(self._lengths.get(key, 0) for key in self._kept)
 
     def ready(self, request: PlannedRequest) -> Sequence:
         """Returns the request's sequence, with as many tokens as planned.
