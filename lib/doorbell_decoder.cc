@@ -76,6 +76,8 @@ absl::Status DoorbellDecoder::Call(DoorbellCallKind kind) {
 
 absl::Status DoorbellDecoder::Next(void* stream) {
   RETURN_IF_ERROR(gpu_->CheckNotCaptured(stream));
+  // Attends may have gone to another stream.
+  RETURN_IF_ERROR(gpu_->FollowOutputs(stream));
   DoorbellCall call = {};
   call.kind = DoorbellCallKind::kDecoderNext;
   ASSIGN_OR_RETURN(const DoorbellAnswer answer, doorbell_->Call(call));
@@ -105,7 +107,9 @@ absl::Status DoorbellDecoder::Run(StepGraph& graph, void* stream) {
 
 absl::Status DoorbellDecoder::Finish(void* stream) {
   RETURN_IF_ERROR(gpu_->CheckNotCaptured(stream));
-  return Call(DoorbellCallKind::kDecoderFinish);
+  RETURN_IF_ERROR(Call(DoorbellCallKind::kDecoderFinish));
+  // The daemon knows when it has written outputs, and not when they were copied from its memory.
+  return gpu_->AwaitOutputs();
 }
 
 absl::StatusOr<std::string> DoorbellDecoder::Results(int layer) {

@@ -97,6 +97,20 @@ class CudaClientGpu final : public ClientGpu {
     return cuda::ToStatus(cudaEventRecord(taken_.get(), stream), "cudaEventRecord");
   }
 
+  absl::Status FollowOutputs(void* on) override {
+    const CurrentDevice current(ordinal_);
+    RETURN_IF_ERROR(current.status());
+    return cuda::ToStatus(cudaStreamWaitEvent(static_cast<cudaStream_t>(on), taken_.get()),
+                          "cudaStreamWaitEvent");
+  }
+
+  absl::Status AwaitOutputs() override {
+    const CurrentDevice current(ordinal_);
+    RETURN_IF_ERROR(current.status());
+    return cuda::ToStatus(cuda::Poll([this] { return cudaEventQuery(taken_.get()); }, kBusy, [] {}),
+                          "the caller's stream");
+  }
+
  private:
   static void Add(const StepRows& rows, const StepPlace<const std::byte>& from,
                   const StepPlace<const std::byte>& to, cuda::StepCopy& copy) {

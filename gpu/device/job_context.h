@@ -1,5 +1,6 @@
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -29,6 +30,16 @@ struct Gpu {
 
 inline int64_t RoundUp(int64_t x, int64_t step) { return (x + step - 1) / step * step; }
 
+// Parts of a step's units that may run at once, each on a stream of its own.
+inline constexpr int kStepLanesMax = 4;
+// What a lane other than the first needs. It begins after `begins` on an earlier lane's stream, and
+// the step's stream continues after `ends` on the lane's.
+struct StepLane {
+  cudaStream_t stream = nullptr;
+  cudaEvent_t begins = nullptr;
+  cudaEvent_t ends = nullptr;
+};
+
 // For a job that is a layer of a step on a caller's stream. Its requests are uploaded before, its
 // tensors are in GPU memory, and its launches may run again for later announcements.
 struct StepContext {
@@ -38,16 +49,15 @@ struct StepContext {
   int64_t workspace_bytes = 0;
   // Offset from requests in pinned memory to their uploaded copies, bytes.
   std::ptrdiff_t upload_offset = 0;
+  // Plans for rows that cross the link, wherever they are: that takes the most memory.
+  bool measures = false;
   uint32_t number = 0;  // of the announcement
   bool ran = false;     // whether any unit has reported this number
   // For the next launch:
   cudaStream_t stream = nullptr;
   CallerTensors tensors;
-  // A second stream, for half of many units. It begins after `fork` on the first stream, which
-  // continues after `join` on the second.
-  cudaStream_t side_stream = nullptr;
-  cudaEvent_t fork = nullptr;
-  cudaEvent_t join = nullptr;
+  // For what runs beside the first lane's waves.
+  std::array<StepLane, kStepLanesMax - 1> lanes;
 };
 
 // A job on a stream slot, or a layer of a step: what its pipelines share. Used by one thread at a

@@ -272,6 +272,10 @@ int64_t CudaSequence::AheadPages(const CopyLayers& of) const {
   return &of == &model_.copy_layers() ? append_pages_.load(std::memory_order_relaxed) : 0;
 }
 
+void CudaSequence::ExpectAppends(int64_t count) {
+  append_pages_ = PagesFor(std::min(count, kAheadTokensMax)) * model_.spec().kv_head_count;
+}
+
 absl::Status CudaSequence::Prepare(int layer, int64_t start, int64_t count) {
   LayerIndex& index = layers[layer];
   // Undoes an append that failed; usually nothing.
@@ -296,9 +300,7 @@ absl::Status CudaSequence::Prepare(int layer, int64_t start, int64_t count) {
   RETURN_IF_ERROR(status);
   if (layer > 0) return absl::OkStatus();
   const bool has_grown = whole.page_count() > page_count;
-  if (has_grown) {
-    append_pages_ = PagesFor(std::min(count, kAheadTokensMax)) * model_.spec().kv_head_count;
-  }
+  if (has_grown) ExpectAppends(count);
   // If layers lack copies, there may be room now.
   const bool lacks = model_.copy_layers().count() < model_.spec().layer_count;
   if (has_grown || (lacks && model_.copy_layers().MayRise(model_.CopyPages(/*ahead=*/0)))) {

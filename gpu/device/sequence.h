@@ -136,6 +136,8 @@ class CudaSequence final : public DeviceSequence, public Residency::Member {
   void GiveUp() override;
   int64_t held_bytes() const override;
   int64_t AheadPages(const CopyLayers& of) const override;
+  // The next appends are of `count` tokens, as the last one, or as the steps that begin.
+  void ExpectAppends(int64_t count);
   // Device::PrepareAppend(). REQUIRES: in use.
   absl::Status Prepare(int layer, int64_t start, int64_t count);
   // LayerIndex::Reserve(). Copies of sequences that are not in use make room. REQUIRES: in use.
@@ -170,7 +172,7 @@ class CudaSequence final : public DeviceSequence, public Residency::Member {
   Residency* const residency_;
   int copy_count_;  // layers behind them have no copies
   RetiredPages retired_;
-  // Of the last append to the first layer, of all KV heads; no more than for kAheadTokensMax.
+  // Of the append that may come next to a layer, of all KV heads.
   std::atomic<int64_t> append_pages_ = 0;
 };
 

@@ -5,6 +5,7 @@
 #include <limits>
 #include <memory>
 #include <numeric>
+#include <span>
 #include <utility>
 
 #include "gpu/device/wave_kernels.h"
@@ -25,11 +26,15 @@ constexpr int64_t kStagingRowsMin = 8192;
 // In a step whose units would not fit into one wave otherwise.
 constexpr int64_t kStagingRowsLeast = 1024;
 // Blocks that gather rows. More SMs have more addresses in flight than the GPU can translate; see
-// docs/link.md.
+// docs/link.md. Where several waves gather at once, fewer reach the link's rate.
 constexpr int kGatherBlocks = 8;
+constexpr int kLaneGatherBlocks = 4;
 constexpr int64_t kReferencePagesStep = 16;
-// From this many units on, two halves of a step at once are faster than all units together.
-constexpr int64_t kLanesUnitsMin = 96;
+// From this many units on, two parts of a step at once are faster than all units together. Further
+// parts are as large.
+constexpr int64_t kLaneUnits = 64;
+// Lanes if no row crosses the link.
+constexpr int kLinklessLanesMax = 2;
 constexpr int64_t kLaneAlignment = 256;
 
 // Tokens for which the grids of a unit of n tokens are made.
@@ -98,9 +103,10 @@ void SparsePipeline::LayOutWave(const Policy& policy, int64_t unit_count, UnitWa
 }
 
 int64_t SparsePipeline::StagingRows(const AttendShape& shape, int64_t n, int64_t taken) const {
-  const int64_t most = std::min(kStagingBytes, wave_bytes() / 4) / shape.row_bytes;
+  const int64_t lane_bytes = context_->workspace_bytes() / lanes_max();
+  const int64_t most = std::min(kStagingBytes, lane_bytes / 4) / shape.row_bytes;
   if (context_->step() == nullptr) {
-    const int64_t share_bytes = wave_bytes() / context_->unit_count();
+    const int64_t share_bytes = lane_bytes / context_->unit_count();
     // A quarter of the rows. More if all units of the job still fit into one wave, because waves
     // run one after the other.
     return std::min(
@@ -110,8 +116,8 @@ int64_t SparsePipeline::StagingRows(const AttendShape& shape, int64_t n, int64_t
   // if then all units fit into one wave.
   const int64_t of_wave = 2 * int64_t{sizeof(UnitRequest)} +
                           2 * int64_t{shape.group} * shape.head_dim * int64_t{sizeof(float)};
-  const int64_t units = (context_->unit_count() + lane_count() - 1) / lane_count();
-  const int64_t room = wave_bytes() / units - taken - of_wave - 8 * kLaneAlignment;
+  const int64_t units = (context_->unit_count() + lanes_max() - 1) / lanes_max();
+  const int64_t room = lane_bytes / units - taken - of_wave - 8 * kLaneAlignment;
   const int64_t fits = room / (shape.row_bytes + int64_t{sizeof(std::byte*)});
   const int64_t wanted = std::max(n / 4, kStagingRowsMin);
   const int64_t least = std::max(n / 16, kStagingRowsLeast);
@@ -188,11 +194,17 @@ UnitRequest SparsePipeline::Request(size_t item, int64_t query) const {
 
 void SparsePipeline::Clear() {
   waves_.clear();
+  lanes_ = 0;
+  crosses_link_ = true;
   unit_bytes_max_ = 0;
   append_begins_ = nullptr;
 }
 
 void SparsePipeline::Add(size_t item, int64_t query) {
+  if (lanes_ == 0) {
+    crosses_link_ = MayCrossLink();
+    lanes_ = LaneCount();
+  }
   const Policy& policy = context_->attend(item).policy;
   // All units of a query need the same amount of own memory.
   UnitWave alone = WaveFor(item);
@@ -206,20 +218,19 @@ void SparsePipeline::Add(size_t item, int64_t query) {
   const ModelMethods* const methods = context_->model().methods();
   const bool whole = methods != nullptr && methods->TakesWholeQueries(policy);
   const int heads = spec().kv_head_count;
-  const int lanes = lane_count();
   const auto units_max =
-      static_cast<size_t>(lanes > 1 ? (context_->unit_count() + lanes - 1) / lanes
-                                    : std::numeric_limits<int64_t>::max());
+      static_cast<size_t>(lanes_ > 1 ? (context_->unit_count() + lanes_ - 1) / lanes_
+                                     : std::numeric_limits<int64_t>::max());
   const auto fits = [&](const UnitWave& wave, int units) {
     return wave.units.size() + static_cast<size_t>(units) <= units_max &&
            wave.shape == alone.shape && wave.first == alone.first &&
            wave.tail_kernels == alone.tail_kernels && wave.select_only == alone.select_only &&
-           wave.bytes_max + units * bytes <= wave_bytes();
+           wave.bytes_max + units * bytes <= context_->workspace_bytes() / lanes_;
   };
   for (int h = 0; h < heads; ++h) {
     const bool may_split = !whole || h == 0;
     if (waves_.empty() || (may_split && !fits(waves_.back(), whole ? heads : 1))) {
-      alone.lane = static_cast<int>(waves_.size()) % lanes;
+      alone.lane = static_cast<int>(waves_.size()) % lanes_;
       waves_.push_back(alone);
       waves_.back().units.reserve(heads);
     }
@@ -230,14 +241,27 @@ void SparsePipeline::Add(size_t item, int64_t query) {
   }
 }
 
-int64_t SparsePipeline::wave_bytes() const { return context_->workspace_bytes() / lane_count(); }
-
-int SparsePipeline::lane_count() const {
-  return context_->step() != nullptr && context_->unit_count() >= kLanesUnitsMin ? kLanesMax : 1;
+int SparsePipeline::lanes_max() const {
+  if (context_->step() == nullptr || context_->unit_count() < kLaneUnits) return 1;
+  const int64_t parts = (context_->unit_count() + kLaneUnits / 2) / kLaneUnits;
+  return static_cast<int>(std::clamp<int64_t>(parts, 2, kStepLanesMax));
 }
 
-std::array<int64_t, SparsePipeline::kLanesMax> SparsePipeline::LaneBytes() const {
-  std::array<int64_t, kLanesMax> bytes{};
+bool SparsePipeline::MayCrossLink() const {
+  if (context_->step() == nullptr || context_->step()->measures) return true;
+  const std::vector<JobItem>& items = context_->job().items;
+  for (size_t i = 0; i < items.size(); ++i) {
+    if (context_->index(i).whole().end() < items[i].attend->visible.back()) return true;
+  }
+  return false;
+}
+
+int SparsePipeline::LaneCount() const {
+  return crosses_link_ ? lanes_max() : std::min(lanes_max(), kLinklessLanesMax);
+}
+
+std::array<int64_t, kStepLanesMax> SparsePipeline::LaneBytes() const {
+  std::array<int64_t, kStepLanesMax> bytes{};
   for (const UnitWave& wave : waves_) {
     bytes[wave.lane] = std::max(bytes[wave.lane], RoundUp(wave.bytes, kLaneAlignment));
   }
@@ -251,15 +275,15 @@ int64_t SparsePipeline::Reserve(Carver& requests, Carver& results) {
                workspace);
     wave.bytes = workspace.bytes() + wave.unit_bytes;
   }
-  const std::array<int64_t, kLanesMax> lanes = LaneBytes();
+  const std::array<int64_t, kStepLanesMax> lanes = LaneBytes();
   return std::accumulate(lanes.begin(), lanes.end(), int64_t{0});
 }
 
 int64_t SparsePipeline::WorkspaceMax() const {
-  const int64_t lanes = lane_count();
+  const int64_t lanes = lanes_max();
   const int64_t units = (context_->unit_count() + lanes - 1) / lanes;
-  const int64_t of_lane =
-      std::min(units * unit_bytes_max_, std::max(wave_bytes(), unit_bytes_max_));
+  const int64_t of_lane = std::min(units * unit_bytes_max_,
+                                   std::max(context_->workspace_bytes() / lanes, unit_bytes_max_));
   return lanes * RoundUp(of_lane, kLaneAlignment);
 }
 
@@ -313,9 +337,11 @@ void SparsePipeline::Fill(const UnitWave& wave, Carver& workspace) const {
 }
 
 void SparsePipeline::Prepare(Carver& requests, Carver& results, std::byte* workspace) {
-  const int64_t second_lane = LaneBytes().front();
+  const std::array<int64_t, kStepLanesMax> bytes = LaneBytes();
+  std::array<int64_t, kStepLanesMax> begins{};
+  std::exclusive_scan(bytes.begin(), bytes.end(), begins.begin(), int64_t{0});
   for (UnitWave& wave : waves_) {
-    Carver carver(workspace + (wave.lane == 0 ? 0 : second_lane));
+    Carver carver(workspace + begins[wave.lane]);
     LayOutWave(PolicyOf(wave), static_cast<int64_t>(wave.units.size()), wave, requests, results,
                carver);
     Fill(wave, carver);
@@ -324,23 +350,41 @@ void SparsePipeline::Prepare(Carver& requests, Carver& results, std::byte* works
 
 absl::Status SparsePipeline::Launch(StepAppend append) {
   append_begins_ = append.begins;
-  StepContext* const step = context_->step();
-  if (waves_.size() < 2 || waves_[1].lane == 0) {
-    for (const UnitWave& wave : waves_) RETURN_IF_ERROR(Launch(wave, std::exchange(append, {})));
-    return absl::OkStatus();
-  }
-  cudaStream_t first = step->stream;
-  SPILLWAY_CUDA_RETURN_IF_ERROR(cudaEventRecord(step->fork, first));
-  SPILLWAY_CUDA_RETURN_IF_ERROR(cudaStreamWaitEvent(step->side_stream, step->fork));
-  absl::Status status;
+  if (waves_.size() > 1 && lanes_ > 1) return LaunchLanes();
   for (const UnitWave& wave : waves_) {
-    step->stream = wave.lane == 0 ? first : step->side_stream;
-    if (status.ok()) status = Launch(wave, {});
+    RETURN_IF_ERROR(Launch(wave, std::exchange(append, {}), /*scored=*/nullptr));
   }
-  step->stream = first;
+  return absl::OkStatus();
+}
+
+absl::Status SparsePipeline::LaunchLanes() {
+  StepContext& step = *context_->step();
+  cudaStream_t first = step.stream;
+  const std::span<StepLane> others(step.lanes.data(), std::min<size_t>(waves_.size(), lanes_) - 1);
+  // Beside the link, each lane begins once the lane before it has scores: while that one gathers
+  // rows, this one uses the GPU. Lanes that begin together gather together, and the link idles
+  // before and after. Without the link, they begin together.
+  absl::Status status;
+  for (size_t i = 0; i < others.size() && !crosses_link_ && status.ok(); ++i) {
+    status = ToStatus(cudaEventRecord(others[i].begins, first), "cudaEventRecord");
+  }
+  for (size_t i = 0; i < waves_.size() && status.ok(); ++i) {
+    const UnitWave& wave = waves_[i];
+    if (i > 0 && i <= others.size()) {
+      status = ToStatus(cudaStreamWaitEvent(others[i - 1].stream, others[i - 1].begins),
+                        "cudaStreamWaitEvent");
+      if (!status.ok()) break;
+    }
+    step.stream = wave.lane == 0 ? first : others[wave.lane - 1].stream;
+    const bool begins_next = crosses_link_ && i < others.size();
+    status = Launch(wave, {}, begins_next ? others[i].begins : nullptr);
+  }
+  step.stream = first;
   // Also after an error: the stream waits until what was launched has ended.
-  SPILLWAY_CUDA_RETURN_IF_ERROR(cudaEventRecord(step->join, step->side_stream));
-  SPILLWAY_CUDA_RETURN_IF_ERROR(cudaStreamWaitEvent(first, step->join));
+  for (const StepLane& lane : others) {
+    status.Update(ToStatus(cudaEventRecord(lane.ends, lane.stream), "cudaEventRecord"));
+    status.Update(ToStatus(cudaStreamWaitEvent(first, lane.ends), "cudaStreamWaitEvent"));
+  }
   return status;
 }
 
@@ -379,11 +423,13 @@ Wave SparsePipeline::View(const UnitWave& wave, const StepAppend& append) const 
   w.sm_count = context_->gpu().sm_count;
   w.block_shared_bytes = context_->gpu().block_shared_bytes;
   w.bulk_copies = w.overlap = context_->gpu().hopper;
-  w.gather_blocks = kGatherBlocks;
+  w.gathers_apart = waves_.size() > 1 && lanes_ > 1 && crosses_link_;
+  w.gather_blocks = w.gathers_apart ? kLaneGatherBlocks : kGatherBlocks;
   return w;
 }
 
-absl::Status SparsePipeline::Launch(const UnitWave& wave, const StepAppend& append) {
+absl::Status SparsePipeline::Launch(const UnitWave& wave, const StepAppend& append,
+                                    cudaEvent_t scored) {
   const Wave w = View(wave, append);
   cudaStream_t stream = context_->stream();
   if (w.methods.shape != nullptr) {
@@ -397,7 +443,7 @@ absl::Status SparsePipeline::Launch(const UnitWave& wave, const StepAppend& appe
                                                     cudaMemcpyHostToDevice, stream));
     }
   }
-  if (context_->step() != nullptr) return LaunchWave(w, *context_);
+  if (context_->step() != nullptr) return LaunchWave(w, *context_, scored);
   // With a trace, no graph: the events between the kernels belong to one job.
   RETURN_IF_ERROR(context_->job().trace ? LaunchWave(w, *context_)
                                         : context_->slot().graphs().Run(

@@ -74,14 +74,14 @@ class SparsePipeline {
     return context_->attend(wave.units.front().item).policy;
   }
 
-  // Waves of different lanes run concurrently. A step of many units has two, so that the rows of
-  // one half cross the link while the other half is scored. Jobs run beside other jobs instead.
-  static constexpr int kLanesMax = 2;
-  int lane_count() const;
-  // Most bytes of a wave, unless one unit takes more.
-  int64_t wave_bytes() const;
+  // Waves of different lanes run concurrently; see docs/adr/0081. Jobs run beside other jobs
+  // instead, and have one. lanes_max(): how many the step has memory for.
+  int lanes_max() const;
+  int LaneCount() const;
+  // Whether any rows of the items may be in host memory alone.
+  bool MayCrossLink() const;
   // Bytes of workspace for each lane.
-  std::array<int64_t, kLanesMax> LaneBytes() const;
+  std::array<int64_t, kStepLanesMax> LaneBytes() const;
 
   // A wave without units that fits the queries of an item.
   UnitWave WaveFor(size_t item) const;
@@ -106,13 +106,17 @@ class SparsePipeline {
 
   // The kernels' view of a wave that is filled.
   Wave View(const UnitWave& wave, const StepAppend& append) const;
-  absl::Status Launch(const UnitWave& wave, const StepAppend& append);
+  // scored: see LaunchWave().
+  absl::Status Launch(const UnitWave& wave, const StepAppend& append, cudaEvent_t scored);
+  absl::Status LaunchLanes();
   // Reads the lists of rows of a wave that only selects. Waits for the GPU.
   absl::Status CollectSelections(const UnitWave& wave) const;
   void Collect(const UnitWave& wave) const;
 
   JobContext* const context_;
   std::vector<UnitWave> waves_;
+  int lanes_ = 0;                            // from the first Add() on
+  bool crosses_link_ = true;                 // from the first Add() on: MayCrossLink()
   int64_t unit_bytes_max_ = 0;               // of a unit alone in a wave
   const uint64_t* append_begins_ = nullptr;  // when the first wave's append begins
 };

@@ -41,6 +41,7 @@ PlanBytes StepPlanner::MeasureLayers(bool dense) {
   StepContext step;
   step.token_count_max = options_.token_count_max;
   step.workspace_bytes = home_.workspace_bytes;
+  step.measures = true;
   const std::vector<int64_t> lengths(options_.parts.size(), options_.token_count_max);
   const bool alike = std::ranges::all_of(
       options_.parts, [](const StreamStepPart& part) { return part.policy.dense_layers.empty(); });

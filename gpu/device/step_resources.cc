@@ -90,6 +90,11 @@ absl::StatusOr<StepResources> StepResourcePool::Take(int64_t device_bytes, int64
     ASSIGN_OR_RETURN(made.side, Stream::Create());
     ASSIGN_OR_RETURN(made.fork, Event::Create(/*timing=*/false));
     ASSIGN_OR_RETURN(made.join, Event::Create(/*timing=*/false));
+    for (StepResources::Lane& lane : made.lanes) {
+      ASSIGN_OR_RETURN(lane.stream, Stream::Create());
+      ASSIGN_OR_RETURN(lane.begins, Event::Create(/*timing=*/false));
+      ASSIGN_OR_RETURN(lane.ends, Event::Create(/*timing=*/false));
+    }
   }
   for (PinnedBuffer& pinned : made.pinned) {
     RETURN_IF_ERROR(Grow(pinned, pinned_bytes, kPinnedRoomMax, host_budget_));

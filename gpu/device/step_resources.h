@@ -9,6 +9,7 @@
 #include "absl/status/statusor.h"
 #include "gpu/cuda/buffer.h"
 #include "gpu/cuda/stream.h"
+#include "gpu/device/job_context.h"
 #include "host/base/mutex.h"
 #include "host/device/step_memory.h"
 
@@ -28,6 +29,11 @@ struct StepResources {
   std::array<PinnedBuffer, kSlotCount> pinned;
   Stream capture, side;
   Event fork, join;
+  struct Lane {
+    Stream stream;
+    Event begins, ends;
+  };
+  std::array<Lane, kStepLanesMax - 1> lanes;
 };
 
 // Keeps the resources of steps that have ended for the next ones: to allocate and free them takes

@@ -62,7 +62,9 @@ class CudaStreamStep final : public StreamStep {
   CudaStreamStep(const StreamStepHome& home, StreamStepOptions options)
       : home_(home), options_(std::move(options)), planner_(home_, options_) {
     for (const StreamStepPart& part : options_.parts) {
-      uses_.push_back(static_cast<CudaSequence&>(*part.sequence).Use());
+      auto& sequence = static_cast<CudaSequence&>(*part.sequence);
+      uses_.push_back(sequence.Use());
+      sequence.ExpectAppends(options_.token_count);
     }
   }
   ~CudaStreamStep() override {
@@ -341,9 +343,9 @@ absl::Status CudaStreamStep::Plan() {
   step.workspace_bytes = home_.workspace_bytes;
   step.upload_offset = memory_ - slot.memory;
   step.number = static_cast<uint32_t>(announced_count_ + 1);
-  step.side_stream = resources_->side.get();
-  step.fork = resources_->fork.get();
-  step.join = resources_->join.get();
+  std::ranges::transform(resources_->lanes, step.lanes.begin(), [](const auto& lane) {
+    return StepLane{lane.stream.get(), lane.begins.get(), lane.ends.get()};
+  });
   // Also after an exception, for lack of memory.
   absl::Cleanup undo = [this] { planner_.Undo(/*forget=*/true); };
   ASSIGN_OR_RETURN(StepPlan plan, planner_.Plan(step, workspace_, slot.layers));

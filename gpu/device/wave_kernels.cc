@@ -31,7 +31,7 @@ absl::Status CheckServed(const Policy& policy, std::string_view device) {
   return absl::OkStatus();
 }
 
-absl::Status LaunchWave(const Wave& wave, JobContext& context) {
+absl::Status LaunchWave(const Wave& wave, JobContext& context, cudaEvent_t scored) {
   cudaStream_t stream = context.stream();
   absl::Status status = context.Mark("begin");
   const auto stage = [&](std::string_view name, cudaError_t error) {
@@ -53,6 +53,9 @@ absl::Status LaunchWave(const Wave& wave, JobContext& context) {
   stage("query", kernels.prepare(wave, stream));
   stage("reference", kernels.reference(wave, stream));
   stage("score", kernels.score(wave, stream));
+  if (scored != nullptr && status.ok()) {
+    status = ToStatus(cudaEventRecord(scored, stream), "cudaEventRecord");
+  }
   if (wave.first) stage("drop", BuiltMethods().first_selection->drop_others(wave, stream));
   if (wave.shape.by_mass) stage("mass", LaunchMassSets(wave, stream));
   stage("cut", LaunchCut(wave, stream));

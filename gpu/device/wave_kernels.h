@@ -14,7 +14,8 @@ namespace spillway::cuda {
 absl::Status CheckServed(const Policy& policy, std::string_view device);
 
 // Puts a wave's kernels on the job's stream; each is a stage. The launches depend only on the wave,
-// and nothing waits, so they can be captured. REQUIRES: CheckServed() of its policy.
-absl::Status LaunchWave(const Wave& wave, JobContext& context);
+// and nothing waits, so they can be captured. scored: recorded when the tokens have scores; may be
+// null. REQUIRES: CheckServed() of its policy.
+absl::Status LaunchWave(const Wave& wave, JobContext& context, cudaEvent_t scored = nullptr);
 
 }  // namespace spillway::cuda

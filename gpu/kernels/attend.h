@@ -300,6 +300,9 @@ struct Wave {
   bool bulk_copies = false;
   // Blocks of a gather: few, so that the addresses in flight stay close together.
   int gather_blocks = 0;
+  // Whether other waves run at once. No other block runs on an SM that gathers then: a block that
+  // ends on it, or orders its writes, waits for the rows that the gather has asked for.
+  bool gathers_apart = false;
   // Whether a kernel may begin before the previous one has ended (compute capability 9.0).
   bool overlap = false;
   // Whether the kernel before it on the stream may be that of the append, and not that of another

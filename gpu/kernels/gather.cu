@@ -12,9 +12,12 @@ cudaError_t LaunchGather(const Wave& wave, int phase, cudaStream_t stream) {
     const UnitRequest* units = wave.units + first;
     const int count = std::min(kGatherUnitsMax, wave.unit_count - first);
     if (wave.bulk_copies) {
-      const LaunchShape shape{wave.gather_blocks, kBulkWarps * 32, kBulkSharedBytes, wave.overlap};
-      error =
-          Launch<GatherBulkKernel>(shape, stream, static_cast<int>(row_bytes), units, count, phase);
+      const int shared =
+          wave.gathers_apart ? wave.block_shared_bytes - kBulkStaticBytes : kBulkSharedBytes;
+      const LaunchShape shape{wave.gather_blocks, kBulkWarps * 32, static_cast<size_t>(shared),
+                              wave.overlap};
+      error = Launch<GatherBulkKernel>(shape, stream, static_cast<int>(row_bytes), units, count,
+                                       phase, wave.gathers_apart);
     } else {
       const LaunchShape shape{wave.gather_blocks, kGatherThreads, 0, wave.overlap};
       error = Launch<GatherKernel>(shape, stream, row_bytes, units, count, phase);

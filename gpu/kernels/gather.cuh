@@ -27,7 +27,6 @@ struct GatherLists {
       stagings[i] = units[i].staging;
     }
     GridDependencyWait();
-    TriggerDependents();
     NoteMoment(units->result, phase == 0 ? kPilotFoldBegins : kSampleFoldBegins);
     for (int i = threadIdx.x; i < unit_count; i += blockDim.x) {
       const UnitState& state = *units[i].state;
@@ -35,8 +34,13 @@ struct GatherLists {
       stagings[i] += state.gather_first * row_bytes;
     }
     __syncthreads();
-    if (threadIdx.x == 0) {
-      for (int i = 1; i < unit_count; ++i) ends[i] += ends[i - 1];
+    if (threadIdx.x < 32) {
+      constexpr int kOfLane = kGatherUnitsMax / 32;
+      const int first = static_cast<int>(threadIdx.x) * kOfLane;
+      int64_t sum = 0;
+      for (int i = first; i < min(first + kOfLane, unit_count); ++i) ends[i] = sum += ends[i];
+      const int64_t before = WarpScan(sum) - sum;
+      for (int i = first; i < min(first + kOfLane, unit_count); ++i) ends[i] += before;
     }
     __syncthreads();
   }
@@ -97,19 +101,22 @@ inline constexpr int kBulkStages = 4;
 inline constexpr int kBulkStageBytes = 4096;
 // More than half of an SM's shared memory, so that an SM runs one block.
 inline constexpr int kBulkSharedBytes = kBulkWarps * kBulkStages * kBulkStageBytes;
+inline constexpr int kBulkStaticBytes = 16384;  // upper limit
 
 // Gathers with bulk copies, which keep more scattered rows in flight than loads do. Each warp has a
 // ring of stages; each lane copies a row of a stage in and out again. Warp w of W takes runs w, w +
-// W, ... of up to 32 rows. Grid (blocks); at most kGatherUnitsMax units; compute capability 9.0.
-// Shared memory: kBulkSharedBytes.
+// W, ... of up to 32 rows. apart: Wave::gathers_apart. Grid (blocks); at most kGatherUnitsMax
+// units; compute capability 9.0. Shared memory: at least kBulkSharedBytes.
 __global__ void __launch_bounds__(kBulkWarps * 32, 1)
-    GatherBulkKernel(int row_bytes, const UnitRequest* units, int unit_count, int phase) {
+    GatherBulkKernel(int row_bytes, const UnitRequest* units, int unit_count, int phase,
+                     bool apart) {
 #if __CUDA_ARCH__ >= 900
   namespace ptx = ::cuda::ptx;
   extern __shared__ __align__(128) std::byte rings[];
   __shared__ GatherLists lists;
   __shared__ uint64_t barriers[kBulkWarps][kBulkStages];
   __shared__ std::byte* targets[kBulkWarps][kBulkStages][32];
+  static_assert(sizeof(lists) + sizeof(barriers) + sizeof(targets) <= kBulkStaticBytes);
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
   if (lane == 0) {
@@ -156,7 +163,11 @@ __global__ void __launch_bounds__(kBulkWarps * 32, 1)
   };
   look_up(0);
   for (int64_t i = 0; i < min(own, int64_t{kBulkStages}); ++i) fill(i);
+  // The next kernel is the fold, whose blocks fill the SMs. Where other waves' kernels run at once,
+  // it begins when what is left takes about as long as its launch.
+  if (!apart || own < 2) TriggerDependents();
   for (int64_t i = 0; i < own; ++i) {
+    if (apart && i > 0 && i + 1 == own) TriggerDependents();
     const int s = static_cast<int>(i % kBulkStages);
     while (!ptx::mbarrier_try_wait_parity(&barriers[warp][s], i / kBulkStages % 2)) {
     }

@@ -33,6 +33,10 @@ class ClientGpu {
   // Enqueues the copies of out and, if tensors.lse is not null, of lse.
   virtual absl::Status TakeOutputs(const StepRows& out_rows, const StepTensors& shared,
                                    const StepTensors& tensors, void* stream) = 0;
+  // What comes on the stream from now on comes after the outputs that were taken on any stream.
+  virtual absl::Status FollowOutputs(void* stream) = 0;
+  // Waits for these outputs.
+  virtual absl::Status AwaitOutputs() = 0;
 
  protected:
   ClientGpu() = default;

@@ -387,9 +387,9 @@ def test_fetches(
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
             # Late on the stream, the target is read and then overwritten.
-            pause(SHORT)
+            pause(4 * SHORT)
             into.copy_(before)
-            pause(SHORT)
+            pause(4 * SHORT)
             read = into.clone()
             into.fill_(float("nan"))
             expect_behind(SHORT)

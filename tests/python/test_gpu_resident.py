@@ -214,6 +214,31 @@ def test_codes_take_the_room_of_copies(plain: Client) -> None:
         assert all(torch.equal(a, b) for a, b in zip(outs, outs_wanted, strict=True))
 
 
+def test_steps_ask_for_the_room_of_their_tokens(plain: Client) -> None:
+    """Six prompts, with room for their copies and for a page more of each.
+
+    If each sequence might append as much as its last prompt, one layer would not fit.
+    """
+    count, mib = 6, 1 << 20
+    made = []
+    with connect(30 * mib) as client:
+        for each in (client, plain):
+            model = create_model(each)
+            sequences = [filled(each, model, seed) for seed in range(count)]
+            with each.open_decoder(sequences, policy=POLICIES[1]) as decoder:
+                decoder.next()
+                q = normal(9, LAYERS, count, 1, HEADS, DIM).cuda()
+                k, v = normal(10, 2, LAYERS, count, KV_HEADS, 1, DIM).cuda()
+                outs = [decoder.attend(i, q[i], k[i], v[i])[0].clone() for i in range(LAYERS)]
+                moved = [r.moved_row_count for i in range(LAYERS) for r in decoder.results(i)]
+            made.append((outs, moved))
+        (gpu,) = client.get_server_info().devices
+        assert gpu.resident_used_bytes == 28 * mib
+    assert made[0][1] == [0] * (LAYERS * count)
+    assert made[1][1] == [KV_HEADS * (TOKENS + 1)] * (LAYERS * count)
+    assert all(torch.equal(a, b) for a, b in zip(made[0][0], made[1][0], strict=True))
+
+
 @pytest.mark.parametrize(
     ("workspace", "text"),
     [

@@ -375,9 +375,28 @@ def test_a_step_ends_where_it_ran(engine: Client, wide: Model) -> None:
             torch.cuda._sleep(50_000_000)  # about 30 milliseconds
             outs = [decoder.attend(layer, *inputs[layer])[0] for layer in range(LAYERS)]
         decoder.finish()
+        assert stream.query()
         assert sequence.token_count == 5001
         for out, (their_out, _, _) in zip(outs, expected, strict=True):
             same(out, their_out)
+
+
+@needs_gpu
+def test_finish_waits_for_outputs(engine: Client, wide: Model) -> None:
+    """Also where they are copied from the memory of a daemon."""
+    sequences = [filled(engine, wide, 1500) for _ in range(8)]
+    tensors = Tensors(8, 1, 1)
+    inputs = [tensors.of(0, layer, "cuda") for layer in range(LAYERS)]
+    stream = torch.cuda.Stream()
+    with engine.open_decoder(sequences) as decoder:
+        for _ in range(30):
+            decoder.next()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                outs = [decoder.attend(layer, *inputs[layer])[0] for layer in range(LAYERS)]
+            decoder.finish()
+            assert stream.query()
+    assert all(out.isfinite().all() for out in outs)
 
 
 @needs_gpu

@@ -1,0 +1,136 @@
+"""Steps of many sequences run in parts at once: same bits as steps of one sequence."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import spillway_kv
+import torch
+from daemon_process import binary, device, on_gpu
+from spillway_kv import Client, Policy, Sequence
+from spillway_kv.lab.serving import prefer_library
+
+pytestmark = pytest.mark.skipif(not on_gpu(), reason="needs a GPU")
+
+LAYERS, HEADS, KV_HEADS, DIM = 2, 8, 2, 64
+TOKENS = 2304
+# Contents of the sequences, in turn.
+KINDS = 5
+STEPS = 3
+BY_MASS = Policy(heavy=spillway_kv.TopP(mass=0.9))
+
+
+def connect(copies: str) -> Client:
+    prefer_library(binary())
+    settings = {
+        "memory.limit": "4GiB",
+        "device.name": device().split(",")[0],
+        "models.sampling_seed": "0",
+        "device.gpu_resident_limit": copies,
+        # Without it, copies are attended densely.
+        "device.reproducible": "true",
+    }
+    return spillway_kv.connect("embedded:", settings=settings)
+
+
+@functools.cache
+def normal(seed: int, *shape: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(torch.bfloat16)
+
+
+def filled(client: Client, count: int) -> list[Sequence]:
+    model = client.create_model(
+        layer_count=LAYERS,
+        query_head_count=HEADS,
+        kv_head_count=KV_HEADS,
+        head_dim=DIM,
+        dtype="bfloat16",
+    )
+    sequences = [client.create_sequence(model) for _ in range(count)]
+    for i, sequence in enumerate(sequences):
+        sequence.append(0, 0, *normal(i % KINDS, 2, LAYERS, KV_HEADS, TOKENS, DIM))
+    return sequences
+
+
+def inputs(t: int, count: int) -> tuple[torch.Tensor, ...]:
+    """q [layers, count, 1, H_q, d], k and v [layers, count, H_kv, 1, d] of a step."""
+    kinds = torch.arange(count) % KINDS
+    q = normal(100 + t, LAYERS, KINDS, 1, HEADS, DIM)
+    k, v = normal(200 + t, 2, LAYERS, KINDS, KV_HEADS, 1, DIM)
+    return tuple(x[:, kinds].cuda() for x in (q, k, v))
+
+
+def decoded(client: Client, count: int, policy: Policy, *, captured: bool) -> list[torch.Tensor]:
+    """Outputs [count, 1, H_q, d] of each layer of each step."""
+    outs = []
+    held = [torch.zeros_like(x) for x in inputs(0, count)]
+    with client.open_decoder(filled(client, count), policy=policy) as decoder:
+
+        def attend() -> list[torch.Tensor]:
+            return [decoder.attend(i, *(x[i] for x in held))[0] for i in range(LAYERS)]
+
+        graph, made = torch.cuda.CUDAGraph(), []
+        for t in range(STEPS):
+            changed = decoder.next()
+            if captured and changed:
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    made = attend()
+            for to, new in zip(held, inputs(t, count), strict=True):
+                to.copy_(new)
+            if captured:
+                graph.replay()
+            else:
+                made = attend()
+            outs += [out.clone() for out in made]
+    return outs
+
+
+@functools.cache
+def wanted(policy: Policy) -> list[torch.Tensor]:
+    """Outputs [KINDS, 1, H_q, d]: each sequence has steps of its own, as jobs."""
+    outs = []
+    with connect("0") as client:
+        sequences = filled(client, KINDS)
+        for t in range(STEPS):
+            q, k, v = (x.cpu() for x in inputs(t, KINDS))
+            made: list[list[torch.Tensor]] = [[] for _ in range(LAYERS)]
+            for i, sequence in enumerate(sequences):
+                with client.begin_step([sequence], policy=policy) as step:
+                    for layer in range(LAYERS):
+                        one = slice(i, i + 1)
+                        out, _ = step.attend(layer, q[layer, one], k[layer, one], v[layer, one])
+                        made[layer].append(out)
+            outs += [torch.cat(of_layer).cuda() for of_layer in made]
+    return outs
+
+
+# 31 sequences have 62 units and one lane, 40 have two lanes, 100 three and 180 four.
+@pytest.mark.parametrize("count", [31, 40, 100, 180])
+# Copies of no rows, of all, and of some.
+@pytest.mark.parametrize("copies", ["0", "2GiB", "256MiB"])
+@pytest.mark.parametrize("captured", [False, True])
+def test_the_bits_of_single_sequences(count: int, copies: str, captured: bool) -> None:
+    if copies == "256MiB" and count != 180:
+        pytest.skip("all copies fit")
+    with connect(copies) as client:
+        outs = decoded(client, count, Policy(), captured=captured)
+        (gpu, *_) = client.get_server_info().devices
+        rows = count * LAYERS * KV_HEADS * TOKENS * 4 * DIM
+        least = {"0": 0, "2GiB": rows, "256MiB": 1}[copies]
+        most = {"0": 0, "2GiB": 1.3 * rows, "256MiB": 256 << 20}[copies]
+        assert least <= gpu.resident_used_bytes <= most
+    kinds = torch.arange(count) % KINDS
+    for i, (out, right) in enumerate(zip(outs, wanted(Policy()), strict=True)):
+        assert torch.equal(out, right[kinds]), i
+
+
+@pytest.mark.parametrize("policy", [BY_MASS, Policy(selector="oracle")])
+def test_other_policies(policy: Policy) -> None:
+    with connect("0") as client:
+        outs = decoded(client, 100, policy, captured=True)
+    kinds = torch.arange(100) % KINDS
+    for i, (out, right) in enumerate(zip(outs, wanted(policy), strict=True)):
+        assert torch.equal(out, right[kinds]), i
