@@ -140,8 +140,8 @@ inline void PrefetchRow(const std::byte* row, int64_t row_bytes) {
 }
 
 // q . k * scale for `count` <= kRowBlock rows: logits [head][kRowBlock]. next: the rows of the next
-// block, at least `count`, which are prefetched; may be null. Returns false if a logit is not
-// finite.
+// block, at least `count`, whose first half is prefetched; FoldRows() prefetches the rest. May be
+// null. Returns false if a logit is not finite.
 bool RowLogits(DType dtype, const std::byte* const* rows, const std::byte* const* next, int count,
                const RowQueries& queries, float* logits);
 // Where a fold adds its sums over values. v is the value times inverse_unit.

@@ -52,30 +52,63 @@ HWY_INLINE void SumLanes16(VF* v) {
   if (lanes >= 16) SumPairs<2>(v);
 }
 
-// Prefetches the half of a row that starts at `half`. The keys of the next block are fetched while
-// the logits of this one are computed, and its values while this one is folded. So the memory is
-// evenly busy.
-template <typename T>
-HWY_INLINE void PrefetchHalf(const T* half, int head_dim) {
-  // Into the second-level cache: the first level has too few miss buffers for the bandwidth.
-  for (int i = 0; i < head_dim; i += 64 / static_cast<int>(sizeof(T))) {
-    __builtin_prefetch(half + i, /*rw=*/0, /*locality=*/2);
+// Fetches a run of rows to the first-level cache, some lines at a time. The logits of a block fetch
+// the first half of the next block's rows, and its fold the second, so that the memory is evenly
+// busy. Whole rows, and not keys for logits and values for folds: the hardware's own prefetch
+// follows lines in order, and does most of the work.
+class RowPrefetch {
+ public:
+  // rows: may be null, which fetches nothing.
+  RowPrefetch(const std::byte* const* rows, int begin, int end, int64_t row_bytes)
+      : rows_(rows), row_(begin), end_(rows == nullptr ? begin : end), row_bytes_(row_bytes) {}
+
+  template <int kLines>
+  HWY_INLINE void Fetch() {
+    if (row_ >= end_) return;
+    const std::byte* const line = rows_[row_] + at_;
+    for (int i = 0; i < kLines; ++i) __builtin_prefetch(line + i * kLineBytes, /*rw=*/0);
+    at_ += kLines * kLineBytes;
+    if (at_ < row_bytes_) return;
+    at_ = 0;
+    ++row_;
   }
+  HWY_INLINE void FetchRow() {
+    if (row_ >= end_) return;
+    for (; at_ < row_bytes_; at_ += kLineBytes) __builtin_prefetch(rows_[row_] + at_, /*rw=*/0);
+    at_ = 0;
+    ++row_;
+  }
+
+  static constexpr int64_t kLineBytes = 64;
+
+ private:
+  const std::byte* const* rows_;
+  int row_;
+  int end_;
+  int64_t row_bytes_;
+  int64_t at_ = 0;  // in the row
+};
+
+template <typename T>
+constexpr int64_t RowBytes(int head_dim) {
+  return 2 * int64_t{head_dim} * int64_t{sizeof(T)};
 }
+
+// Rows of a block of `count` that logits fetch; the fold fetches the others.
+constexpr int FetchedByLogits(int count) { return (count + 1) / 2; }
 
 template <typename T, int kHeads>
 HWY_INLINE void LogitsHeads(const std::byte* const* rows, int count, const float* q, int dim,
-                            float* logits, const std::byte* const* next) {
+                            float* logits, RowPrefetch ahead) {
   const DF df;
   const int n = static_cast<int>(hn::Lanes(df));
   for (int r = 0; r < count; r += 4) {
     const T* k[4];
     for (int i = 0; i < 4; ++i) {
       k[i] = reinterpret_cast<const T*>(rows[std::min(r + i, count - 1)]);
-      if (next != nullptr && r + i < count) {
-        PrefetchHalf(reinterpret_cast<const T*>(next[r + i]), dim);
-      }
     }
+    ahead.FetchRow();
+    ahead.FetchRow();
     VF acc[16];
     for (int i = 0; i < 16; ++i) acc[i] = hn::Zero(df);
     for (int c = 0; c < dim; c += n) {
@@ -111,16 +144,13 @@ HWY_INLINE VF DotPairs(VF sum, __m512i a, __m512i b) {
 // LogitsHeads for bf16 rows and bf16 queries; dim is a multiple of 32.
 template <int kHeads>
 HWY_INLINE void LogitsHeadsBf16(const std::byte* const* rows, int count, const uint16_t* q, int dim,
-                                float scale, float* logits, const std::byte* const* next) {
+                                float scale, float* logits, RowPrefetch ahead) {
   const DF df;
   for (int r = 0; r < count; r += 4) {
     const std::byte* k[4];
-    for (int i = 0; i < 4; ++i) {
-      k[i] = rows[std::min(r + i, count - 1)];
-      if (next != nullptr && r + i < count) {
-        PrefetchHalf(reinterpret_cast<const hwy::bfloat16_t*>(next[r + i]), dim);
-      }
-    }
+    for (int i = 0; i < 4; ++i) k[i] = rows[std::min(r + i, count - 1)];
+    ahead.FetchRow();
+    ahead.FetchRow();
     VF acc[16];
     for (int i = 0; i < 16; ++i) acc[i] = hn::Zero(df);
     for (int c = 0; c < dim; c += 32) {
@@ -156,15 +186,16 @@ template <typename T, int kHeads>
 HWY_INLINE void LogitsBlock(const std::byte* const* rows, const std::byte* const* next, int count,
                             const RowQueries& q, int first, float* logits) {
   const int64_t at = static_cast<int64_t>(first) * q.head_dim;
+  const RowPrefetch ahead(next, 0, FetchedByLogits(count), RowBytes<T>(q.head_dim));
 #if HWY_TARGET == HWY_AVX3_DL
   if constexpr (std::is_same_v<T, hwy::bfloat16_t>) {
     if (q.bf16 != nullptr && q.head_dim % 32 == 0 && HasBf16()) {
-      LogitsHeadsBf16<kHeads>(rows, count, q.bf16 + at, q.head_dim, q.scale, logits, next);
+      LogitsHeadsBf16<kHeads>(rows, count, q.bf16 + at, q.head_dim, q.scale, logits, ahead);
       return;
     }
   }
 #endif
-  LogitsHeads<T, kHeads>(rows, count, q.scaled + at, q.head_dim, logits, next);
+  LogitsHeads<T, kHeads>(rows, count, q.scaled + at, q.head_dim, logits, ahead);
 }
 
 // Whether the first `count` logits of every head are finite.
@@ -252,11 +283,13 @@ struct FoldWeights {
 };
 
 template <typename T, int kHeads, int kColumns, bool kMoments>
-HWY_INLINE void FoldColumns(const std::byte* const* rows, const std::byte* const* next, int count,
-                            int dim, int column, const FoldWeights& w, float* value,
-                            float* value_sq) {
+HWY_INLINE void FoldColumns(const std::byte* const* rows, RowPrefetch& ahead, int count, int dim,
+                            int column, const FoldWeights& w, float* value, float* value_sq) {
   const DF df;
   const int n = static_cast<int>(hn::Lanes(df));
+  // All columns of all rows fetch as many lines as half of the rows have.
+  constexpr int kLines =
+      std::max<int>(1, kColumns * hn::MaxLanes(df) * sizeof(T) / RowPrefetch::kLineBytes);
   VF first[kHeads][kColumns];
   VF second[kHeads][kColumns];
   for (int h = 0; h < kHeads; ++h) {
@@ -271,9 +304,7 @@ HWY_INLINE void FoldColumns(const std::byte* const* rows, const std::byte* const
   }
   for (int r = 0; r < count; ++r) {
     const T* v = reinterpret_cast<const T*>(rows[r]) + dim + column;
-    if (next != nullptr) {
-      PrefetchHalf(reinterpret_cast<const T*>(next[r]) + dim + column, kColumns * n);
-    }
+    ahead.template Fetch<kLines>();
     VF vc[kColumns];
     for (int c = 0; c < kColumns; ++c) vc[c] = LoadRow(v + c * n);
     for (int h = 0; h < kHeads; ++h) {
@@ -300,12 +331,13 @@ HWY_INLINE void FoldHeads(const std::byte* const* rows, const std::byte* const* 
   // As many columns at once as there are registers for their sums.
   constexpr int kColumns = kMoments ? 2 : 4;
   const int n = static_cast<int>(hn::Lanes(DF()));
+  RowPrefetch ahead(next, FetchedByLogits(count), count, RowBytes<T>(dim));
   int c = 0;
   for (; c + kColumns * n <= dim; c += kColumns * n) {
-    FoldColumns<T, kHeads, kColumns, kMoments>(rows, next, count, dim, c, w, value, value_sq);
+    FoldColumns<T, kHeads, kColumns, kMoments>(rows, ahead, count, dim, c, w, value, value_sq);
   }
   for (; c < dim; c += n) {
-    FoldColumns<T, kHeads, 1, kMoments>(rows, next, count, dim, c, w, value, value_sq);
+    FoldColumns<T, kHeads, 1, kMoments>(rows, ahead, count, dim, c, w, value, value_sq);
   }
 }
 
