@@ -221,7 +221,7 @@ def test_steps_ask_for_the_room_of_their_tokens(plain: Client) -> None:
     """
     count, mib = 6, 1 << 20
     made = []
-    with connect(30 * mib) as client:
+    with connect(36 * mib) as client:
         for each in (client, plain):
             model = create_model(each)
             sequences = [filled(each, model, seed) for seed in range(count)]
