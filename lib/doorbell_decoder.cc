@@ -107,9 +107,10 @@ absl::Status DoorbellDecoder::Run(StepGraph& graph, void* stream) {
 
 absl::Status DoorbellDecoder::Finish(void* stream) {
   RETURN_IF_ERROR(gpu_->CheckNotCaptured(stream));
-  RETURN_IF_ERROR(Call(DoorbellCallKind::kDecoderFinish));
+  absl::Status status = Call(DoorbellCallKind::kDecoderFinish);
   // The daemon knows when it has written outputs, and not when they were copied from its memory.
-  return gpu_->AwaitOutputs();
+  status.Update(gpu_->AwaitOutputs());
+  return status;
 }
 
 absl::StatusOr<std::string> DoorbellDecoder::Results(int layer) {

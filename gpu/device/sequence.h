@@ -136,7 +136,8 @@ class CudaSequence final : public DeviceSequence, public Residency::Member {
   void GiveUp() override;
   int64_t held_bytes() const override;
   int64_t AheadPages(const CopyLayers& of) const override;
-  // The next appends are of `count` tokens, as the last one, or as the steps that begin.
+  // Tells how many tokens the next append has: as many as the last one, or as a step of the decoder
+  // that opens.
   void ExpectAppends(int64_t count);
   // Device::PrepareAppend(). REQUIRES: in use.
   absl::Status Prepare(int layer, int64_t start, int64_t count);
@@ -172,7 +173,7 @@ class CudaSequence final : public DeviceSequence, public Residency::Member {
   Residency* const residency_;
   int copy_count_;  // layers behind them have no copies
   RetiredPages retired_;
-  // Of the append that may come next to a layer, of all KV heads.
+  // Pages of the append that may come next, of all KV heads of a layer.
   std::atomic<int64_t> append_pages_ = 0;
 };
 

@@ -361,19 +361,21 @@ absl::Status SparsePipeline::LaunchLanes() {
   StepContext& step = *context_->step();
   cudaStream_t first = step.stream;
   const std::span<StepLane> others(step.lanes.data(), std::min<size_t>(waves_.size(), lanes_) - 1);
-  // Beside the link, each lane begins once the lane before it has scores: while that one gathers
-  // rows, this one uses the GPU. Lanes that begin together gather together, and the link idles
-  // before and after. Without the link, they begin together.
+  // If rows cross the link, a lane begins once the lane before it has scores: while that one
+  // gathers rows, this one uses the GPU. Lanes that begin together would gather together, and the
+  // link would idle before and after. If no rows cross it, all begin together.
   absl::Status status;
   for (size_t i = 0; i < others.size() && !crosses_link_ && status.ok(); ++i) {
     status = ToStatus(cudaEventRecord(others[i].begins, first), "cudaEventRecord");
   }
+  size_t begun = 0;  // of the other lanes
   for (size_t i = 0; i < waves_.size() && status.ok(); ++i) {
     const UnitWave& wave = waves_[i];
     if (i > 0 && i <= others.size()) {
       status = ToStatus(cudaStreamWaitEvent(others[i - 1].stream, others[i - 1].begins),
                         "cudaStreamWaitEvent");
       if (!status.ok()) break;
+      begun = i;
     }
     step.stream = wave.lane == 0 ? first : others[wave.lane - 1].stream;
     const bool begins_next = crosses_link_ && i < others.size();
@@ -381,7 +383,7 @@ absl::Status SparsePipeline::LaunchLanes() {
   }
   step.stream = first;
   // Also after an error: the stream waits until what was launched has ended.
-  for (const StepLane& lane : others) {
+  for (const StepLane& lane : others.first(begun)) {
     status.Update(ToStatus(cudaEventRecord(lane.ends, lane.stream), "cudaEventRecord"));
     status.Update(ToStatus(cudaStreamWaitEvent(first, lane.ends), "cudaStreamWaitEvent"));
   }

@@ -168,6 +168,10 @@ void StepPlanner::PlanLayer(int layer, const std::vector<int64_t>& lengths, cons
     item.append->start = lengths[i] - count;
     item.attend->policy.selector = dense[i] ? Selector::kAll : options_.parts[i].policy.selector;
     for (int64_t t = 0; t < count; ++t) item.attend->visible[t] = lengths[i] - count + t + 1;
+  }
+  // The lanes of all depend on the lengths of all.
+  for (size_t i = 0; i < job.items.size(); ++i) {
+    JobItem& item = job.items[i];
     item.result.certificates.assign(static_cast<size_t>(count * spec().query_head_count), {});
     item.result.touched_row_counts.assign(static_cast<size_t>(count * spec().kv_head_count), 0);
     item.result.moved_row_count = 0;

@@ -300,8 +300,8 @@ struct Wave {
   bool bulk_copies = false;
   // Blocks of a gather: few, so that the addresses in flight stay close together.
   int gather_blocks = 0;
-  // Whether other waves run at once. No other block runs on an SM that gathers then: a block that
-  // ends on it, or orders its writes, waits for the rows that the gather has asked for.
+  // Whether other waves run at once. A gather then takes all the shared memory of its SMs, so that
+  // no block of another wave runs there: those were late (docs/adr/0081).
   bool gathers_apart = false;
   // Whether a kernel may begin before the previous one has ended (compute capability 9.0).
   bool overlap = false;

@@ -12,8 +12,8 @@ cudaError_t LaunchGather(const Wave& wave, int phase, cudaStream_t stream) {
     const UnitRequest* units = wave.units + first;
     const int count = std::min(kGatherUnitsMax, wave.unit_count - first);
     if (wave.bulk_copies) {
-      const int shared =
-          wave.gathers_apart ? wave.block_shared_bytes - kBulkStaticBytes : kBulkSharedBytes;
+      const int all = std::max(wave.block_shared_bytes - kBulkStaticBytes, kBulkSharedBytes);
+      const int shared = wave.gathers_apart ? all : kBulkSharedBytes;
       const LaunchShape shape{wave.gather_blocks, kBulkWarps * 32, static_cast<size_t>(shared),
                               wave.overlap};
       error = Launch<GatherBulkKernel>(shape, stream, static_cast<int>(row_bytes), units, count,

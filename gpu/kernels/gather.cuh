@@ -101,7 +101,13 @@ inline constexpr int kBulkStages = 4;
 inline constexpr int kBulkStageBytes = 4096;
 // More than half of an SM's shared memory, so that an SM runs one block.
 inline constexpr int kBulkSharedBytes = kBulkWarps * kBulkStages * kBulkStageBytes;
-inline constexpr int kBulkStaticBytes = 16384;  // upper limit
+// What a warp knows of its ring.
+struct BulkRing {
+  uint64_t barriers[kBulkStages];
+  std::byte* targets[kBulkStages][32];
+};
+// Static shared memory of GatherBulkKernel.
+inline constexpr int kBulkStaticBytes = sizeof(GatherLists) + kBulkWarps * sizeof(BulkRing);
 
 // Gathers with bulk copies, which keep more scattered rows in flight than loads do. Each warp has a
 // ring of stages; each lane copies a row of a stage in and out again. Warp w of W takes runs w, w +
@@ -114,13 +120,12 @@ __global__ void __launch_bounds__(kBulkWarps * 32, 1)
   namespace ptx = ::cuda::ptx;
   extern __shared__ __align__(128) std::byte rings[];
   __shared__ GatherLists lists;
-  __shared__ uint64_t barriers[kBulkWarps][kBulkStages];
-  __shared__ std::byte* targets[kBulkWarps][kBulkStages][32];
-  static_assert(sizeof(lists) + sizeof(barriers) + sizeof(targets) <= kBulkStaticBytes);
+  __shared__ BulkRing ring_states[kBulkWarps];
   const int warp = threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
+  BulkRing& state = ring_states[warp];
   if (lane == 0) {
-    for (int s = 0; s < kBulkStages; ++s) ptx::mbarrier_init(&barriers[warp][s], 1);
+    for (int s = 0; s < kBulkStages; ++s) ptx::mbarrier_init(&state.barriers[s], 1);
     // Bulk copies access the barriers through the async proxy.
     ptx::fence_proxy_async(ptx::space_shared);
   }
@@ -147,17 +152,17 @@ __global__ void __launch_bounds__(kBulkWarps * 32, 1)
   const auto fill = [&](int64_t i) {
     const int s = static_cast<int>(i % kBulkStages);
     const int rows = rows_of(i);
-    targets[warp][s][lane] = to;
+    state.targets[s][lane] = to;
     if (lane == 0) {
       ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared,
-                                     &barriers[warp][s], rows * row_bytes);
+                                     &state.barriers[s], rows * row_bytes);
     }
     // The bytes must be announced before the first one arrives.
     __syncwarp();
     if (lane < rows) {
       ptx::cp_async_bulk(ptx::space_cluster, ptx::space_global,
                          ring + s * kBulkStageBytes + lane * row_bytes, from, row_bytes,
-                         &barriers[warp][s]);
+                         &state.barriers[s]);
     }
     look_up(i + 1);
   };
@@ -169,10 +174,10 @@ __global__ void __launch_bounds__(kBulkWarps * 32, 1)
   for (int64_t i = 0; i < own; ++i) {
     if (apart && i > 0 && i + 1 == own) TriggerDependents();
     const int s = static_cast<int>(i % kBulkStages);
-    while (!ptx::mbarrier_try_wait_parity(&barriers[warp][s], i / kBulkStages % 2)) {
+    while (!ptx::mbarrier_try_wait_parity(&state.barriers[s], i / kBulkStages % 2)) {
     }
     if (lane < rows_of(i)) {
-      ptx::cp_async_bulk(ptx::space_global, ptx::space_shared, targets[warp][s][lane],
+      ptx::cp_async_bulk(ptx::space_global, ptx::space_shared, state.targets[s][lane],
                          ring + s * kBulkStageBytes + lane * row_bytes, row_bytes);
     }
     // Lanes that copy nothing out commit too, because each lane counts its own groups.
