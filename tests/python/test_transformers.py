@@ -12,13 +12,15 @@ from typing import Any
 import pytest
 import spillway_kv
 import torch
-from random_llama import DEVICE, generate, llama, prompt
+from random_llama import DEVICE, VOCABULARY, generate, llama, prompt
 from spillway_kv import Client, Policy, TopK
 from spillway_kv.transformers import AttendEvent, SpillwayCache, UnsupportedModelError, appends
 from spillway_kv.transformers import generate as transformers_generate
 from transformers import (
     DynamicCache,
     GemmaConfig,
+    GPTBigCodeConfig,
+    GPTBigCodeForCausalLM,
     PreTrainedConfig,
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
@@ -378,10 +380,18 @@ def test_real_configs_of_refused_models(client: Client) -> None:
         ("xLSTMConfig", "no num_attention_heads"),
         ("BltConfig", "no num_hidden_layers and no num_attention_heads"),
         ("Dots3NoteConfig", "indexed_attention"),
+        ("BertConfig", "is_decoder=False"),
+        ("XLMRobertaConfig", "is_decoder=False"),
+        ("DiffLlamaConfig", "attend twice to the same keys"),
+        ("DogeConfig", "adds learned values to its logits"),
+        ("DoryConfig", "several times for each token"),
+        ("JetMoeConfig", "changes keys after they were cached"),
+        ("MiMoV2FlashConfig", "learned attention sinks"),
+        ("MllamaTextConfig", "cross-attention"),
     ],
 )
 def test_models_that_no_cache_can_serve(client: Client, name: str, said: str) -> None:
-    """Before, they raised AttributeError, or were told of an interface that they do not have."""
+    """Before, they raised other errors, or in the middle of a prompt."""
     transformers = pytest.importorskip("transformers")
     if not hasattr(transformers, name):
         pytest.skip(f"this version of transformers has no {name}")
@@ -397,6 +407,34 @@ def test_the_engine_refuses_these_shapes_too(client: Client, changes: dict[str, 
     for served in ({"head_dim": 16}, {"head_dim": 256}, {"query_head_count": 32}):
         shapes = {"query_head_count": 4, "kv_head_count": 2, "head_dim": 32, **served}
         client.delete_model(client.create_model(layer_count=1, dtype="float32", **shapes))
+
+
+@pytest.mark.parametrize("multi_query", [True, False])
+def test_one_kv_head_for_all(client: Client, multi_query: bool) -> None:
+    """GPTBigCode's config says so in a field of its own."""
+    models = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        made = GPTBigCodeForCausalLM(
+            GPTBigCodeConfig(
+                vocab_size=VOCABULARY,
+                n_embd=64,
+                n_layer=2,
+                n_head=4,
+                n_positions=512,
+                multi_query=multi_query,
+                bos_token_id=1,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+        )
+        models.append(made.eval().to(DEVICE))
+    wanted = generate(models[0], prompt(1, 60), max_new_tokens=8)
+    models[1].set_attn_implementation("spillway")
+    with SpillwayCache(models[1].config, client, quality="exact") as cache:
+        assert torch.equal(generate(models[1], prompt(1, 60), cache, max_new_tokens=8), wanted)
+        assert cache.model is not None
+        assert cache.model.kv_head_count == (1 if multi_query else 4)
 
 
 def test_autocast(client: Client, dense: Any, spilled: Any) -> None:

@@ -31,6 +31,9 @@ _COMMANDS = {
     "eval": _Command(
         "spillway_kv.lab.evaluation.command", "app", "Compares methods of sparse attention."
     ),
+    "models": _Command(
+        "spillway_kv.lab.models.command", "models", "Finds out which architectures are served."
+    ),
     "train-hash": _Command(
         "spillway_kv.lab.training.command", "train_hash", "Trains hash functions for a model."
     ),

@@ -8,8 +8,25 @@ from typing import Any
 
 # Models whose softmax has learned sink logits. No field of their configs says so.
 _SINK_MODELS = frozenset(
-    {"deepseek_v4", "flint", "gpt_oss", "granite_swa", "granitemoe_swa", "openai_privacy_filter"}
+    {
+        "deepseek_v4",
+        "flint",
+        "gpt_oss",
+        "granite_swa",
+        "granitemoe_swa",
+        "hy_v4",
+        "inkling2_text",
+        "mimo_v2_flash",
+        "openai_privacy_filter",
+    }
 )
+# What else no field says.
+_OTHER_ATTENTION = {
+    "diffllama": "its layers attend twice to the same keys",
+    "doge": "it adds learned values to its logits",
+    "dory": "it runs some of its layers several times for each token",
+    "jetmoe": "it changes keys after they were cached",
+}
 
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
@@ -19,6 +36,8 @@ _HEAD_DIM_STEP, _HEAD_DIM_MAX = 16, 256
 _GROUP_MAX = 16
 # What attention modules of transformers call their attention function by.
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
+# What they make the masks of encoders with.
+_BOTH_WAYS = "create_bidirectional_mask"
 
 
 class UnsupportedModelError(ValueError):
@@ -52,8 +71,9 @@ def shapes_of(config: Any) -> Shapes:
     Raises:
         UnsupportedModelError: The model has no layer with full attention, chunked windows, other
             layer types, a soft cap on the logits, latent attention, learned attention sinks, ALiBi,
-            shared K/V, a scale of its own in each layer, or an encoder; or shapes that the engine
-            does not serve; or its attention is not behind transformers' interface.
+            shared K/V, cross-attention, a scale of its own in each layer, or an encoder; or shapes
+            that the engine does not serve; or its attention is of another kind, or not behind
+            transformers' interface.
     """
     if not hasattr(config, "get_text_config"):
         raise TypeError(f"the model's config is expected first, not a {type(config).__name__}")
@@ -67,9 +87,16 @@ def _shapes(config: Any, layer_count: int) -> Shapes:
     return Shapes(
         layer_count=layer_count,
         query_head_count=query_heads,
-        kv_head_count=getattr(config, "num_key_value_heads", None) or query_heads,
+        kv_head_count=_kv_heads(config) or query_heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // query_heads,
     )
+
+
+def _kv_heads(config: Any) -> int | None:
+    # GPTBigCode's config may also name another number, which its layers do not read.
+    if config.model_type == "gpt_bigcode":
+        return 1 if config.multi_query else None
+    return getattr(config, "num_key_value_heads", None)
 
 
 def windows_of(config: Any) -> list[int | None]:
@@ -125,6 +152,10 @@ def _refusals(config: Any) -> list[str]:
         reasons.append("it uses multi-head latent attention")
     if config.model_type in _SINK_MODELS:
         reasons.append("it has learned attention sinks")
+    if config.model_type in _OTHER_ATTENTION:
+        reasons.append(_OTHER_ATTENTION[config.model_type])
+    if value("cross_attention_layers"):
+        reasons.append("some of its layers attend to an image (cross-attention)")
     if value("alibi") or getattr(value("attn_config"), "alibi", False):
         reasons.append("it adds position biases to its logits (ALiBi)")
     if value("scale_attn_by_inverse_layer_idx"):
@@ -146,11 +177,8 @@ def _refusals(config: Any) -> list[str]:
     if not reasons:
         reasons += _refused_shapes(_shapes(config, 1))
     # Asked last, because it imports the model's module.
-    if not reasons and (module := _module_without_interface(config)) is not None:
-        reasons.append(
-            "its attention is not behind transformers' attention interface, so that no other "
-            f"attention can take its place ({module})"
-        )
+    if not reasons:
+        reasons += _refused_module(config)
     return reasons
 
 
@@ -175,16 +203,24 @@ def _refused_shapes(shapes: Shapes) -> list[str]:
     return reasons
 
 
-def _module_without_interface(config: Any) -> str | None:
-    """Returns the name of the module with the model's attention if that calls no other's.
+def _refused_module(config: Any) -> list[str]:
+    """Returns why the module with the model's attention cannot be served; empty if it can.
 
-    Of models that are not part of transformers nothing is known, and None is returned.
+    Of models that are not part of transformers nothing is known.
     """
     name = type(config).__module__.replace(".configuration_", ".modeling_")
     if not name.startswith("transformers.models.") or ".modeling_" not in name:
-        return None
+        return []
     try:
         module = importlib.import_module(name)
     except ImportError:
-        return None
-    return None if hasattr(module, _INTERFACE) else name
+        return []
+    if not hasattr(module, _INTERFACE):
+        return [
+            "its attention is not behind transformers' attention interface, so that no other "
+            f"attention can take its place ({name})"
+        ]
+    # BERT and its kin: their configs decide whether a token attends to later ones too.
+    if hasattr(module, _BOTH_WAYS) and getattr(config, "is_decoder", None) is False:
+        return ["it is not a decoder: its config says is_decoder=False"]
+    return []
