@@ -221,7 +221,8 @@ def machine() -> dict[str, Any]:
 # What is imported with each extra.
 EXTRAS = {
     "transformers": "import spillway_kv.transformers, spillway_kv.torch",
-    "lab": "import spillway_kv.lab.evaluation.command, spillway_kv.lab.training.command",
+    "lab": "import spillway_kv.lab.evaluation.command, spillway_kv.lab.models.command, "
+    "spillway_kv.lab.training.command",
     "ray": "import spillway_kv.cluster.deploy",
 }
 PROGRAMS = ("spillway-lab", "spillway-cluster")

@@ -171,7 +171,7 @@ def test_help_loads_nothing_that_is_slow(unpacked: Path) -> None:
         f"    print('ends with', end.code, 'loaded', {SLOW} & set(sys.modules))",
     )
     assert "Usage: spillway-lab" in shown
-    for command in ("bench", "eval", "train-hash", "import-hash"):
+    for command in ("bench", "eval", "models", "train-hash", "import-hash"):
         assert command in shown
     assert shown.endswith("ends with 0 loaded set()")
 
