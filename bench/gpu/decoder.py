@@ -200,7 +200,7 @@ class Eager(Way):
 
     def step(self) -> tuple[list[torch.Tensor], float]:
         inputs = [self.inputs(layer, "cuda") for layer in range(self.layer_count)]
-        torch.cuda.current_stream().synchronize()
+        torch.cuda.synchronize()
         begin = time.perf_counter()
         self.decoder.next()
         self.next_us.append((time.perf_counter() - begin) * 1e6)
@@ -247,7 +247,7 @@ class Captured(Way):
         for layer in range(self.layer_count):
             for to, new in zip(self.held[layer], self.inputs(layer, "cuda"), strict=True):
                 to.copy_(new)
-        torch.cuda.current_stream().synchronize()
+        torch.cuda.synchronize()
         self.step_count += 1
 
     def step(self) -> tuple[list[torch.Tensor], float]:

@@ -1,8 +1,8 @@
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -32,12 +32,11 @@ inline int64_t RoundUp(int64_t x, int64_t step) { return (x + step - 1) / step *
 
 // Parts of a step's units that may run at once, each on a stream of its own.
 inline constexpr int kStepLanesMax = 4;
-// What a lane other than the first needs. It begins after `begins` on an earlier lane's stream, and
-// the step's stream continues after `ends` on the lane's.
+// A stream for work of a step beside that on the step's own stream. It begins after `begins` on
+// another stream, and the step's stream continues after `ends` on this one.
 struct StepLane {
-  cudaStream_t stream = nullptr;
-  cudaEvent_t begins = nullptr;
-  cudaEvent_t ends = nullptr;
+  Stream stream;
+  Event begins, ends;
 };
 
 // For a job that is a layer of a step on a caller's stream. Its requests are uploaded before, its
@@ -57,7 +56,7 @@ struct StepContext {
   cudaStream_t stream = nullptr;
   CallerTensors tensors;
   // For what runs beside the first lane's waves.
-  std::array<StepLane, kStepLanesMax - 1> lanes;
+  std::span<const StepLane> lanes;
 };
 
 // A job on a stream slot, or a layer of a step: what its pipelines share. Used by one thread at a

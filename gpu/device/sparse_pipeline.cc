@@ -5,7 +5,6 @@
 #include <limits>
 #include <memory>
 #include <numeric>
-#include <span>
 #include <utility>
 
 #include "gpu/device/wave_kernels.h"
@@ -103,10 +102,10 @@ void SparsePipeline::LayOutWave(const Policy& policy, int64_t unit_count, UnitWa
 }
 
 int64_t SparsePipeline::StagingRows(const AttendShape& shape, int64_t n, int64_t taken) const {
-  const int64_t lane_bytes = context_->workspace_bytes() / lanes_max();
+  const int64_t lane_bytes = context_->workspace_bytes() / lanes_max_;
   const int64_t most = std::min(kStagingBytes, lane_bytes / 4) / shape.row_bytes;
   if (context_->step() == nullptr) {
-    const int64_t share_bytes = lane_bytes / context_->unit_count();
+    const int64_t share_bytes = lane_bytes / unit_count_;
     // A quarter of the rows. More if all units of the job still fit into one wave, because waves
     // run one after the other.
     return std::min(
@@ -116,7 +115,7 @@ int64_t SparsePipeline::StagingRows(const AttendShape& shape, int64_t n, int64_t
   // if then all units fit into one wave.
   const int64_t of_wave = 2 * int64_t{sizeof(UnitRequest)} +
                           2 * int64_t{shape.group} * shape.head_dim * int64_t{sizeof(float)};
-  const int64_t units = (context_->unit_count() + lanes_max() - 1) / lanes_max();
+  const int64_t units = (unit_count_ + lanes_max_ - 1) / lanes_max_;
   const int64_t room = lane_bytes / units - taken - of_wave - 8 * kLaneAlignment;
   const int64_t fits = room / (shape.row_bytes + int64_t{sizeof(std::byte*)});
   const int64_t wanted = std::max(n / 4, kStagingRowsMin);
@@ -194,17 +193,12 @@ UnitRequest SparsePipeline::Request(size_t item, int64_t query) const {
 
 void SparsePipeline::Clear() {
   waves_.clear();
-  lanes_ = 0;
-  crosses_link_ = true;
   unit_bytes_max_ = 0;
   append_begins_ = nullptr;
 }
 
 void SparsePipeline::Add(size_t item, int64_t query) {
-  if (lanes_ == 0) {
-    crosses_link_ = MayCrossLink();
-    lanes_ = LaneCount();
-  }
+  if (waves_.empty()) ChooseLanes();
   const Policy& policy = context_->attend(item).policy;
   // All units of a query need the same amount of own memory.
   UnitWave alone = WaveFor(item);
@@ -218,9 +212,8 @@ void SparsePipeline::Add(size_t item, int64_t query) {
   const ModelMethods* const methods = context_->model().methods();
   const bool whole = methods != nullptr && methods->TakesWholeQueries(policy);
   const int heads = spec().kv_head_count;
-  const auto units_max =
-      static_cast<size_t>(lanes_ > 1 ? (context_->unit_count() + lanes_ - 1) / lanes_
-                                     : std::numeric_limits<int64_t>::max());
+  const auto units_max = static_cast<size_t>(lanes_ > 1 ? (unit_count_ + lanes_ - 1) / lanes_
+                                                        : std::numeric_limits<int64_t>::max());
   const auto fits = [&](const UnitWave& wave, int units) {
     return wave.units.size() + static_cast<size_t>(units) <= units_max &&
            wave.shape == alone.shape && wave.first == alone.first &&
@@ -241,10 +234,15 @@ void SparsePipeline::Add(size_t item, int64_t query) {
   }
 }
 
-int SparsePipeline::lanes_max() const {
-  if (context_->step() == nullptr || context_->unit_count() < kLaneUnits) return 1;
-  const int64_t parts = (context_->unit_count() + kLaneUnits / 2) / kLaneUnits;
-  return static_cast<int>(std::clamp<int64_t>(parts, 2, kStepLanesMax));
+void SparsePipeline::ChooseLanes() {
+  unit_count_ = context_->unit_count();
+  crosses_link_ = MayCrossLink();
+  lanes_max_ = 1;
+  if (context_->step() != nullptr && unit_count_ >= kLaneUnits) {
+    const int64_t parts = (unit_count_ + kLaneUnits / 2) / kLaneUnits;
+    lanes_max_ = static_cast<int>(std::clamp<int64_t>(parts, 2, kStepLanesMax));
+  }
+  lanes_ = crosses_link_ ? lanes_max_ : std::min(lanes_max_, kLinklessLanesMax);
 }
 
 bool SparsePipeline::MayCrossLink() const {
@@ -254,10 +252,6 @@ bool SparsePipeline::MayCrossLink() const {
     if (context_->index(i).whole().end() < items[i].attend->visible.back()) return true;
   }
   return false;
-}
-
-int SparsePipeline::LaneCount() const {
-  return crosses_link_ ? lanes_max() : std::min(lanes_max(), kLinklessLanesMax);
 }
 
 std::array<int64_t, kStepLanesMax> SparsePipeline::LaneBytes() const {
@@ -280,8 +274,8 @@ int64_t SparsePipeline::Reserve(Carver& requests, Carver& results) {
 }
 
 int64_t SparsePipeline::WorkspaceMax() const {
-  const int64_t lanes = lanes_max();
-  const int64_t units = (context_->unit_count() + lanes - 1) / lanes;
+  const int64_t lanes = lanes_max_;
+  const int64_t units = (unit_count_ + lanes - 1) / lanes;
   const int64_t of_lane = std::min(units * unit_bytes_max_,
                                    std::max(context_->workspace_bytes() / lanes, unit_bytes_max_));
   return lanes * RoundUp(of_lane, kLaneAlignment);
@@ -350,7 +344,7 @@ void SparsePipeline::Prepare(Carver& requests, Carver& results, std::byte* works
 
 absl::Status SparsePipeline::Launch(StepAppend append) {
   append_begins_ = append.begins;
-  if (waves_.size() > 1 && lanes_ > 1) return LaunchLanes();
+  if (uses_lanes()) return LaunchLanes();
   for (const UnitWave& wave : waves_) {
     RETURN_IF_ERROR(Launch(wave, std::exchange(append, {}), /*scored=*/nullptr));
   }
@@ -360,32 +354,33 @@ absl::Status SparsePipeline::Launch(StepAppend append) {
 absl::Status SparsePipeline::LaunchLanes() {
   StepContext& step = *context_->step();
   cudaStream_t first = step.stream;
-  const std::span<StepLane> others(step.lanes.data(), std::min<size_t>(waves_.size(), lanes_) - 1);
+  const auto others = step.lanes.first(std::min<size_t>(waves_.size(), lanes_) - 1);
   // If rows cross the link, a lane begins once the lane before it has scores: while that one
   // gathers rows, this one uses the GPU. Lanes that begin together would gather together, and the
   // link would idle before and after. If no rows cross it, all begin together.
   absl::Status status;
   for (size_t i = 0; i < others.size() && !crosses_link_ && status.ok(); ++i) {
-    status = ToStatus(cudaEventRecord(others[i].begins, first), "cudaEventRecord");
+    status = ToStatus(cudaEventRecord(others[i].begins.get(), first), "cudaEventRecord");
   }
   size_t begun = 0;  // of the other lanes
   for (size_t i = 0; i < waves_.size() && status.ok(); ++i) {
     const UnitWave& wave = waves_[i];
     if (i > 0 && i <= others.size()) {
-      status = ToStatus(cudaStreamWaitEvent(others[i - 1].stream, others[i - 1].begins),
+      const StepLane& lane = others[i - 1];
+      status = ToStatus(cudaStreamWaitEvent(lane.stream.get(), lane.begins.get()),
                         "cudaStreamWaitEvent");
       if (!status.ok()) break;
       begun = i;
     }
-    step.stream = wave.lane == 0 ? first : others[wave.lane - 1].stream;
+    step.stream = wave.lane == 0 ? first : others[wave.lane - 1].stream.get();
     const bool begins_next = crosses_link_ && i < others.size();
-    status = Launch(wave, {}, begins_next ? others[i].begins : nullptr);
+    status = Launch(wave, {}, begins_next ? others[i].begins.get() : nullptr);
   }
   step.stream = first;
   // Also after an error: the stream waits until what was launched has ended.
   for (const StepLane& lane : others.first(begun)) {
-    status.Update(ToStatus(cudaEventRecord(lane.ends, lane.stream), "cudaEventRecord"));
-    status.Update(ToStatus(cudaStreamWaitEvent(first, lane.ends), "cudaStreamWaitEvent"));
+    status.Update(ToStatus(cudaEventRecord(lane.ends.get(), lane.stream.get()), "cudaEventRecord"));
+    status.Update(ToStatus(cudaStreamWaitEvent(first, lane.ends.get()), "cudaStreamWaitEvent"));
   }
   return status;
 }
@@ -425,7 +420,7 @@ Wave SparsePipeline::View(const UnitWave& wave, const StepAppend& append) const 
   w.sm_count = context_->gpu().sm_count;
   w.block_shared_bytes = context_->gpu().block_shared_bytes;
   w.bulk_copies = w.overlap = context_->gpu().hopper;
-  w.gathers_apart = waves_.size() > 1 && lanes_ > 1 && crosses_link_;
+  w.gathers_apart = uses_lanes() && crosses_link_;
   w.gather_blocks = w.gathers_apart ? kLaneGatherBlocks : kGatherBlocks;
   return w;
 }

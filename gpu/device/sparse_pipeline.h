@@ -75,11 +75,11 @@ class SparsePipeline {
   }
 
   // Waves of different lanes run concurrently; see docs/adr/0081. Jobs run beside other jobs
-  // instead, and have one. lanes_max(): how many the step has memory for.
-  int lanes_max() const;
-  int LaneCount() const;
+  // instead, and have one. Decides how many there are, before the first query is added.
+  void ChooseLanes();
   // Whether any rows of the items may be in host memory alone.
   bool MayCrossLink() const;
+  bool uses_lanes() const { return waves_.size() > 1 && lanes_ > 1; }
   // Bytes of workspace for each lane.
   std::array<int64_t, kStepLanesMax> LaneBytes() const;
 
@@ -115,8 +115,11 @@ class SparsePipeline {
 
   JobContext* const context_;
   std::vector<UnitWave> waves_;
-  int lanes_ = 0;                            // from the first Add() on
-  bool crosses_link_ = true;                 // from the first Add() on: MayCrossLink()
+  // From the first Add() on:
+  int64_t unit_count_ = 0;    // of the context
+  bool crosses_link_ = true;  // MayCrossLink()
+  int lanes_max_ = 1;         // lanes for which the step has memory
+  int lanes_ = 1;
   int64_t unit_bytes_max_ = 0;               // of a unit alone in a wave
   const uint64_t* append_begins_ = nullptr;  // when the first wave's append begins
 };

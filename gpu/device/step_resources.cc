@@ -44,6 +44,14 @@ absl::Status Grow(Buffer& buffer, int64_t bytes, int64_t room_max, MemoryBudget*
   return absl::OkStatus();
 }
 
+absl::StatusOr<StepLane> CreateLane() {
+  StepLane lane;
+  ASSIGN_OR_RETURN(lane.stream, Stream::Create());
+  ASSIGN_OR_RETURN(lane.begins, Event::Create(/*timing=*/false));
+  ASSIGN_OR_RETURN(lane.ends, Event::Create(/*timing=*/false));
+  return lane;
+}
+
 }  // namespace
 
 StepMemory StepResources::memory() const {
@@ -87,13 +95,9 @@ absl::StatusOr<StepResources> StepResourcePool::Take(int64_t device_bytes, int64
   }
   if (made.capture.get() == nullptr) {
     ASSIGN_OR_RETURN(made.capture, Stream::Create());
-    ASSIGN_OR_RETURN(made.side, Stream::Create());
-    ASSIGN_OR_RETURN(made.fork, Event::Create(/*timing=*/false));
-    ASSIGN_OR_RETURN(made.join, Event::Create(/*timing=*/false));
-    for (StepResources::Lane& lane : made.lanes) {
-      ASSIGN_OR_RETURN(lane.stream, Stream::Create());
-      ASSIGN_OR_RETURN(lane.begins, Event::Create(/*timing=*/false));
-      ASSIGN_OR_RETURN(lane.ends, Event::Create(/*timing=*/false));
+    ASSIGN_OR_RETURN(made.side, CreateLane());
+    for (StepLane& lane : made.lanes) {
+      ASSIGN_OR_RETURN(lane, CreateLane());
     }
   }
   for (PinnedBuffer& pinned : made.pinned) {

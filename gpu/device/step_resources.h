@@ -27,13 +27,9 @@ struct StepResources {
 
   DeviceBuffer device;
   std::array<PinnedBuffer, kSlotCount> pinned;
-  Stream capture, side;
-  Event fork, join;
-  struct Lane {
-    Stream stream;
-    Event begins, ends;
-  };
-  std::array<Lane, kStepLanesMax - 1> lanes;
+  Stream capture;
+  StepLane side;  // for what runs beside all lanes
+  std::array<StepLane, kStepLanesMax - 1> lanes;
 };
 
 // Keeps the resources of steps that have ended for the next ones: to allocate and free them takes

@@ -329,7 +329,7 @@ void CudaStreamStep::DropPlan() {
   bool made = plan.updates.empty();
   const CurrentDevice current(home_.ordinal);
   if (!made && pending_count_ == 0 && current.status().ok()) {
-    cudaStream_t stream = resources_->side.get();
+    cudaStream_t stream = resources_->side.stream.get();
     made = UpdateTables(next(), plan.updates, stream).ok() &&
            cudaStreamSynchronize(stream) == cudaSuccess;
   }
@@ -343,9 +343,7 @@ absl::Status CudaStreamStep::Plan() {
   step.workspace_bytes = home_.workspace_bytes;
   step.upload_offset = memory_ - slot.memory;
   step.number = static_cast<uint32_t>(announced_count_ + 1);
-  std::ranges::transform(resources_->lanes, step.lanes.begin(), [](const auto& lane) {
-    return StepLane{lane.stream.get(), lane.begins.get(), lane.ends.get()};
-  });
+  step.lanes = resources_->lanes;
   // Also after an exception, for lack of memory.
   absl::Cleanup undo = [this] { planner_.Undo(/*forget=*/true); };
   ASSIGN_OR_RETURN(StepPlan plan, planner_.Plan(step, workspace_, slot.layers));
@@ -478,8 +476,8 @@ absl::Status CudaStreamStep::Enqueue(int layer, const StepTensors& tensors, cuda
   append.clear_count = static_cast<int32_t>(clear.size());
   SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchTensorAppend(append, stream));
   const auto beside = [&](auto first, auto other) -> absl::Status {
-    cudaStream_t side = resources_->side.get();
-    cudaEvent_t fork = resources_->fork.get(), join = resources_->join.get();
+    cudaStream_t side = resources_->side.stream.get();
+    cudaEvent_t fork = resources_->side.begins.get(), join = resources_->side.ends.get();
     SPILLWAY_CUDA_RETURN_IF_ERROR(cudaEventRecord(fork, stream));
     RETURN_IF_ERROR(first());
     SPILLWAY_CUDA_RETURN_IF_ERROR(cudaStreamWaitEvent(side, fork));
@@ -539,8 +537,8 @@ absl::Status CudaStreamStep::Conclude(void* stream) {
   // Attends may have gone to another stream than the one on which the step ends.
   if (const std::optional<cudaStream_t> ran_on = std::exchange(ran_on_, std::nullopt);
       ran_on.has_value() && *ran_on != of_caller) {
-    SPILLWAY_CUDA_RETURN_IF_ERROR(cudaEventRecord(resources_->join.get(), *ran_on));
-    SPILLWAY_CUDA_RETURN_IF_ERROR(cudaStreamWaitEvent(of_caller, resources_->join.get()));
+    SPILLWAY_CUDA_RETURN_IF_ERROR(cudaEventRecord(resources_->side.ends.get(), *ran_on));
+    SPILLWAY_CUDA_RETURN_IF_ERROR(cudaStreamWaitEvent(of_caller, resources_->side.ends.get()));
   }
   SPILLWAY_CUDA_RETURN_IF_ERROR(cudaEventRecord(newest().done.get(), of_caller));
   newest().concluded = true;

@@ -108,9 +108,9 @@ def check(model_type: str, client: Client, scale: Scale) -> Finding:
             except UnsupportedModelError as error:
                 refused = refused or _refusal(error)
                 continue
-            model = tiny_model(config, scale.seed)
-            found = _decode(model_type, model, client, scale)
-            return Finding(**found, changes=changes, seconds=time.perf_counter() - begin)
+            found = _decode(tiny_model(config, scale.seed), client, scale)
+            seconds = time.perf_counter() - begin
+            return Finding(model_type, **found, changes=changes, seconds=seconds)
     except NotBuiltError as error:
         # If the default config is refused, nothing needs to be built.
         refused = refused or _refused_by_default(model_type, client)
@@ -135,15 +135,14 @@ def _refusal(error: UnsupportedModelError) -> str:
 
 
 @torch.inference_mode()
-def _decode(
-    model_type: str, model: torch.nn.Module, client: Client, scale: Scale
-) -> dict[str, Any]:
+def _decode(model: torch.nn.Module, client: Client, scale: Scale) -> dict[str, Any]:
+    """What is found, by the names of Finding's fields."""
     generator = torch.Generator().manual_seed(scale.seed + 1)
     ids = torch.randint(3, VOCABULARY, (1, scale.prompt), generator=generator)
-    found: dict[str, Any] = {"model_type": model_type, "layer_count": 0}
+    found: dict[str, Any] = {}
     try:
-        own, own_logits = _generate(model, ids, scale.new, {})
-        found["own_error"] = _own_error(model, ids, own, own_logits)
+        own = _generate(model, ids, scale.new, {})
+        found["own_error"] = _own_error(model, ids, own)
     except Exception as error:
         words = f"its own forward pass ends in {type(error).__name__}: {error}"
         raise NotBuiltError(words[:160]) from error
@@ -153,7 +152,7 @@ def _decode(
             made = _generate(model, ids, scale.new, cache_argument(cache))
             attended = [each.visible_row_count > 0 for each in cache.statistics.layers]
             found |= {"layer_count": len(cache), "served_layer_count": sum(attended)}
-        found["equal_tokens"], found["logit_error"] = _compare(made, (own, own_logits))
+        found["equal_tokens"], found["logit_error"] = _compare(made, own)
         outside = _Outside()
         with SpillwayCache(model.config, client, quality="default", on_attend=outside) as cache:
             given = cache_argument(cache)
@@ -247,15 +246,14 @@ def _generate(
     return made.sequences, torch.cat(made.logits).float()
 
 
-def _own_error(model: Any, ids: torch.Tensor, own: torch.Tensor, logits: torch.Tensor) -> float:
+def _own_error(model: Any, ids: torch.Tensor, own: tuple[torch.Tensor, torch.Tensor]) -> float:
+    """The difference between `own` and the same with another attention, which the model keeps."""
     used = model.config.get_text_config(decoder=True)._attn_implementation
     try:
         _set_attention(model, "sdpa" if used == "eager" else "eager")
     except ValueError:
         return 0.0  # The model has only one.
-    other = _generate(model, ids, len(logits), {})
-    _set_attention(model, used)
-    return _compare(other, (own, logits))[1]
+    return _compare(_generate(model, ids, len(own[1]), {}), own)[1]
 
 
 def _compare(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
+from spillway_kv.lab.evaluation.markdown import table
 from spillway_kv.lab.models.check import Finding, Scale, Verdict
 
 
@@ -39,7 +40,7 @@ def page(version: str, scale: Scale, findings: Sequence[Finding]) -> str:
         f"cache is made, {len(of[Verdict.WRONG])} are wrong, and of {len(of[Verdict.NOT_BUILT])} "
         "no tiny model could be made.",
     ]
-    lines += _table(
+    lines += _section(
         "Served",
         [
             "architecture",
@@ -49,7 +50,7 @@ def page(version: str, scale: Scale, findings: Sequence[Finding]) -> str:
             "above certificate",
             "notes",
         ],
-        (
+        [
             [
                 _name(each),
                 f"{each.served_layer_count} of {each.layer_count}",
@@ -59,15 +60,15 @@ def page(version: str, scale: Scale, findings: Sequence[Finding]) -> str:
                 each.words,
             ]
             for each in of[Verdict.SERVED]
-        ),
+        ],
     )
     for title, verdict in (
         ("Wrong", Verdict.WRONG),
         ("Refused", Verdict.REFUSED),
         ("Not built", Verdict.NOT_BUILT),
     ):
-        rows = ([_name(each), each.words.replace("|", "\\|")] for each in of[verdict])
-        lines += _table(title, ["architecture", "words"], rows)
+        rows = [[_name(each), each.words.replace("|", "\\|")] for each in of[verdict]]
+        lines += _section(title, ["architecture", "words"], rows)
     return "\n".join(lines) + "\n"
 
 
@@ -76,8 +77,5 @@ def _name(finding: Finding) -> str:
     return f"{finding.model_type} ({changes})" if changes else finding.model_type
 
 
-def _table(title: str, heads: list[str], rows: Iterable[list[str]]) -> list[str]:
-    body = [f"| {' | '.join(row)} |" for row in rows]
-    if not body:
-        return []
-    return ["", f"## {title}", "", f"| {' | '.join(heads)} |", "|---" * len(heads) + "|", *body]
+def _section(title: str, header: list[str], rows: list[list[str]]) -> list[str]:
+    return ["", f"## {title}", "", *table(header, rows)] if rows else []

@@ -11,7 +11,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 VOCABULARY = 512
-PARAMETERS_MAX = 60_000_000
+_PARAMETERS_MAX = 60_000_000
 
 # Fields of configs, where they exist. Heads have 128 dimensions, as most models have, unless a
 # caller says otherwise. Weights are large, so that softmax weights are uneven.
@@ -54,7 +54,7 @@ _DOUBTFUL: tuple[tuple[str, ...], ...] = (
     ("layer_types", "head_dim"),
 )
 # What makes another kind of attention of the same architecture.
-VARIANTS: tuple[dict[str, Any], ...] = ({}, {"sliding_window": None}, {"is_decoder": True})
+_VARIANTS: tuple[dict[str, Any], ...] = ({}, {"sliding_window": None}, {"is_decoder": True})
 
 
 class NotBuiltError(Exception):
@@ -91,7 +91,7 @@ def tiny_configs(model_type: str, **sizes: int) -> Iterator[tuple[dict[str, Any]
     base = default_config(model_type)
     text = base.get_text_config(decoder=True)
     fields = _fields(text)
-    for changes in VARIANTS:
+    for changes in _VARIANTS:
         if all(name in fields for name in changes):
             yield changes, _tiny(base, text, sizes, changes)
 
@@ -105,7 +105,7 @@ def tiny_model(config: Any, seed: int = 0) -> torch.nn.Module:
     try:
         with torch.device("meta"):
             count = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
-        if count > PARAMETERS_MAX:
+        if count > _PARAMETERS_MAX:
             raise NotBuiltError(f"the tiny config still has {count:,} parameters")
         torch.manual_seed(seed)
         model: torch.nn.Module = AutoModelForCausalLM.from_config(config).eval()
