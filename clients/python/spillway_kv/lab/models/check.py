@@ -138,7 +138,7 @@ def _refusal(error: UnsupportedModelError) -> str:
 def _decode(model: torch.nn.Module, client: Client, scale: Scale) -> dict[str, Any]:
     """What is found, by the names of Finding's fields."""
     generator = torch.Generator().manual_seed(scale.seed + 1)
-    ids = torch.randint(3, VOCABULARY, (1, scale.prompt), generator=generator)
+    ids = torch.randint(3, VOCABULARY, (1, scale.prompt), generator=generator, device="cpu")
     found: dict[str, Any] = {}
     try:
         own = _generate(model, ids, scale.new, {})
@@ -158,7 +158,7 @@ def _decode(model: torch.nn.Module, client: Client, scale: Scale) -> dict[str, A
             given = cache_argument(cache)
             model(input_ids=ids, use_cache=True, **given)
             for _ in range(scale.forced):
-                token = torch.randint(3, VOCABULARY, (1, 1), generator=generator)
+                token = torch.randint(3, VOCABULARY, (1, 1), generator=generator, device="cpu")
                 model(input_ids=token, use_cache=True, **given)
             found["row_share"] = cache.statistics.rows_touched_fraction
         found |= {"outside": outside.outside, "output_count": outside.count}
@@ -195,9 +195,9 @@ class _Outside:
 
     def __call__(self, event: AttendEvent) -> None:
         exact = event.sequence.attend(event.layer, event.query, Policy(selector="all"))
-        mine, right = (torch.as_tensor(x.out).float() for x in (event.result, exact))
+        mine, right = (torch.as_tensor(x.out, device="cpu").float() for x in (event.result, exact))
         errors = (mine - right).norm(dim=-1) / right.norm(dim=-1)
-        certified = torch.as_tensor(event.result.certificate.relative_errors)
+        certified = torch.as_tensor(event.result.certificate.relative_errors, device="cpu")
         # Rounding: an exact output has a certificate of 0.
         above = (errors > certified + 1e-5).sum(0).tolist()
         for head, count in enumerate(above):
@@ -215,7 +215,9 @@ class _Outside:
 
     def share(self) -> tuple[float, float]:
         """The share, and its standard error if heads are independent and their steps are not."""
-        shares = torch.tensor([above / count for above, count in self.by_head.values()])
+        shares = torch.tensor(
+            [above / count for above, count in self.by_head.values()], device="cpu"
+        )
         if len(shares) < 2:
             return float(shares.mean()) if len(shares) else 0.0, 1.0
         return float(shares.mean()), float(shares.std()) / len(shares) ** 0.5
