@@ -29,6 +29,8 @@ Json Describe(const HashSpec& hash) {
   if (hash.kind == HashKind::kRotation) {
     json["bits_per_dim"] = hash.bits_per_dim;
     json["seed"] = hash.seed;
+    // Older descriptions do not have it.
+    if (hash.value_bits > 0) json["value_bits"] = hash.value_bits;
     return json;
   }
   json["hash_bits"] = hash.hash_bits;

@@ -112,6 +112,7 @@ void SpecMembers(Archive& archive, S& spec) {
   archive.Member("hash.raw_keys", spec.hash.raw_keys);
   archive.Member("hash.bits_per_dim", spec.hash.bits_per_dim);
   archive.Member("hash.seed", spec.hash.seed);
+  archive.Added("hash.value_bits", spec.hash.value_bits);
   archive.Member("hash.hash_bits", spec.hash.hash_bits);
   archive.Member("hash.hidden_dim", spec.hash.hidden_dim);
   archive.Member("hash.hidden_layer_count", spec.hash.hidden_layer_count);

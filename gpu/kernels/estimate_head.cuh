@@ -319,6 +319,7 @@ class HeadEstimate {
     if (lane_ != 0) return;
     head_.norm_sq_unbiased = UnbiasedNormSq(head_.norm_sq, variance.of_numerator);
     head_.variance = variance.of_output;
+    head_.from_codes = false;
     head_.degrees = DegreesOfFreedom(variance.of_output, covariance.first, covariance.second);
   }
 

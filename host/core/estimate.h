@@ -68,19 +68,30 @@ SPILLWAY_HOST_DEVICE inline double SpreadFactor(int64_t drawn, int64_t token_cou
   return n * n * (1 / static_cast<double>(drawn) - 1 / n);
 }
 
-// Variances (traces) of N^ - o D^ and of N^: sums over the strata of SpreadFactor() times the
-// traces of one row.
+// Variances (traces) of N^ - o D^, of N^, and of D^: sums over the strata of SpreadFactor() times
+// the traces of one row.
 struct SampleVariance {
   double of_output = 0;
   double of_numerator = 0;
+  double of_denominator = 0;
 
   SPILLWAY_HOST_DEVICE void Add(int64_t drawn, int64_t token_count, const StratumSpread& spread) {
     if (drawn == 0 || drawn >= token_count) return;
     const double factor = SpreadFactor(drawn, token_count);
     of_output += factor * spread.trace_o;
     of_numerator += factor * spread.trace_n;
+    of_denominator += factor * spread.variance_x;
   }
 };
+
+// Whether D^ is clearly positive. With value codes, the terms of a sample are x - x^, which may be
+// negative: if codes overestimate, D^ may be near 0 or below, and N^ / D^ and log D^ say nothing.
+// Then the codes' own answer is used, and its certificate carries no bound.
+inline constexpr double kClearDeviations = 4;
+SPILLWAY_HOST_DEVICE inline bool IsClearlyPositive(double denominator, double variance) {
+  return denominator > 0 &&
+         denominator * denominator > kClearDeviations * kClearDeviations * variance;
+}
 
 // An estimate of ||N||^2. ||N^||^2 is biased upward by the variance of N^, which is subtracted. 0
 // if that variance is larger, or unknown (infinite).
@@ -98,6 +109,7 @@ struct HeadTotals {
   double norm_sq_unbiased;   // UnbiasedNormSq()
   double variance;           // SampleVariance::of_output
   double degrees;            // DegreesOfFreedom() of the error
+  bool from_codes;           // the sample gave no clear D^: N and D are those of codes alone
 };
 
 // The value that error / sqrt(variance) exceeds with probability delta.
@@ -200,7 +212,7 @@ SPILLWAY_HOST_DEVICE inline HeadCertificate Certify(const TailTerms& terms, bool
   if (drawn == tail_count) return {Promise::kExact, 0.0f, tail_mass};
   if (drawn == 0) return {Promise::kNone, HUGE_VALF, std::bit_cast<float>(0x7FC00000u)};
   const bool known =
-      OutputIsLargeEnough(head) && (ranks_hold || !RestsOnRanks(terms.tail, terms.bound));
+      !head.from_codes && OutputIsLargeEnough(head) && (ranks_hold || !RestsOnRanks(terms.tail, terms.bound));
   const double error = known ? RelativeError(terms, head) : HUGE_VAL;
   const bool promises = terms.may_promise && !limited && error <= terms.epsilon;
   return {promises ? Promise::kStatistical : Promise::kNone,

@@ -56,26 +56,64 @@ double ErrorDegrees(const HeadEstimate& e, std::span<const StratumSums> strata,
   return DegreesOfFreedom(e.variance, trace, square);
 }
 
-}  // namespace
-
-HeadEstimate EstimateHead(const RowSums& exact, std::span<const float> exact_value,
-                          std::span<const StratumSums> strata, std::span<const float> signs) {
-  const size_t d = exact_value.size();
-  HeadEstimate e{};
-  e.max = exact.max;
-  for (const StratumSums& s : strata) e.max = std::max<double>(e.max, s.sums.max);
-  e.numerator.assign(d, 0.0);
+// Sums of x and x v over exact rows and codes, in units of exp(e.max).
+void AddKnown(const RowSums& exact, std::span<const float> exact_value, const CodeSums& codes,
+              HeadEstimate& e) {
+  e.exact_denominator = 0;
+  e.numerator.assign(exact_value.size(), 0.0);
   if (exact.count > 0) {
     const double f = std::exp(exact.max - e.max);
     e.exact_denominator = f * exact.sum;
-    for (size_t i = 0; i < d; ++i) e.numerator[i] = f * exact_value[i];
+    for (size_t i = 0; i < e.numerator.size(); ++i) e.numerator[i] = f * exact_value[i];
   }
   e.denominator = e.exact_denominator;
+  if (codes.value.empty()) return;
+  const double f = std::exp(codes.reference - e.max);
+  e.denominator += f * codes.sum;
+  for (size_t i = 0; i < e.numerator.size(); ++i) e.numerator[i] += f * codes.value[i];
+}
+
+void AddStrata(std::span<const StratumSums> strata, HeadEstimate& e) {
   for (const StratumSums& s : strata) {
     if (s.sums.count == 0) continue;
     const double f = std::exp(s.sums.max - e.max) * StratumRate(s.sums.count, s.token_count);
     e.denominator += f * s.sums.sum;
-    for (size_t i = 0; i < d; ++i) e.numerator[i] += f * s.value[i];
+    for (size_t i = 0; i < e.numerator.size(); ++i) e.numerator[i] += f * s.value[i];
+  }
+}
+
+// Variance of D^.
+double DenominatorVariance(std::span<const StratumSums> strata, double max) {
+  SampleVariance variance;
+  for (const StratumSums& s : strata) {
+    const double f = std::exp(s.sums.max - max);
+    const StratumMoments m{.sum_x = f * s.sums.sum,
+                           .sum_xx = f * f * s.sums.sum_sq,
+                           .sum_xxvv = 0,
+                           .sum_xv_sq = 0,
+                           .sum_xvo_sq = 0,
+                           .o_dot_sum_xxv = 0};
+    variance.Add(s.sums.count, s.token_count, SpreadOf(s.sums.count, s.token_count, m, 0));
+  }
+  return variance.of_denominator;
+}
+
+}  // namespace
+
+HeadEstimate EstimateHead(const RowSums& exact, std::span<const float> exact_value,
+                          std::span<const StratumSums> strata, std::span<const float> signs,
+                          const CodeSums& codes) {
+  const size_t d = exact_value.size();
+  HeadEstimate e{};
+  e.max = exact.max;
+  for (const StratumSums& s : strata) e.max = std::max<double>(e.max, s.sums.max);
+  if (codes.sum > 0) e.max = std::max(e.max, codes.reference);
+  AddKnown(exact, exact_value, codes, e);
+  AddStrata(strata, e);
+  if (!codes.value.empty() &&
+      !IsClearlyPositive(e.denominator, DenominatorVariance(strata, e.max))) {
+    e.from_codes = true;
+    AddKnown(exact, exact_value, codes, e);
   }
   for (const double v : e.numerator) e.norm_sq += v * v;
   const double o_norm_sq = e.norm_sq / (e.denominator * e.denominator);

@@ -17,6 +17,14 @@ struct StratumSums {
   std::span<const float> projected;  // [kProjectionEntries] sum x^2 y y^T
 };
 
+// What codes of keys and values alone give for a head's tail (host/core/value_code.h). If a head has
+// them, its strata's sums are over x v - x^ v^ and x - x^ in place of x v and x.
+struct CodeSums {
+  double reference = 0;       // sums are in units of exp(reference)
+  double sum = 0;             // sum x^ over the tail
+  std::vector<double> value;  // [d] sum x^ v^; empty: the head has none
+};
+
 // The estimate of one query head's output, before N^ is divided by D^.
 struct HeadEstimate : HeadTotals {
   std::vector<double> numerator;       // [d] N^
@@ -26,6 +34,7 @@ struct HeadEstimate : HeadTotals {
 // exact: sums over sink, window and heavy set. exact_value: [d], their sum x v. signs: [d], +1 or
 // -1, of the projection. d is a multiple of kProjectionDims.
 HeadEstimate EstimateHead(const RowSums& exact, std::span<const float> exact_value,
-                          std::span<const StratumSums> strata, std::span<const float> signs);
+                          std::span<const StratumSums> strata, std::span<const float> signs,
+                          const CodeSums& codes = {});
 
 }  // namespace spillway

@@ -10,6 +10,7 @@
 #include "host/core/quantiser.h"
 #include "host/core/query_code.h"
 #include "host/core/score.h"
+#include "host/core/value_code.h"
 #include "host/cpu/logit_scorer.h"
 
 namespace spillway {
@@ -138,8 +139,15 @@ absl::Status AsymmetricScorer::Bins(int64_t page, int tile_begin, int tile_end, 
   if (next != nullptr) PrefetchRow(next + behind, query_.layout.page_bytes() - behind);
   PageMask mask;
   MaskPage(page, mask);
+  LevelTarget levels;
+  if (levels_ != nullptr) {
+    const int64_t page_levels = int64_t{query_.row_count} * kPageTokenCount;
+    levels = {levels_ + (page - first_page_) * page_levels, shrinkage_.data()};
+    if (tile_begin != 0 || tile_end != kTilesPerPage) std::fill_n(levels.levels, page_levels, 0);
+  }
   AsymmetricBins(query_, {PageOf(page), next}, PageCentreLogits(page), mask, tile_begin, tile_end,
-                 bins, head_bins, page_sums_.data() + (page - first_page_) * query_.row_count);
+                 bins, head_bins, levels,
+                 page_sums_.data() + (page - first_page_) * query_.row_count);
   return absl::OkStatus();
 }
 
@@ -151,6 +159,12 @@ RankSums<double> AsymmetricScorer::SumPages(int g) const {
     error[(first_page_ + p) % kRankPageChains] += double{sums.error};
   }
   return {SumChains(weight.data(), kRankPageChains), SumChains(error.data(), kRankPageChains)};
+}
+
+const float* AsymmetricScorer::KeepLevels(uint8_t* levels) {
+  levels_ = levels;
+  for (const double scale : error_scale_) shrinkage_.push_back(LevelShrinkage(scale));
+  return query_.references.reference;
 }
 
 bool AsymmetricScorer::Reweigh() {

@@ -18,6 +18,7 @@ class AsymmetricScorer final : public KeyScorer {
   absl::Status Prepare() override;
   absl::Status Bins(int64_t page, int tile_begin, int tile_end, uint16_t* bins,
                     uint16_t* const* head_bins) const override;
+  const float* KeepLevels(uint8_t* levels) override;
   bool Reweigh() override;
   void RankVariances(std::span<double> of_head) const override;
 
@@ -47,6 +48,8 @@ class AsymmetricScorer final : public KeyScorer {
   std::vector<int8_t> weights_;
   ScoreQuery query_;
   std::vector<double> error_scale_;   // [G] RankErrorScale()
+  std::vector<float> shrinkage_;      // [G] LevelShrinkage()
+  uint8_t* levels_ = nullptr;         // of KeepLevels(); null: none are kept
   std::vector<float> centre_logits_;  // [pages from first_page_][G]
   // [pages from first_page_][G]; the thread that scores a page writes its entries.
   mutable std::vector<RankSums<float>> page_sums_;

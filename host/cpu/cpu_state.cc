@@ -58,7 +58,10 @@ absl::StatusOr<std::unique_ptr<CpuModel>> CpuModel::Create(const ModelSpec& spec
 }
 
 CpuModel::CpuModel(const ModelSpec& spec, Arena* arena, std::vector<MethodIndex> method_indices)
-    : spec_(spec), layout_(CodeLayout::Of(spec)), method_indices_(std::move(method_indices)) {
+    : spec_(spec),
+      layout_(CodeLayout::Of(spec)),
+      signs_(HadamardSigns::Of(spec.head_dim)),
+      method_indices_(std::move(method_indices)) {
   if (!spec.has_index()) return;
   code_pool_ = std::make_unique<PagePool>(arena, IndexPageBytes(spec));
 }
@@ -110,6 +113,7 @@ EncodeParams CpuModel::encode_params(int layer) const {
   p.head_dim = spec_.head_dim;
   p.bits_per_dim = spec_.hash.bits_per_dim;
   p.layout = layout_;
+  p.signs = &signs_;
   if (!rotations_.empty()) {
     p.rotation = rotations_[layer].data();
     p.rotation_transposed = rotations_transposed_[layer].data();
@@ -211,6 +215,14 @@ void EncodePages(const CpuModel& model, int layer, const LayerRows& rows, int kv
   }
 }
 
+// Writes what the index of a page has of values: norms and, if the model has them, value codes.
+void WriteValues(const CpuModel& model, int layer, const FirstRows& first, const PageValues& values,
+                 const std::byte* rows, const float* radii, std::byte* page) {
+  WriteNorms(model.layout(), first, values, radii, page);
+  if (model.layout().value_bits == 0) return;
+  EncodeValues(model.spec(), model.encode_params(layer), values, rows, page);
+}
+
 // Writes the codes and norms of the first pages, and sets first_rows, which later pages are
 // compared with.
 void IndexFirstPages(const CpuModel& model, int layer, const LayerRows& rows, LayerIndex& index) {
@@ -224,8 +236,8 @@ void IndexFirstPages(const CpuModel& model, int layer, const LayerRows& rows, La
     for (int64_t p = 0; p < kPages; ++p) values.push_back(MeasureValues(spec, rows.Page(h, p)));
     index.first_rows[h] = MeasureFirstRows(values, radii.data());
     for (int64_t p = 0; p < kPages; ++p) {
-      WriteNorms(model.layout(), index.first_rows[h], values[p], radii.data() + p * kPageTokenCount,
-                 index.codes[h].Page(p));
+      WriteValues(model, layer, index.first_rows[h], values[p], rows.Page(h, p),
+                  radii.data() + p * kPageTokenCount, index.codes[h].Page(p));
     }
   });
 }
@@ -260,8 +272,8 @@ void IndexAppended(const CpuModel& model, int layer, const LayerRows& rows, Laye
     if (page >= closed && page < ClosedPages(n)) {
       float radii[kPageTokenCount];
       EncodePages(model, layer, rows, h, page, page + 1, index.codes[h], radii);
-      WriteNorms(model.layout(), index.first_rows[h], MeasureValues(spec, rows.Page(h, page)),
-                 radii, index.codes[h].Page(page));
+      WriteValues(model, layer, index.first_rows[h], MeasureValues(spec, rows.Page(h, page)),
+                  rows.Page(h, page), radii, index.codes[h].Page(page));
     }
     if (!by_methods) return;
     const PageKeys keys{.layer = layer,

@@ -46,6 +46,8 @@ class CpuModel final : public DeviceModel {
 
   // Layout of the model's codes.
   const CodeLayout& layout() const { return layout_; }
+  // The transform of value codes.
+  const HadamardSigns& signs() const { return signs_; }
   PagePool* code_pool() const { return code_pool_.get(); }
   // Parameters of the encoder, except the centre. For a model with a rotation.
   EncodeParams encode_params(int layer) const;
@@ -59,6 +61,7 @@ class CpuModel final : public DeviceModel {
 
   ModelSpec spec_;
   CodeLayout layout_;
+  HadamardSigns signs_;
   std::vector<std::vector<float>> rotations_;             // per layer [d][d]
   std::vector<std::vector<float>> rotations_transposed_;  // likewise
   std::vector<MethodIndex> method_indices_;

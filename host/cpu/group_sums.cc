@@ -2,10 +2,12 @@
 
 #include <algorithm>
 #include <cmath>
+#include <memory>
 
 #include "host/base/parallel.h"
 #include "host/base/status_macros.h"
 #include "host/cpu/kernels.h"
+#include "host/cpu/value_pass.h"
 
 namespace spillway {
 namespace {
@@ -17,7 +19,7 @@ constexpr int64_t kFoldTaskRows = 512;
 // among all folded tokens.
 absl::Status FoldTask(const AttendContext& context, int kv_head, const GroupQueries& queries,
                       const ValueTerms& values, std::span<const uint32_t> tokens, int64_t first,
-                      const RowWeigher* weigher, GroupSums& sums) {
+                      const FoldOptions& options, GroupSums& sums) {
   RETURN_IF_ERROR(context.CheckCancelled());
   const LayerRows& rows = *context.attend->rows;
   const DType dtype = context.spec().dtype;
@@ -37,6 +39,8 @@ absl::Status FoldTask(const AttendContext& context, int kv_head, const GroupQuer
   for (int64_t i = 0; i < std::min<int64_t>(kRowBlock, count); ++i) {
     PrefetchRow(buffers[0][i], rows.row_bytes());
   }
+  const auto block =
+      options.codes == nullptr ? nullptr : std::make_unique<ValuePass::Block>();
   int current = 0;
   for (int64_t at = 0; at < count; at += kRowBlock, current ^= 1) {
     const int m = static_cast<int>(std::min<int64_t>(kRowBlock, count - at));
@@ -49,7 +53,13 @@ absl::Status FoldTask(const AttendContext& context, int kv_head, const GroupQuer
             NonFiniteLogit(context, kv_head, logits + g * kRowBlock, tokens.data() + at, m));
       }
     }
-    if (weigher != nullptr) weigher->Weigh(first + at, m, pointers, logits);
+    if (options.weigher != nullptr) options.weigher->Weigh(first + at, m, pointers, logits);
+    if (options.codes != nullptr) {
+      FoldResiduals(dtype, pointers, m, group, d, logits,
+                    options.codes->RowsOf(tokens.subspan(at, m), *block), sums.sums.data(),
+                    sums.Target(values));
+      continue;
+    }
     FoldRows(dtype, pointers, next, m, nullptr, group, d, logits, sums.sums.data(),
              sums.Target(values));
   }
@@ -87,7 +97,7 @@ ValueSums GroupSums::Target(const ValueTerms& terms) {
 
 absl::Status FoldTokens(const AttendContext& context, int kv_head, const GroupQueries& queries,
                         const ValueTerms& values, std::span<const uint32_t> tokens, GroupSums& into,
-                        const RowWeigher* weigher) {
+                        const FoldOptions& options) {
   const auto count = static_cast<int64_t>(tokens.size());
   const int64_t tasks = (count + kFoldTaskRows - 1) / kFoldTaskRows;
   std::vector<GroupSums> parts(
@@ -97,7 +107,7 @@ absl::Status FoldTokens(const AttendContext& context, int kv_head, const GroupQu
     const int64_t first = task * kFoldTaskRows;
     statuses[task] = FoldTask(context, kv_head, queries, values,
                               tokens.subspan(first, std::min(kFoldTaskRows, count - first)), first,
-                              weigher, parts[task]);
+                              options, parts[task]);
   });
   for (int64_t task = 0; task < tasks; ++task) {
     RETURN_IF_ERROR(statuses[task]);

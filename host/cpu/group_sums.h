@@ -12,6 +12,8 @@
 
 namespace spillway {
 
+class ValuePass;
+
 // Changes the logits of rows before they are folded, for a method's tail. Thread-safe.
 class RowWeigher {
  public:
@@ -63,11 +65,17 @@ struct GroupSums {
   }
 };
 
+// How rows are folded, if not as they are; members may be null.
+struct FoldOptions {
+  const RowWeigher* weigher = nullptr;
+  // Folds x v - x^ v^ in place of x v. Needs moments.
+  const ValuePass* codes = nullptr;
+};
+
 // Folds the rows of a KV head's tokens into `into`, in parallel, with moments if `into` has them.
-// queries: the group of one query. weigher: may be null. OUT_OF_RANGE names a token whose logit is
-// not finite; CANCELLED.
+// queries: the group of one query. OUT_OF_RANGE names a token whose logit is not finite; CANCELLED.
 absl::Status FoldTokens(const AttendContext& context, int kv_head, const GroupQueries& queries,
                         const ValueTerms& values, std::span<const uint32_t> tokens, GroupSums& into,
-                        const RowWeigher* weigher = nullptr);
+                        const FoldOptions& options = {});
 
 }  // namespace spillway

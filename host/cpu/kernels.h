@@ -32,6 +32,13 @@ struct RowQueries {
 
 // ---- codes -------------------------------------------------------------
 
+// Signs of host/core/value_code.h: +1 or -1, by transform and entry.
+struct HadamardSigns {
+  float of[2][kHeadDimMax];
+
+  static HadamardSigns Of(int dim);
+};
+
 struct EncodeParams {
   int head_dim = 0;
   int bits_per_dim = 0;
@@ -39,6 +46,7 @@ struct EncodeParams {
   const float* rotation = nullptr;             // P [d][d], row-major
   const float* rotation_transposed = nullptr;  // P^T [d][d]
   const float* centre = nullptr;               // c [d]
+  const HadamardSigns* signs = nullptr;        // for value codes
 };
 
 // Computes codes and factors of the 16 keys of a tile. keys: the first row of the tile; rows are
@@ -54,6 +62,12 @@ void Distances(DType dtype, const std::byte* vectors, int64_t row_bytes, int cou
 void StoreCode(const CodeLayout& layout, const uint8_t* codes, std::byte* page, int slot);
 // y = P x, [d]. Each y_j is one chain of fused multiply-adds over i, as in the encoder.
 void Rotate(const EncodeParams& params, const float* x, float* y);
+
+// Writes the value codes and value factors of the 16 values of a tile. values: V of the tile's first
+// row; rows are row_bytes apart. centre: the page's value centre [dim], bf16 numbers.
+void EncodeValueTile(const CodeLayout& layout, const HadamardSigns& signs, DType dtype,
+                     const std::byte* values, int64_t row_bytes, const float* centre,
+                     std::byte* page, int tile);
 
 // ---- scores ------------------------------------------------------------
 
@@ -84,6 +98,11 @@ struct ScanPage {
 // q.c of a page's centre for each query of the group, [G][d] (host/core/page_score.h).
 void CentreLogits(const float* queries, int group, int dim, float softmax_scale,
                   const std::byte* centre, float* centre_logits);
+// The levels of x^ that a pass over scores writes.
+struct LevelTarget {
+  uint8_t* levels = nullptr;         // [G][kPageTokenCount] of a page; null: none are written
+  const float* shrinkage = nullptr;  // [G] LevelShrinkage()
+};
 // Estimated logits of the 128 keys of a page, times log2(e): [G][128].
 // centre_logits: [G].
 void AsymmetricLogits(const ScoreQuery& query, const ScanPage& page, const float* centre_logits,
@@ -94,10 +113,11 @@ struct PageMask {
 };
 // Score bins of tiles [tile_begin, tile_end) of a page, both even, 16 per tile: the bits of the
 // group score (host/core/score.h) >> kScoreBinShift. head_bins (null, or row_count pointers)
-// receives the bins of each query head, for top-p. sums: [G], over these tiles.
+// receives the bins of each query head, for top-p. Levels are 0 where the mask is. sums: [G], over
+// these tiles.
 void AsymmetricBins(const ScoreQuery& query, const ScanPage& page, const float* centre_logits,
                     const PageMask& mask, int tile_begin, int tile_end, uint16_t* bins,
-                    uint16_t* const* head_bins, RankSums<float>* sums);
+                    uint16_t* const* head_bins, const LevelTarget& levels, RankSums<float>* sums);
 // Replaces `count` bins by WeighBin() of each; count is a multiple of 32.
 void WeighBins(const uint8_t* norms, int raise, int count, uint16_t* bins);
 // Bins of the same group scores, from logits [G][stride] in nats, exact or estimated. token_count
@@ -130,6 +150,39 @@ struct SampleLimits {
 int64_t FilterTokens(const uint16_t* bins, uint32_t first_token, int64_t count,
                      const SampleOrder& order, const SampleLimits& limits, uint32_t* out);
 
+// ---- value codes -------------------------------------------------------
+
+// For one query head, over the tokens of a page: the sum of x^, in kRankChains chains, and the
+// largest g x^. levels: [kPageTokenCount].
+struct PageWeights {
+  float sum;
+  float largest;
+};
+PageWeights WeighPage(const uint8_t* levels, const std::byte* value_factors);
+// CodeWeight() of each token of a page, [kPageTokenCount]; returns their sum.
+int CodeWeights(const uint8_t* levels, const std::byte* value_factors, float largest,
+                int8_t* weights);
+// sums [head][dim] += the sum over the page's tokens of weight times u. weights:
+// [head][kPageTokenCount].
+void SumValueCodes(const CodeLayout& layout, const std::byte* page, const int8_t* weights,
+                   int head_count, int32_t* sums);
+// sums [dim] += centre times a factor. centre: bf16 [dim].
+void AddScaled(const std::byte* centre, int dim, float by, float* sums);
+// x = H^T x, [dim].
+void UndoHadamard(const HadamardSigns& signs, int dim, float* x);
+// H^T t of the token at slot [0, 128) of a page, [dim]. code has room for kHeadDimMax + 16.
+void DecodeValue(const CodeLayout& layout, const HadamardSigns& signs, const std::byte* page,
+                 int slot, float* code);
+
+// What codes say about a block of rows.
+struct ResidualRows {
+  const uint8_t* levels;      // [head][kRowBlock]
+  const float* code_weights;  // [head][kRowBlock] g x^, as rounded for the sums, in units of 2^M_h
+  const float* references;    // [head] M_h
+  const float* centres;       // [row][dim] value centres of the rows' pages
+  const float* codes;         // [row][kHeadDimMax] DecodeValue()
+};
+
 // ---- rows --------------------------------------------------------------
 
 inline constexpr int kRowBlock = 32;  // maximum rows of a kernel call
@@ -159,5 +212,11 @@ struct ValueSums {
 void FoldRows(DType dtype, const std::byte* const* rows, const std::byte* const* next, int count,
               const int* counts, int head_count, int head_dim, float* logits, RowSums* sums,
               const ValueSums& values);
+
+// Folds rows as FoldRows() does with moments, but of x v - x^ v^ in place of x v, and of x - x^ in
+// place of x. values must have moments.
+void FoldResiduals(DType dtype, const std::byte* const* rows, int count, int head_count,
+                   int head_dim, const float* logits, const ResidualRows& residual, RowSums* sums,
+                   const ValueSums& values);
 
 }  // namespace spillway

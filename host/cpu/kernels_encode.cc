@@ -7,6 +7,7 @@
 #include <limits>
 
 #include "host/core/quantiser.h"
+#include "host/core/value_code.h"
 #include "host/cpu/kernels.h"
 
 #define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_SSE4)
@@ -187,6 +188,95 @@ void EncodeTileImpl(const EncodeParams& p, DType dtype, const std::byte* keys, i
   EncodeLanes(p, x, y, page, tile);
 }
 
+// x = H x for the lanes' vectors, [dim][16].
+void Transform(const HadamardSigns& signs, int dim, int lane, float* HWY_RESTRICT x) {
+  const D16 d;
+  const int size = HadamardSize(dim);
+  const auto scale = hn::Set(d, HadamardScale(dim));
+  for (int part = 0; part < HadamardCount(dim); ++part) {
+    float* const range = x + (part == 0 ? 0 : dim - size) * kTileTokenCount + lane;
+    const auto at = [&](int i) { return range + i * kTileTokenCount; };
+    for (int i = 0; i < size; ++i) {
+      hn::Store(hn::Mul(hn::Load(d, at(i)), hn::Set(d, signs.of[part][i])), d, at(i));
+    }
+    for (int span = 1; span < size; span *= 2) {
+      for (int first = 0; first < size; first += 2 * span) {
+        for (int i = first; i < first + span; ++i) {
+          const auto a = hn::Load(d, at(i));
+          const auto b = hn::Load(d, at(i + span));
+          hn::Store(hn::Add(a, b), d, at(i));
+          hn::Store(hn::Sub(a, b), d, at(i + span));
+        }
+      }
+    }
+    for (int i = 0; i < size; ++i) hn::Store(hn::Mul(hn::Load(d, at(i)), scale), d, at(i));
+  }
+}
+
+void EncodeValueTileImpl(const CodeLayout& layout, const HadamardSigns& signs, DType dtype,
+                         const std::byte* values, int64_t row_bytes, const float* centre,
+                         std::byte* page, int tile) {
+  const D16 d;
+  const hn::RebindToSigned<D16> di;
+  const hn::Rebind<uint8_t, decltype(di)> d8;
+  const int n = static_cast<int>(hn::Lanes(d));
+  const int dim = layout.centre_dims;
+  const int levels = 1 << layout.value_bits;
+  const auto scale =
+      hn::Set(d, std::sqrt(static_cast<float>(dim)) / QuantiserStep(layout.value_bits));
+  const auto zero = hn::Zero(d);
+  const auto half = hn::Set(d, static_cast<float>(levels / 2));
+  const auto top = hn::Set(d, static_cast<float>(levels - 1));
+  const auto middle = hn::Set(d, 0.5f * static_cast<float>(levels - 1));
+  HWY_ALIGN float x[kHeadDimMax * kTileTokenCount];
+  HWY_ALIGN uint8_t codes[kHeadDimMax * kTileTokenCount];
+  LoadDifferences(dtype, values, row_bytes, dim, centre, x);
+  for (int lane = 0; lane < kTileTokenCount; lane += n) {
+    const auto length = Normalise(dim, lane, x);
+    Transform(signs, dim, lane, x);
+    auto dot = zero, square = zero;
+    for (int j = 0; j < dim; ++j) {
+      const auto y = hn::Load(d, x + j * kTileTokenCount + lane);
+      auto u = hn::Add(hn::Floor(hn::Mul(y, scale)), half);
+      u = hn::Min(hn::Max(u, zero), top);
+      const auto t = hn::Sub(u, middle);
+      dot = hn::MulAdd(y, t, dot);
+      square = hn::MulAdd(t, t, square);
+      hn::StoreU(hn::DemoteTo(d8, hn::ConvertTo(di, u)), d8, codes + j * kTileTokenCount + lane);
+    }
+    // g = ||w|| <y, t> / <t, t>, in bf16; 0 unless it is positive.
+    auto g = hn::Mul(length, hn::Div(dot, square));
+    g = hn::Min(g, hn::Set(d, 3.0e38f));
+    g = hn::IfThenElseZero(hn::And(hn::Gt(length, zero), hn::Gt(dot, zero)), g);
+    HWY_ALIGN float wide[kTileTokenCount];
+    hn::Store(g, d, wide);
+    FromFloatImpl(
+        DType::kBF16, wide, n,
+        page + layout.value_factor_offset_bytes() + 2 * (tile * kTileTokenCount + lane));
+  }
+  constexpr int kGroups = kTileTokenCount / kValueGroupTokens;
+  auto* words = reinterpret_cast<uint32_t*>(page + layout.value_code_offset_bytes()) +
+                tile * kGroups * layout.value_group_words();
+  for (int group = 0; group < kGroups; ++group) {
+    for (int part = 0, below = 0; part < layout.value_parts(); ++part) {
+      const int width = layout.value_width(part);
+      const int count = layout.value_words(part);
+      const uint32_t mask = ((1u << width) - 1) * 0x01010101u;
+      for (int j = 0; j < count; ++j) {
+        uint32_t word = 0;
+        for (int p = 0; p < 8 / width; ++p) {
+          uint32_t fields;
+          std::memcpy(&fields,
+                      codes + (p * count + j) * kTileTokenCount + group * kValueGroupTokens, 4);
+          word |= ((fields >> below) & mask) << (width * p);
+        }
+        *words++ = word;
+      }
+      below += width;
+    }
+  }
+}
+
 }  // namespace HWY_NAMESPACE
 }  // namespace spillway
 HWY_AFTER_NAMESPACE();
@@ -196,6 +286,7 @@ namespace spillway {
 HWY_EXPORT(RotateImpl);
 HWY_EXPORT(EncodeTileImpl);
 HWY_EXPORT(DistancesImpl);
+HWY_EXPORT(EncodeValueTileImpl);
 
 void StoreCode(const CodeLayout& layout, const uint8_t* codes, std::byte* page, int slot) {
   uint32_t* words = reinterpret_cast<uint32_t*>(page);
@@ -222,6 +313,12 @@ void Rotate(const EncodeParams& params, const float* x, float* y) {
 void EncodeTile(const EncodeParams& params, DType dtype, const std::byte* keys, int64_t row_bytes,
                 std::byte* page, int tile) {
   HWY_DYNAMIC_DISPATCH(EncodeTileImpl)(params, dtype, keys, row_bytes, page, tile);
+}
+void EncodeValueTile(const CodeLayout& layout, const HadamardSigns& signs, DType dtype,
+                     const std::byte* values, int64_t row_bytes, const float* centre,
+                     std::byte* page, int tile) {
+  HWY_DYNAMIC_DISPATCH(EncodeValueTileImpl)
+  (layout, signs, dtype, values, row_bytes, centre, page, tile);
 }
 void Distances(DType dtype, const std::byte* vectors, int64_t row_bytes, int count, int dim,
                const float* centre, float* distances) {

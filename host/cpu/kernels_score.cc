@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "host/core/histogram.h"
+#include "host/core/value_code.h"
 #include "host/cpu/kernels.h"
 
 #define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_SSE4)
@@ -135,6 +136,19 @@ HWY_INLINE float SumSixteen(const float* chains) {
   return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
+// ValueLevel() of each lane; 0 where the mask is 0.
+HWY_INLINE void StoreLevels(VF x, VF factor_square, float shrinkage, VF mask, uint8_t* out) {
+  const DF df;
+  const hn::Rebind<uint8_t, DI> d8;
+  constexpr float kShrinkMax = 0.5f * kLogitVarianceMax * kExpLog2E;
+  const auto shrink =
+      hn::Min(hn::Mul(factor_square, hn::Set(df, shrinkage)), hn::Set(df, kShrinkMax));
+  auto level = hn::MulAdd(hn::Sub(x, shrink), hn::Set(df, static_cast<float>(kLevelsPerOctave)),
+                          hn::Set(df, static_cast<float>(kLevelZero)));
+  level = hn::Min(hn::Max(level, hn::Zero(df)), hn::Set(df, static_cast<float>(kLevelMax)));
+  hn::StoreU(hn::DemoteTo(d8, hn::NearestInt(hn::Mul(level, mask))), d8, out);
+}
+
 // RankSums of a page as chains, one per slot of a tile. They are in memory, because heads take
 // turns.
 struct RankChains {
@@ -146,7 +160,8 @@ struct RankChains {
 template <int kBits>
 void AsymmetricBinsOf(const ScoreQuery& q, const ScanPage& page, const float* centre_logits,
                       const PageMask& mask, int tile_begin, int tile_end, uint16_t* bins,
-                      uint16_t* const* head_bins, RankSums<float>* sums) {
+                      uint16_t* const* head_bins, const LevelTarget& levels,
+                      RankSums<float>* sums) {
   static_assert(kRankChains == kTileTokenCount);
   const DF df;
   const int n = static_cast<int>(hn::Lanes(df));
@@ -164,16 +179,22 @@ void AsymmetricBinsOf(const ScoreQuery& q, const ScanPage& page, const float* ce
       VF score[kPair] = {hn::Zero(df), hn::Zero(df)};
       const int64_t out = (tile - tile_begin) * kTileTokenCount + lane;
       PairLogits<kBits>(q, page, tile, lane, [&](int t, int h, VF p, VF factor) HWY_ATTR {
-        const auto e = ScoreExp2Vec(df, hn::MulAdd(p, factor, hn::Set(df, shift[h])));
+        const auto x = hn::MulAdd(p, factor, hn::Set(df, shift[h]));
+        const auto e = ScoreExp2Vec(df, x);
         if (head_bins != nullptr) StoreBins(e, head_bins[h] + out + t * kTileTokenCount);
         score[t] = hn::MulAdd(e, hn::Set(df, q.references.head_weight[h]), score[t]);
-        const auto summed =
-            hn::Mul(e, hn::Load(df, mask.of_slot + (tile + t) * kTileTokenCount + lane));
+        const int slot = (tile + t) * kTileTokenCount + lane;
+        const auto counts = hn::Load(df, mask.of_slot + slot);
+        const auto summed = hn::Mul(e, counts);
         float* weight = chains.weight[h] + lane;
         float* error = chains.error[h] + lane;
         hn::Store(hn::Add(hn::Load(df, weight), summed), df, weight);
         const auto square = hn::Min(hn::Mul(factor, factor), most);
         hn::Store(hn::MulAdd(summed, square, hn::Load(df, error)), df, error);
+        if (levels.levels != nullptr) {
+          StoreLevels(x, square, levels.shrinkage[h], counts,
+                      levels.levels + h * kPageTokenCount + slot);
+        }
       });
       for (int t = 0; t < kPair; ++t) StoreBins(score[t], bins + out + t * kTileTokenCount);
     }
@@ -185,9 +206,10 @@ void AsymmetricBinsOf(const ScoreQuery& q, const ScanPage& page, const float* ce
 
 void AsymmetricBinsImpl(const ScoreQuery& q, const ScanPage& page, const float* centre_logits,
                         const PageMask& mask, int tile_begin, int tile_end, uint16_t* bins,
-                        uint16_t* const* head_bins, RankSums<float>* sums) {
+                        uint16_t* const* head_bins, const LevelTarget& levels,
+                        RankSums<float>* sums) {
   const auto of = [&](auto f) {
-    f(q, page, centre_logits, mask, tile_begin, tile_end, bins, head_bins, sums);
+    f(q, page, centre_logits, mask, tile_begin, tile_end, bins, head_bins, levels, sums);
   };
   switch (q.layout.width[0] + q.layout.width[1]) {
     case 1:
@@ -429,9 +451,9 @@ void AsymmetricLogits(const ScoreQuery& query, const ScanPage& page, const float
 }
 void AsymmetricBins(const ScoreQuery& query, const ScanPage& page, const float* centre_logits,
                     const PageMask& mask, int tile_begin, int tile_end, uint16_t* bins,
-                    uint16_t* const* head_bins, RankSums<float>* sums) {
+                    uint16_t* const* head_bins, const LevelTarget& levels, RankSums<float>* sums) {
   HWY_DYNAMIC_DISPATCH(AsymmetricBinsImpl)
-  (query, page, centre_logits, mask, tile_begin, tile_end, bins, head_bins, sums);
+  (query, page, centre_logits, mask, tile_begin, tile_end, bins, head_bins, levels, sums);
 }
 void WeighBins(const uint8_t* norms, int raise, int count, uint16_t* bins) {
   HWY_DYNAMIC_DISPATCH(WeighBinsImpl)(norms, raise, count, bins);

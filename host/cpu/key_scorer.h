@@ -55,6 +55,14 @@ class KeyScorer {
   // have them. Bins of tokens outside [begin, end) are not read.
   virtual absl::Status Bins(int64_t page, int tile_begin, int tile_end, uint16_t* bins,
                             uint16_t* const* head_bins) const = 0;
+  // Makes Bins() also write the levels of x^ (host/core/value_code.h) of each query head:
+  // [page from that of `begin` on][G][kPageTokenCount], 0 for tokens that are not scored and for
+  // strays. Called before Bins(). Returns M_h of the heads, [G]; null: the selector does not
+  // estimate logits from codes, and writes none.
+  virtual const float* KeepLevels(uint8_t* levels) {
+    static_cast<void>(levels);
+    return nullptr;
+  }
   // Called once all tokens have bins. Returns whether it has changed the weights of the query
   // heads; then all bins must be computed again.
   virtual bool Reweigh() { return false; }

@@ -128,6 +128,21 @@ PageValues MeasureValues(const ModelSpec& spec, const std::byte* rows) {
   return page;
 }
 
+void EncodeValues(const ModelSpec& spec, const EncodeParams& params, const PageValues& values,
+                  const std::byte* rows, std::byte* page) {
+  const int d = spec.head_dim;
+  std::byte* const centre = page + params.layout.value_centre_offset_bytes();
+  FromFloat(DType::kBF16, values.centre.data(), d, centre);
+  std::vector<float> wide(d);
+  ToFloat(DType::kBF16, centre, d, wide.data());
+  const std::byte* const first = rows + spec.row_bytes() / 2;
+  for (int tile = 0; tile < kTilesPerPage; ++tile) {
+    EncodeValueTile(params.layout, *params.signs, spec.dtype,
+                    first + tile * kTileTokenCount * spec.row_bytes(), spec.row_bytes(),
+                    wide.data(), page, tile);
+  }
+}
+
 FirstRows MeasureFirstRows(std::span<const PageValues> pages, const float* radii) {
   FirstRows first;
   first.statistics.median_radius = Median({radii, kCentreTokenCount});

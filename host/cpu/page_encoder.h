@@ -25,6 +25,11 @@ struct PageValues {
 };
 PageValues MeasureValues(const ModelSpec& spec, const std::byte* rows);
 
+// Writes the value codes, value factors and value centre of a page. REQUIRES: the layout has value
+// codes.
+void EncodeValues(const ModelSpec& spec, const EncodeParams& params, const PageValues& values,
+                  const std::byte* rows, std::byte* page);
+
 // What is kept of a KV head's first kCentreTokenCount rows.
 struct FirstRows {
   HeadStatistics statistics;

@@ -26,9 +26,10 @@ void CountBins(const uint16_t* bins, int64_t count, uint32_t* histogram, int bin
 
 }  // namespace
 
-ScorePass::ScorePass(const ScoredKeys& keys, Selector selector, bool by_mass)
+ScorePass::ScorePass(const ScoredKeys& keys, Selector selector, bool by_mass, bool with_levels)
     : keys_(keys),
       by_mass_(by_mass),
+      with_levels_(with_levels),
       weighs_(WeighsValues(selector, keys.spec())),
       usual_level_(weighs_ ? UsualLevel(ClosedPages(keys.context->attend->visible[keys.query]),
                                         [&](int64_t page) { return keys.Level(page); })
@@ -96,11 +97,13 @@ absl::Status ScorePass::Score(KeyScorer& scorer) {
   bin_count_ = scorer.bin_count();
   // With room for the last pair of tiles, which is scored whole.
   ASSIGN_OR_RETURN(WorkspacePool::Lease lease,
-                   keys_.context->workspaces->Acquire(end_ - base_ + 2 * kTileTokenCount,
-                                                      by_mass_ ? keys_.spec().group() : 0,
-                                                      block_count_ * sets() * bin_count_));
+                   keys_.context->workspaces->Acquire(
+                       end_ - base_ + 2 * kTileTokenCount, by_mass_ ? keys_.spec().group() : 0,
+                       block_count_ * sets() * bin_count_,
+                       with_levels_ ? page_count() * keys_.spec().group() * kPageTokenCount : 0));
   workspace_holder_.emplace(std::move(lease));
   workspace_ = &**workspace_holder_;
+  if (with_levels_) references_ = scorer.KeepLevels(workspace_->levels.data());
   std::vector<absl::Status> statuses(block_count_);
   do {
     ParallelFor(int64_t{0}, block_count_, [&](int64_t b) { statuses[b] = ScoreBlock(scorer, b); });
@@ -180,6 +183,10 @@ std::vector<uint32_t> ScorePass::TakeHeavy(const HeavySet& set) {
     uint16_t& bin = workspace_->bins[token - base_];
     --histogram_[bin];
     bin = kHeavyBin;
+    if (references_ == nullptr) continue;
+    for (int g = 0; g < keys_.spec().group(); ++g) {
+      workspace_->levels[LevelAt(token, g)] = 0;
+    }
   }
   return heavy;
 }

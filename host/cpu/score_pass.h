@@ -20,8 +20,8 @@ class ScorePass {
   static constexpr int64_t kBlockTokens = 16384;
 
   // selector: the one that scores, the policy's or that of its first selection. by_mass: also keeps
-  // the bins of each query head, for top-p.
-  ScorePass(const ScoredKeys& keys, Selector selector, bool by_mass);
+  // the bins of each query head, for top-p. with_levels: also keeps the levels of x^.
+  ScorePass(const ScoredKeys& keys, Selector selector, bool by_mass, bool with_levels = false);
 
   // Prepares the scorer, and fills the bins and the histogram with its scores. Called once.
   // RESOURCE_EXHAUSTED, CANCELLED, and errors of the scorer.
@@ -32,6 +32,20 @@ class ScorePass {
   bool by_mass() const { return by_mass_; }
   // Number of strays among the scored tokens.
   int64_t stray_count() const { return weighs_ ? histogram_[kStrayBin] : 0; }
+  // The levels of x^ of the tail, [page][G][kPageTokenCount] from the first scored token's page on:
+  // 0 for heavy tokens once TakeHeavy() has returned. Null if the scorer does not write them.
+  const uint8_t* levels() const {
+    return references_ == nullptr ? nullptr : workspace_->levels.data();
+  }
+  // What levels are relative to, M_h of the query heads, [G].
+  const float* references() const { return references_; }
+  // Position in levels() of a token's level for query head g.
+  int64_t LevelAt(int64_t token, int g) const {
+    const int64_t page = token / kPageTokenCount - first_page();
+    return (page * keys_.spec().group() + g) * kPageTokenCount + token % kPageTokenCount;
+  }
+  int64_t first_page() const { return begin_ / kPageTokenCount; }
+  int64_t page_count() const { return (end_ - 1) / kPageTokenCount - first_page() + 1; }
   // Chooses the heavy set, by the policy's mass or by count, and the strays. Marks all these tokens
   // in the bins, takes them out of the histogram, and returns them ascending.
   std::vector<uint32_t> TakeHeavy(const HeavySet& set);
@@ -65,6 +79,7 @@ class ScorePass {
 
   const ScoredKeys keys_;
   const bool by_mass_;
+  const bool with_levels_;
   const bool weighs_;      // whether WeighBin() applies to the bins
   const int usual_level_;  // with weighs_
   const int64_t begin_;
@@ -75,6 +90,7 @@ class ScorePass {
   int bin_count_ = 0;
   std::optional<WorkspacePool::Lease> workspace_holder_;
   SelectWorkspace* workspace_ = nullptr;
+  const float* references_ = nullptr;
   std::vector<uint32_t> histogram_;
 };
 

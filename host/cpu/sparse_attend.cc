@@ -16,10 +16,18 @@
 #include "host/cpu/group_sums.h"
 #include "host/cpu/score_pass.h"
 #include "host/cpu/tail_sampler.h"
+#include "host/cpu/value_pass.h"
 #include "host/device/results.h"
 
 namespace spillway {
 namespace {
+
+// Whether the answer for the tail is that of codes, which the sampled rows correct: if the model has
+// value codes, the selector estimates logits of all tokens, and the tail is stratified.
+bool AnswersFromCodes(const ModelSpec& spec, const Policy& policy, Tail tail) {
+  return spec.value_bits() > 0 && policy.selector == Selector::kAsymmetric &&
+         !policy.candidate_selector.has_value() && tail == Tail::kStratified;
+}
 
 class SparseAttend {
  public:
@@ -43,7 +51,8 @@ class SparseAttend {
         values_(TermsOfValues()),
         values_can_be_sampled_(statistics() == nullptr ||
                                ValuesCanBeSampled(statistics()->value_floor)),
-        scores_(keys_, policy_.selector, policy_.heavy_kind == HeavyKind::kMass),
+        scores_(keys_, policy_.selector, policy_.heavy_kind == HeavyKind::kMass,
+                AnswersFromCodes(context.spec(), policy_, terms_.tail)),
         exact_(group_, context.spec().head_dim, /*moments=*/false) {}
 
   absl::Status Run();
@@ -58,6 +67,8 @@ class SparseAttend {
   // Chooses the heavy set. If the set is adaptive, the error of the ranks decides its size.
   void TakeHeavy(const KeyScorer& scorer);
   void CutTail();
+  // Sums what codes answer for the tail, if the model has value codes and the policy uses them.
+  absl::Status SumCodes();
   absl::Status SampleTail();
   // Draws the tokens between the thresholds, again until `judge` accepts the draw, and folds their
   // rows.
@@ -99,6 +110,8 @@ class SparseAttend {
   int64_t tail_count_ = 0;
   Strata strata_;
   TailDraw draw_{};
+  std::unique_ptr<ValuePass> codes_;            // null: rows alone answer
+  std::vector<CodeSums> code_sums_;             // [G], with codes_
   std::vector<std::vector<uint32_t>> sampled_;  // per stratum
   GroupSums exact_;                             // sink, heavy, window
   std::vector<GroupSums> tail_;                 // per stratum
@@ -145,7 +158,18 @@ void SparseAttend::CutTail() {
   }
 }
 
+absl::Status SparseAttend::SumCodes() {
+  if (scores_.levels() == nullptr) return absl::OkStatus();
+  codes_ = std::make_unique<ValuePass>(keys_, scores_);
+  RETURN_IF_ERROR(codes_->Sum());
+  for (int g = 0; g < group_; ++g) {
+    code_sums_.push_back(codes_->SumsOf(g, double{values_.unit}));
+  }
+  return absl::OkStatus();
+}
+
 absl::Status SparseAttend::SampleTail() {
+  RETURN_IF_ERROR(SumCodes());
   const int strata = strata_.size();
   tail_.assign(strata, GroupSums(group_, c_.spec().head_dim, /*moments=*/true));
   sampled_.resize(strata);
@@ -196,7 +220,8 @@ absl::Status SparseAttend::Draw(TailSampler& sampler, Judge judge) {
   End(JobStage::kSample);
   std::vector<absl::Status> statuses(strata);
   ParallelFor(size_t{0}, strata, [&](size_t h) {
-    statuses[h] = FoldTokens(c_, kv_head_, q_, values_, tokens[h], tail_[h]);
+    statuses[h] =
+        FoldTokens(c_, kv_head_, q_, values_, tokens[h], tail_[h], {.codes = codes_.get()});
   });
   for (size_t h = 0; h < strata; ++h) {
     RETURN_IF_ERROR(statuses[h]);
@@ -214,7 +239,8 @@ HeadEstimate SparseAttend::Estimate(int head) const {
     strata.push_back({strata_.counts[h], tail_[h].sums[head], tail_[h].ValueOf(head),
                       tail_[h].ValueSqOf(head), tail_[h].ProjectedOf(head)});
   }
-  return EstimateHead(exact_.sums[head], exact_.ValueOf(head), strata, values_.signs);
+  return EstimateHead(exact_.sums[head], exact_.ValueOf(head), strata, values_.signs,
+                      code_sums_.empty() ? CodeSums{} : code_sums_[head]);
 }
 
 void SparseAttend::EstimateHeads() {
@@ -255,7 +281,8 @@ void SparseAttend::SetBudgets(std::span<const int> heads, const TailTerms& terms
 absl::Status SparseAttend::AddTailOf(const CpuMethod& method) {
   const std::unique_ptr<MethodTail> tail = method.make_tail(keys_, scores_);
   GroupSums sums(group_, c_.spec().head_dim, /*moments=*/false);
-  RETURN_IF_ERROR(FoldTokens(c_, kv_head_, q_, values_, tail->tokens(), sums, tail.get()));
+  RETURN_IF_ERROR(FoldTokens(c_, kv_head_, q_, values_, tail->tokens(), sums,
+                             {.weigher = tail.get()}));
   const std::vector<RowSums> exact_alone = exact_.sums;
   exact_.Merge(sums);
   sampled_.push_back(tail->tokens());

@@ -6,7 +6,8 @@
 namespace spillway {
 
 absl::StatusOr<WorkspacePool::Lease> WorkspacePool::Acquire(int64_t token_count, int head_count,
-                                                            int64_t histogram_count) {
+                                                            int64_t histogram_count,
+                                                            int64_t level_count) {
   std::unique_ptr<SelectWorkspace> w;
   {
     const MutexLock lock(mutex_);
@@ -21,8 +22,10 @@ absl::StatusOr<WorkspacePool::Lease> WorkspacePool::Acquire(int64_t token_count,
   const int64_t held_head_tokens =
       held_heads > 0 ? static_cast<int64_t>(w->head_bins[0].size()) : 0;
   const int64_t held_bins = static_cast<int64_t>(w->histograms.size());
+  const int64_t held_levels = static_cast<int64_t>(w->levels.size());
   if (token_count > held_tokens || head_count > held_heads ||
-      (head_count > 0 && token_count > held_head_tokens) || histogram_count > held_bins) {
+      (head_count > 0 && token_count > held_head_tokens) || histogram_count > held_bins ||
+      level_count > held_levels) {
     // Buffers grow by half, so that a growing context does not reallocate at each step.
     const auto grown = [](int64_t want, int64_t held) {
       return want > held ? want + want / 2 : held;
@@ -30,11 +33,12 @@ absl::StatusOr<WorkspacePool::Lease> WorkspacePool::Acquire(int64_t token_count,
     const int64_t tokens = grown(token_count, held_tokens);
     const int64_t heads = std::max<int64_t>(head_count, held_heads);
     const int64_t bins = grown(histogram_count, held_bins);
+    const int64_t levels = grown(level_count, held_levels);
     // The old buffers are freed first, so that old and new are never held at once.
     *w = SelectWorkspace();
     const auto reserve = [&] {
-      return budget_->Reserve(tokens * 2 * (1 + heads) + bins * 4, "the workspace of an attend",
-                              MemoryUse::kWorkspaces);
+      return budget_->Reserve(tokens * 2 * (1 + heads) + bins * 4 + levels,
+                              "the workspace of an attend", MemoryUse::kWorkspaces);
     };
     absl::StatusOr<MemoryReservation> reservation = reserve();
     if (!reservation.ok()) {
@@ -50,6 +54,7 @@ absl::StatusOr<WorkspacePool::Lease> WorkspacePool::Acquire(int64_t token_count,
     w->head_bins.resize(heads);
     for (auto& b : w->head_bins) b.resize(tokens);
     w->histograms.resize(bins);
+    w->levels.resize(levels);
   }
   return Lease(this, std::move(w));
 }

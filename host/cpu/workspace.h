@@ -18,6 +18,7 @@ struct SelectWorkspace {
   std::vector<uint16_t> bins;                    // group bins of the scored tokens
   std::vector<std::vector<uint16_t>> head_bins;  // per query head, for top-p
   std::vector<uint32_t> histograms;              // [block][set][bin], see ScorePass
+  std::vector<uint8_t> levels;                   // [page][G][kPageTokenCount], with value codes
 
   MemoryReservation reservation;
 };
@@ -43,9 +44,10 @@ class WorkspacePool {
     std::unique_ptr<SelectWorkspace> workspace_;
   };
 
-  // A workspace for token_count scored tokens, with head_count head_bins (0: none) and
-  // histogram_count histogram bins in all. RESOURCE_EXHAUSTED.
-  absl::StatusOr<Lease> Acquire(int64_t token_count, int head_count, int64_t histogram_count);
+  // A workspace for token_count scored tokens, with head_count head_bins (0: none),
+  // histogram_count histogram bins in all, and level_count levels. RESOURCE_EXHAUSTED.
+  absl::StatusOr<Lease> Acquire(int64_t token_count, int head_count, int64_t histogram_count,
+                                int64_t level_count);
 
  private:
   void Return(std::unique_ptr<SelectWorkspace> workspace);

@@ -13,6 +13,7 @@ constexpr int kLayerCountMax = 1024;
 constexpr int kQueryHeadCountMax = 1024;
 constexpr int kHeadDimStep = 16;
 constexpr int kBitsPerDimMax = 4;
+constexpr int kValueBitsMax = 3;
 constexpr int kHashBitsStep = 32;
 constexpr int kHashBitsMax = 1024;
 constexpr int kHiddenDimMax = 4096;
@@ -130,6 +131,7 @@ std::vector<FieldError> Normalize(ModelSpec& spec) {
     case HashKind::kRotation:
       checks.InRange("hash_weights.rotation.bits_per_dim", spec.hash.bits_per_dim, 1,
                      kBitsPerDimMax);
+      checks.InRange("hash_weights.rotation.value_bits", spec.hash.value_bits, 0, kValueBitsMax);
       break;
     case HashKind::kMlp:
       NormalizeMlp(spec, heads_ok, checks);

@@ -18,9 +18,11 @@ struct HashSpec {
   HashKind kind = HashKind::kRotation;
   // Whether keys are hashed without subtracting a centre.
   bool raw_keys = false;
-  // kRotation: bits per dimension, in [1, 4], and the seed of the rotation.
+  // kRotation: bits per dimension of the codes of keys, in [1, 4], and the seed of the rotation.
   int bits_per_dim = 3;
   uint64_t seed = 0;
+  // kRotation: bits per dimension of the codes of values, in [0, 3]; 0: there are none.
+  int value_bits = 0;
   // kMlp: hash_bits is the length of one MLP's code, a multiple of 32 in [32, 1024]. hidden_dim is
   // the width of the hidden layers (0: head_dim, filled in by Normalize), hidden_layer_count their
   // number, 1 or 2. residual: Spotlight's residual form. per_query_head: one MLP per query head,
@@ -103,6 +105,8 @@ struct ModelSpec {
   // Number of MLPs of a layer. Query head h uses MLP h / heads_per_code(); with query_weights it
   // uses MLP h of the queries' MLPs.
   int mlp_count() const { return kv_head_count * key_code_count(); }
+  // Bits per dimension of the codes of values; 0: there are none.
+  int value_bits() const { return hash.kind == HashKind::kRotation ? hash.value_bits : 0; }
   // Whether a device stores any index of the keys.
   bool has_index() const { return hash.kind != HashKind::kNone || indices.any(); }
   // Whether the client must upload weights.

@@ -24,6 +24,7 @@ HashSpec HashFromProto(const v1::HashWeights& weights) {
       }
       hash.seed = weights.rotation().seed();
       hash.raw_keys = weights.rotation().raw_keys();
+      hash.value_bits = weights.rotation().value_bits();
       break;
     case v1::HashWeights::kMlp:
       hash.kind = HashKind::kMlp;
@@ -51,6 +52,7 @@ v1::HashWeights HashToProto(const HashSpec& hash) {
     weights.mutable_rotation()->set_bits_per_dim(hash.bits_per_dim);
     weights.mutable_rotation()->set_seed(hash.seed);
     weights.mutable_rotation()->set_raw_keys(hash.raw_keys);
+    weights.mutable_rotation()->set_value_bits(hash.value_bits);
   } else if (hash.kind == HashKind::kMlp) {
     weights.mutable_mlp()->set_hash_bits(hash.hash_bits);
     weights.mutable_mlp()->set_hidden_dim(hash.hidden_dim);

@@ -16,11 +16,15 @@ class RotationHash:
         seed: Seed of the rotations.
         raw_keys: Whether codes are computed from the keys themselves. Otherwise the centre of
             the page is subtracted first.
+        value_bits: Bits per dimension of the codes of values, in [0, 3]. With them, the codes
+            answer for all tokens, and the rows that are read correct the answer. 0 means none.
+            On a GPU they are not served yet.
     """
 
     bits_per_dim: int = 3
     seed: int = 0
     raw_keys: bool = False
+    value_bits: int = 0
 
 
 @dataclass(frozen=True)

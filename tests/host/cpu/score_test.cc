@@ -102,9 +102,9 @@ TEST_P(Score, BinsAndRankSumsMatchAScalarRecomputation) {
         for (auto& h : heads) pointers.push_back(h.data());
         std::vector<RankSums<float>> sums(group), plain_sums(group);
         AsymmetricBins(c.query, {c.page.data()}, centre_logits.data(), mask, tile_begin, tile_end,
-                       bins.data(), pointers.data(), sums.data());
+                       bins.data(), pointers.data(), {}, sums.data());
         AsymmetricBins(c.query, {c.page.data()}, centre_logits.data(), mask, tile_begin, tile_end,
-                       plain.data(), nullptr, plain_sums.data());
+                       plain.data(), nullptr, {}, plain_sums.data());
         EXPECT_EQ(bins, plain);
         std::vector<std::vector<float>> weight(group, std::vector<float>(16)), error = weight;
         std::vector<double> exact_weight(group), exact_error(group);

@@ -1,0 +1,143 @@
+#pragma once
+
+#include <bit>
+#include <cmath>
+#include <cstdint>
+
+#include "host/base/limits.h"
+#include "host/core/exp.h"
+#include "host/core/host_device.h"
+#include "host/core/quantiser.h"
+
+// Value codes: what the index of a model with value_bits > 0 stores for the values of each closed
+// page, and how an answer is computed from codes alone.
+//
+// With logits l_i, x_i = exp(l_i - M) and rows v_i, attention is sum x_i v_i / sum x_i. The codes
+// estimate each term: x^_i from the key's code, v^_i from the value's. A tail is then
+//   sum over the tail of x^_i v^_i  +  sum over strata (n_h / r_h) sum over sampled rows of
+//                                      (x_i v_i - x^_i v^_i),
+// a control variate: it is unbiased whatever x^ and v^ are, as long as the same x^_i v^_i is added
+// for the whole tail and subtracted for the rows. The better the codes, the smaller the variance.
+//
+// All rules here give the same bits on all devices.
+namespace spillway {
+
+// ---- x^ ----------------------------------------------------------------
+
+// x^ is kept as a level of 8 bits for each token and query head: 0 for x^ = 0, else x^ is
+// 2^((level - kLevelZero) / kLevelsPerOctave), in units of 2^M_h (host/core/score.h). One step is a
+// quarter of an octave: the rounding is small beside the error of estimated logits.
+inline constexpr int kLevelsPerOctave = 4;
+inline constexpr int kLevelZero = 192;
+inline constexpr int kLevelMax = 255;
+
+// An estimated logit has the variance s^2, so exp() of it is too large by exp(s^2 / 2) on average.
+// x^ corrects for that, by at most exp(kLogitVarianceMax / 2): beyond it, codes say little.
+inline constexpr float kLogitVarianceMax = 2.0f;
+
+// What a query head's levels subtract per f^2, where f is the factor of a key's code: half of
+// RankErrorScale() in octaves.
+SPILLWAY_HOST_DEVICE inline float LevelShrinkage(double rank_error_scale) {
+  const float x = static_cast<float>(rank_error_scale) * (0.5f * kExpLog2E);
+  return x < 3.0e38f ? x : 3.0e38f;
+}
+
+// The level of a token. x: x_h - M_h of host/core/score.h, in octaves. factor_square: f^2, at most
+// kFactorSquareMax. NaN gives 0.
+SPILLWAY_HOST_DEVICE inline uint8_t ValueLevel(float x, float factor_square, float shrinkage) {
+  constexpr float kShrinkMax = 0.5f * kLogitVarianceMax * kExpLog2E;
+  const float product = factor_square * shrinkage;
+  const float shrink = product < kShrinkMax ? product : kShrinkMax;
+  const float level =
+      ::nearbyintf(::fmaf(x - shrink, static_cast<float>(kLevelsPerOctave), float{kLevelZero}));
+  if (!(level >= 1.0f)) return 0;
+  return static_cast<uint8_t>(level < float{kLevelMax} ? level : float{kLevelMax});
+}
+
+// x^ of a level, in units of 2^M_h.
+SPILLWAY_HOST_DEVICE inline float LevelWeight(uint8_t level) {
+  static_assert(kLevelsPerOctave == 4);
+  if (level == 0) return 0.0f;
+  const int quarter = level & 3;
+  const float mantissa = quarter == 0   ? 1.0f
+                         : quarter == 1 ? 1.18920711f
+                         : quarter == 2 ? 1.41421356f
+                                        : 1.68179283f;
+  const int exponent = (level >> 2) - kLevelZero / kLevelsPerOctave;
+  return std::bit_cast<float>(std::bit_cast<int32_t>(mantissa) + (exponent << 23));
+}
+
+// The estimated logit, in nats, that a level stands for; level is not 0. reference: M_h.
+SPILLWAY_HOST_DEVICE inline float LevelLogit(uint8_t level, float reference) {
+  constexpr float kLn2 = 0.693147181f;
+  const float octaves = static_cast<float>(static_cast<int>(level) - kLevelZero) *
+                        (1.0f / static_cast<float>(kLevelsPerOctave));
+  return (reference + octaves) * kLn2;
+}
+
+// ---- v^ ----------------------------------------------------------------
+
+// Per closed page and KV head:
+//   value centre  bf16 [d]: the page's value centre (host/core/page_index.h), rounded
+//   value factors bf16 [kPageTokenCount]: g
+//   value codes   value_bits per dimension: u
+// With w = v - centre and y = sqrt(d) H w / ||w||, where H is the orthogonal transform below,
+// u_j = clamp(floor(y_j / step) + 2^(B-1), 0, 2^B - 1), t_j = u_j - (2^B - 1) / 2. The factor is
+// that of least squares, g = <H w, t> / <t, t>, so that g H^T t is as close to w as it can be.
+//   v^ = centre + g H^T t.
+
+// H: signs, then a Walsh-Hadamard transform. Its length is the largest power of two m <= d. If
+// m < d, it transforms dimensions [0, m), and then [d - m, d) with other signs. After each
+// transform, entries are multiplied by HadamardScale(). H^T is the reverse.
+constexpr int HadamardSize(int dim) {
+  return static_cast<int>(std::bit_floor(static_cast<unsigned>(dim)));
+}
+constexpr int HadamardCount(int dim) { return HadamardSize(dim) == dim ? 1 : 2; }
+inline float HadamardScale(int dim) {
+  return static_cast<float>(1 / std::sqrt(static_cast<double>(HadamardSize(dim))));
+}
+
+// The signs of transform `part`: whether entry i of its range is negated before it. They are fixed:
+// outlier channels are spread over all dimensions whatever the signs are, and no guarantee rests on
+// them.
+SPILLWAY_HOST_DEVICE inline bool HadamardNegates(int part, int i) {
+  uint32_t h = static_cast<uint32_t>(i) * 0x9E3779B9u + static_cast<uint32_t>(part) * 0x7F4A7C15u +
+               0x68616461u;
+  h ^= h >> 16;
+  h *= 0x85EBCA6Bu;
+  h ^= h >> 13;
+  return (h >> 15 & 1u) != 0;
+}
+
+// The order of a transform of length m: for span = 1, 2, 4, ..., m / 2, entries a and b that are
+// `span` apart, with bit `span` of a's index clear, become a + b and a - b.
+
+// ---- the sums ----------------------------------------------------------
+
+// Codes are summed for the pages that carry mass; for the others, centres alone stand for the
+// values. A page's share is, for one query head, its sum of x^ over the tail's tokens divided by
+// that of all pages. Codes of a page are summed if the largest share of the group is at least
+// kPageShareMin of the mean page's.
+inline constexpr double kPageShareMin = 0.25;
+SPILLWAY_HOST_DEVICE inline bool PageHasMass(double page_sum, double sum, int64_t page_count) {
+  return page_sum * static_cast<double>(page_count) >= kPageShareMin * sum && page_sum > 0;
+}
+
+// A page's sum of g x^ t is computed with integer weights, in 0 .. kCodeWeightMax, so that every
+// order of additions gives the same bits. largest: the largest g x^ of the tail's tokens of a page
+// that has mass, else 0.
+inline constexpr int kCodeWeightMax = 127;
+SPILLWAY_HOST_DEVICE inline float CodeWeightInverse(float largest) {
+  // Below, the inverse is not finite.
+  return largest > 1.0e-36f ? static_cast<float>(kCodeWeightMax) / largest : 0.0f;
+}
+SPILLWAY_HOST_DEVICE inline float CodeWeightUnit(float largest) {
+  return largest > 1.0e-36f ? largest / static_cast<float>(kCodeWeightMax) : 0.0f;
+}
+// The integer weight of a token. product: g x^.
+SPILLWAY_HOST_DEVICE inline int CodeWeight(float product, float inverse) {
+  const float weight = ::nearbyintf(product * inverse);
+  return weight < static_cast<float>(kCodeWeightMax) ? static_cast<int>(weight) : kCodeWeightMax;
+}
+
+}  // namespace spillway

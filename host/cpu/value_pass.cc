@@ -1,0 +1,152 @@
+#include "host/cpu/value_pass.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "host/base/elements.h"
+#include "host/base/parallel.h"
+#include "host/base/status_macros.h"
+#include "host/core/rank_error.h"
+#include "host/core/value_code.h"
+
+namespace spillway {
+
+ValuePass::ValuePass(const ScoredKeys& keys, const ScorePass& scores)
+    : keys_(keys),
+      scores_(scores),
+      layout_(keys.model().layout()),
+      signs_(keys.model().signs()),
+      group_(keys.spec().group()),
+      dim_(keys.spec().head_dim),
+      page_count_(scores.page_count()),
+      pages_(page_count_ * group_),
+      values_(static_cast<size_t>(group_) * dim_) {}
+
+void ValuePass::WeighPages(int64_t begin, int64_t end) {
+  for (int64_t page = begin; page < end; ++page) {
+    for (int g = 0; g < group_; ++g) {
+      pages_[page * group_ + g] = WeighPage(LevelsOf(page, g), FactorsOf(page));
+    }
+  }
+}
+
+void ValuePass::ChoosePages() {
+  for (int g = 0; g < group_; ++g) {
+    std::array<double, kRankPageChains> chains{};
+    for (int64_t page = 0; page < page_count_; ++page) {
+      chains[(scores_.first_page() + page) % kRankPageChains] +=
+          double{pages_[page * group_ + g].sum};
+    }
+    sums_[g] = SumChains(chains.data(), kRankPageChains);
+  }
+  for (int64_t page = 0; page < page_count_; ++page) {
+    PageWeights* const of_page = pages_.data() + page * group_;
+    bool has_mass = false;
+    for (int g = 0; g < group_; ++g) {
+      has_mass |= PageHasMass(double{of_page[g].sum}, sums_[g], page_count_);
+    }
+    for (int g = 0; g < group_ && !has_mass; ++g) of_page[g].largest = 0;
+  }
+}
+
+void ValuePass::SumPages(int64_t begin, int64_t end, TaskSums& sums) const {
+  sums.centres.assign(values_.size(), 0.0f);
+  sums.codes.assign(values_.size(), 0.0f);
+  std::vector<int32_t> products(values_.size());
+  std::vector<int8_t> weights(static_cast<size_t>(group_) * kPageTokenCount);
+  for (int64_t page = begin; page < end; ++page) {
+    const std::byte* const of_page = PageOf(page);
+    const PageWeights* const by_head = pages_.data() + page * group_;
+    bool has_codes = false;
+    for (int g = 0; g < group_; ++g) {
+      has_codes |= by_head[g].largest > 0;
+      if (by_head[g].sum == 0) continue;
+      AddScaled(of_page + layout_.value_centre_offset_bytes(), dim_, by_head[g].sum,
+                sums.centres.data() + static_cast<size_t>(g) * dim_);
+    }
+    if (!has_codes) continue;
+    int weight_sums[kGroupMax];
+    for (int g = 0; g < group_; ++g) {
+      weight_sums[g] = CodeWeights(LevelsOf(page, g), FactorsOf(page), by_head[g].largest,
+                                   weights.data() + g * kPageTokenCount);
+    }
+    std::fill(products.begin(), products.end(), 0);
+    SumValueCodes(layout_, of_page, weights.data(), group_, products.data());
+    for (int g = 0; g < group_; ++g) {
+      // t is u minus the middle of the levels: sum m t = (2 sum m u - (2^B - 1) sum m) / 2.
+      const int32_t offset = ((1 << layout_.value_bits) - 1) * weight_sums[g];
+      const float half_unit = 0.5f * CodeWeightUnit(by_head[g].largest);
+      const int32_t* const product = products.data() + static_cast<size_t>(g) * dim_;
+      float* const to = sums.codes.data() + static_cast<size_t>(g) * dim_;
+      for (int i = 0; i < dim_; ++i) {
+        to[i] = std::fma(half_unit, static_cast<float>(2 * product[i] - offset), to[i]);
+      }
+    }
+  }
+}
+
+absl::Status ValuePass::Sum() {
+  const int64_t tasks = (page_count_ + kTaskPages - 1) / kTaskPages;
+  const auto for_tasks = [&](const auto& f) {
+    ParallelFor(int64_t{0}, tasks, [&](int64_t task) {
+      if (!keys_.context->CheckCancelled().ok()) return;
+      f(task, task * kTaskPages, std::min(page_count_, (task + 1) * kTaskPages));
+    });
+    return keys_.context->CheckCancelled();
+  };
+  RETURN_IF_ERROR(for_tasks([&](int64_t, int64_t begin, int64_t end) { WeighPages(begin, end); }));
+  ChoosePages();
+  std::vector<TaskSums> sums(tasks);
+  RETURN_IF_ERROR(for_tasks(
+      [&](int64_t task, int64_t begin, int64_t end) { SumPages(begin, end, sums[task]); }));
+  std::vector<double> codes(values_.size());
+  for (const TaskSums& of_task : sums) {
+    for (size_t i = 0; i < values_.size(); ++i) {
+      values_[i] += double{of_task.centres[i]};
+      codes[i] += double{of_task.codes[i]};
+    }
+  }
+  for (int g = 0; g < group_; ++g) {
+    const size_t first = static_cast<size_t>(g) * dim_;
+    float of_head[kHeadDimMax];
+    for (int i = 0; i < dim_; ++i) of_head[i] = static_cast<float>(codes[first + i]);
+    UndoHadamard(signs_, dim_, of_head);
+    for (int i = 0; i < dim_; ++i) values_[first + i] += double{of_head[i]};
+  }
+  return absl::OkStatus();
+}
+
+CodeSums ValuePass::SumsOf(int head, double value_unit) const {
+  CodeSums sums;
+  sums.reference = double{LevelLogit(kLevelZero, scores_.references()[head])};
+  sums.sum = sums_[head];
+  const double* const first = values_.data() + static_cast<size_t>(head) * dim_;
+  sums.value.assign(first, first + dim_);
+  for (double& v : sums.value) v /= value_unit;
+  return sums;
+}
+
+ResidualRows ValuePass::RowsOf(std::span<const uint32_t> tokens, Block& block) const {
+  for (size_t r = 0; r < tokens.size(); ++r) {
+    const int64_t page = tokens[r] / kPageTokenCount - scores_.first_page();
+    const auto slot = static_cast<int>(tokens[r] % kPageTokenCount);
+    const std::byte* const of_page = PageOf(page);
+    ToFloat(DType::kBF16, of_page + layout_.value_centre_offset_bytes(), dim_,
+            block.centres.data() + r * dim_);
+    float factor;
+    ToFloat(DType::kBF16, FactorsOf(page) + 2 * slot, 1, &factor);
+    for (int g = 0; g < group_; ++g) {
+      const uint8_t level = LevelsOf(page, g)[slot];
+      const float largest = pages_[page * group_ + g].largest;
+      const int weight = CodeWeight(LevelWeight(level) * factor, CodeWeightInverse(largest));
+      block.levels[g * kRowBlock + r] = level;
+      block.code_weights[g * kRowBlock + r] =
+          static_cast<float>(weight) * CodeWeightUnit(largest);
+    }
+    DecodeValue(layout_, signs_, of_page, slot, block.codes.data() + r * kHeadDimMax);
+  }
+  return {block.levels, block.code_weights, scores_.references(), block.centres.data(),
+          block.codes.data()};
+}
+
+}  // namespace spillway

@@ -1,0 +1,74 @@
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "host/base/limits.h"
+#include "host/core/head_estimate.h"
+#include "host/cpu/kernels.h"
+#include "host/cpu/key_scorer.h"
+#include "host/cpu/score_pass.h"
+
+namespace spillway {
+
+// The answer that codes alone give for the tail of one (query, KV head), for each query head of the
+// group (host/core/value_code.h). Pages are split into tasks of kTaskPages, whatever the number of
+// threads. scores and keys must outlive it.
+class ValuePass {
+ public:
+  // REQUIRES: scores.levels() is not null, and TakeHeavy() has returned.
+  ValuePass(const ScoredKeys& keys, const ScorePass& scores);
+
+  // Sums x^ and x^ v^ over the tail. CANCELLED.
+  absl::Status Sum();
+  // The sums of a query head; values are in units of value_unit.
+  CodeSums SumsOf(int head, double value_unit) const;
+
+  // What codes say about a block of at most kRowBlock rows, in memory of the caller.
+  struct Block {
+    uint8_t levels[kGroupMax * kRowBlock];
+    float code_weights[kGroupMax * kRowBlock];
+    std::vector<float> centres = std::vector<float>(kRowBlock * kHeadDimMax);
+    // Decoding writes a vector beyond the last.
+    std::vector<float> codes = std::vector<float>(kRowBlock * kHeadDimMax + 16);
+  };
+  // Fills a block for tokens of the tail. Thread-safe once Sum() has returned.
+  ResidualRows RowsOf(std::span<const uint32_t> tokens, Block& block) const;
+
+ private:
+  static constexpr int64_t kTaskPages = 128;
+  using Heads = std::array<float, kGroupMax>;
+  // Sums over the pages of a task.
+  struct TaskSums {
+    std::vector<float> centres;  // [G][d] sum of X c: of a page's sum of x^ times its centre
+    std::vector<float> codes;    // [G][d] sum of g x^ t, transformed by H
+  };
+
+  const std::byte* PageOf(int64_t page) const { return keys_.IndexPage(scores_.first_page() + page); }
+  const uint8_t* LevelsOf(int64_t page, int head) const {
+    return scores_.levels() + (page * group_ + head) * kPageTokenCount;
+  }
+  const std::byte* FactorsOf(int64_t page) const {
+    return PageOf(page) + layout_.value_factor_offset_bytes();
+  }
+  void WeighPages(int64_t begin, int64_t end);
+  // Decides which pages' codes are summed.
+  void ChoosePages();
+  void SumPages(int64_t begin, int64_t end, TaskSums& sums) const;
+
+  const ScoredKeys& keys_;
+  const ScorePass& scores_;
+  const CodeLayout& layout_;
+  const HadamardSigns& signs_;
+  const int group_;
+  const int dim_;
+  const int64_t page_count_;
+  std::vector<PageWeights> pages_;  // [page][G]; `largest` is 0 if the page's codes are not summed
+  std::array<double, kGroupMax> sums_{};  // of x^
+  std::vector<double> values_;            // [G][d] sum of x^ v^
+};
+
+}  // namespace spillway
