@@ -163,8 +163,8 @@ void AddScaledImpl(const std::byte* centre, int dim, float by, float* sums) {
   }
 }
 
-// The last transform of H^T of a row: that of a range of `size` entries, in place, without its scale
-// and signs.
+// The last transform of H^T of a row: that of a range of `size` entries, in place, without its
+// scale and signs.
 HWY_INLINE void Butterflies(int size, float* x) {
   const DF df;
   const DI di;
@@ -232,11 +232,11 @@ void DecodeValueImpl(const CodeLayout& layout, const HadamardSigns& signs, const
         auto u = hn::ShiftRightSame(hn::LoadU(du, group + j), byte + width * p);
         u = hn::ShiftLeftSame(hn::And(u, mask), below);
         float* const out = code + p * words + j;
-        const auto value = hn::IfThenElseZero(hn::FirstN(df, words - j),
-                                              hn::ConvertTo(df, hn::BitCast(di, u)));
-        hn::StoreU(part == 0 ? hn::Sub(value, hn::Set(df, middle))
-                             : hn::Add(hn::LoadU(df, out), value),
-                   df, out);
+        const auto value =
+            hn::IfThenElseZero(hn::FirstN(df, words - j), hn::ConvertTo(df, hn::BitCast(di, u)));
+        hn::StoreU(
+            part == 0 ? hn::Sub(value, hn::Set(df, middle)) : hn::Add(hn::LoadU(df, out), value),
+            df, out);
       }
     }
     group += words;
@@ -255,7 +255,8 @@ HWY_INLINE VF LoadElements(const T* p) {
   }
 }
 
-// x and x^ of the rows of a block for one head, in units of exp(max), and g x^ as rounded for codes.
+// x and x^ of the rows of a block for one head, in units of exp(max), and g x^ as rounded for
+// codes.
 struct ResidualWeights {
   HWY_ALIGN float x[kRowBlock];
   HWY_ALIGN float estimate[kRowBlock];

@@ -140,8 +140,7 @@ ResidualRows ValuePass::RowsOf(std::span<const uint32_t> tokens, Block& block) c
       const float largest = pages_[page * group_ + g].largest;
       const int weight = CodeWeight(LevelWeight(level) * factor, CodeWeightInverse(largest));
       block.levels[g * kRowBlock + r] = level;
-      block.code_weights[g * kRowBlock + r] =
-          static_cast<float>(weight) * CodeWeightUnit(largest);
+      block.code_weights[g * kRowBlock + r] = static_cast<float>(weight) * CodeWeightUnit(largest);
     }
     DecodeValue(layout_, signs_, of_page, slot, block.codes.data() + r * kHeadDimMax);
   }

@@ -47,7 +47,9 @@ class ValuePass {
     std::vector<float> codes;    // [G][d] sum of g x^ t, transformed by H
   };
 
-  const std::byte* PageOf(int64_t page) const { return keys_.IndexPage(scores_.first_page() + page); }
+  const std::byte* PageOf(int64_t page) const {
+    return keys_.IndexPage(scores_.first_page() + page);
+  }
   const uint8_t* LevelsOf(int64_t page, int head) const {
     return scores_.levels() + (page * group_ + head) * kPageTokenCount;
   }

@@ -22,28 +22,49 @@ double ErrorQuantile(double degrees, double delta) {
   return std::min(two_sided, std::sqrt(std::pow(1 - part + z1 * std::sqrt(part), 3)));
 }
 
+namespace {
+
+// x v and x of a row, in units of exp(max); with codes, x v - x^ v^ and x - x^.
+struct RowTerm {
+  double weight = 0;
+  std::vector<double> value;
+};
+RowTerm TermOf(const KeyValues& kv, std::span<const double> logits, double max, uint32_t t,
+               const CodeTerms* codes) {
+  RowTerm term{std::exp(logits[t] - max), {}};
+  for (const double v : kv.Value(t)) term.value.push_back(term.weight * v);
+  if (codes == nullptr || codes->weights[t] == 0) return term;
+  const double unit = std::exp(codes->reference - max);
+  term.weight -= unit * codes->weights[t];
+  for (int i = 0; i < kv.d; ++i) term.value[i] -= unit * codes->values[t][i];
+  return term;
+}
+
+}  // namespace
+
 Moments TwoPassMoments(const KeyValues& kv, std::span<const double> logits, double max,
-                       std::span<const uint32_t> tokens, std::span<const double> o) {
+                       std::span<const uint32_t> tokens, std::span<const double> o,
+                       const CodeTerms* codes) {
   const double m = static_cast<double>(tokens.size());
   const int d = kv.d;
+  std::vector<RowTerm> terms;
+  for (uint32_t t : tokens) terms.push_back(TermOf(kv, logits, max, t, codes));
   double mean_x = 0;
   std::vector<double> mean_n(d, 0.0), mean_o(d, 0.0);
-  for (uint32_t t : tokens) {
-    const double x = std::exp(logits[t] - max);
-    mean_x += x / m;
+  for (const RowTerm& term : terms) {
+    mean_x += term.weight / m;
     for (int i = 0; i < d; ++i) {
-      mean_n[i] += x * kv.Value(t)[i] / m;
-      mean_o[i] += x * (kv.Value(t)[i] - o[i]) / m;
+      mean_n[i] += term.value[i] / m;
+      mean_o[i] += (term.value[i] - term.weight * o[i]) / m;
     }
   }
   Moments moments;
   const auto square = [](double x) { return x * x; };
-  for (uint32_t t : tokens) {
-    const double x = std::exp(logits[t] - max);
-    moments.variance_x += square(x - mean_x) / (m - 1);
+  for (const RowTerm& term : terms) {
+    moments.variance_x += square(term.weight - mean_x) / (m - 1);
     for (int i = 0; i < d; ++i) {
-      moments.trace_n += square(x * kv.Value(t)[i] - mean_n[i]) / (m - 1);
-      moments.trace_o += square(x * (kv.Value(t)[i] - o[i]) - mean_o[i]) / (m - 1);
+      moments.trace_n += square(term.value[i] - mean_n[i]) / (m - 1);
+      moments.trace_o += square(term.value[i] - term.weight * o[i] - mean_o[i]) / (m - 1);
     }
   }
   return moments;
@@ -56,16 +77,18 @@ constexpr int kProjected = 16;
 // Adds what the rows of a stratum contribute to the covariance of the projected error.
 void AddProjected(const KeyValues& kv, std::span<const double> logits, double max,
                   const SampledTokens& stratum, std::span<const double> o,
-                  std::span<const double> signs, std::vector<double>& covariance) {
+                  std::span<const double> signs, const CodeTerms* codes,
+                  std::vector<double>& covariance) {
   const double n = static_cast<double>(stratum.token_count);
   const double r = static_cast<double>(stratum.tokens.size());
   if (r < 2 || r >= n) return;
   std::vector<std::vector<double>> rows;
   std::vector<double> mean(kProjected, 0.0);
   for (const uint32_t t : stratum.tokens) {
+    const RowTerm term = TermOf(kv, logits, max, t, codes);
     rows.emplace_back(kProjected, 0.0);
     for (int i = 0; i < kv.d; ++i) {
-      rows.back()[i % kProjected] += std::exp(logits[t] - max) * signs[i] * (kv.Value(t)[i] - o[i]);
+      rows.back()[i % kProjected] += signs[i] * (term.value[i] - term.weight * o[i]);
     }
     for (int a = 0; a < kProjected; ++a) mean[a] += rows.back()[a] / r;
   }
@@ -95,7 +118,7 @@ double Degrees(double variance, std::span<const double> covariance) {
 
 Estimate EstimateOutput(const KeyValues& kv, std::span<const double> logits,
                         std::span<const uint32_t> exact, std::span<const SampledTokens> strata,
-                        std::span<const double> signs) {
+                        std::span<const double> signs, const CodeTerms* codes) {
   Estimate e;
   e.max = -std::numeric_limits<double>::infinity();
   for (uint32_t t : exact) e.max = std::max(e.max, logits[t]);
@@ -104,12 +127,18 @@ Estimate EstimateOutput(const KeyValues& kv, std::span<const double> logits,
   }
   e.numerator.assign(kv.d, 0.0);
   const auto add = [&](uint32_t t, double weight) {
-    const double x = weight * std::exp(logits[t] - e.max);
-    e.denominator += x;
-    for (int i = 0; i < kv.d; ++i) e.numerator[i] += x * kv.Value(t)[i];
+    const RowTerm term = TermOf(kv, logits, e.max, t, codes);
+    e.denominator += weight * term.weight;
+    for (int i = 0; i < kv.d; ++i) e.numerator[i] += weight * term.value[i];
   };
   for (uint32_t t : exact) add(t, 1);
   e.exact_denominator = e.denominator;
+  if (codes != nullptr) {
+    const double unit = std::exp(codes->reference - e.max);
+    e.denominator += unit * codes->sum();
+    const std::vector<double> values = codes->value_sum(kv.d);
+    for (int i = 0; i < kv.d; ++i) e.numerator[i] += unit * values[i];
+  }
   for (const SampledTokens& s : strata) {
     for (uint32_t t : s.tokens) {
       add(t, static_cast<double>(s.token_count) / static_cast<double>(s.tokens.size()));
@@ -123,11 +152,11 @@ Estimate EstimateOutput(const KeyValues& kv, std::span<const double> logits,
     const double n = static_cast<double>(s.token_count);
     const double r = static_cast<double>(s.tokens.size());
     const Moments m =
-        s.tokens.size() > 1 ? TwoPassMoments(kv, logits, e.max, s.tokens, o) : Moments();
+        s.tokens.size() > 1 ? TwoPassMoments(kv, logits, e.max, s.tokens, o, codes) : Moments();
     e.moments.push_back(m);
     e.variance += n * n * (1 / r - 1 / n) * m.trace_o;
     norm_variance += n * n * (1 / r - 1 / n) * m.trace_n;
-    if (!signs.empty()) AddProjected(kv, logits, e.max, s, o, signs, covariance);
+    if (!signs.empty()) AddProjected(kv, logits, e.max, s, o, signs, codes, covariance);
   }
   if (!signs.empty()) e.degrees = Degrees(e.variance, covariance);
   e.norm_sq_unbiased = std::max(Dot(e.numerator, e.numerator) - norm_variance, 0.0);

@@ -6,6 +6,7 @@
 
 #include "host/policy/policy.h"
 #include "tests/reference/attention.h"
+#include "tests/reference/value_codes.h"
 
 namespace spillway::reference {
 
@@ -23,9 +24,10 @@ struct Moments {
   double trace_n = 0;     // Tr Cov[x v]
   double trace_o = 0;     // Tr Cov[x (v - o)]
 };
-// logits: by token; o: [d].
+// logits: by token; o: [d]. With codes, of x v - x^ v^ and x - x^ in place of x v and x.
 Moments TwoPassMoments(const KeyValues& kv, std::span<const double> logits, double max,
-                       std::span<const uint32_t> tokens, std::span<const double> o);
+                       std::span<const uint32_t> tokens, std::span<const double> o,
+                       const CodeTerms* codes = nullptr);
 
 // Rows of one stratum, and the number of its tokens.
 struct SampledTokens {
@@ -47,10 +49,11 @@ struct Estimate {
   // values y_m are sums of v_i signs_i over i = m, m + 16, ...
   double degrees = 1;
 };
-// signs: [d], +1 or -1; if empty, degrees are not computed.
+// signs: [d], +1 or -1; if empty, degrees are not computed. codes: if not null, the answer is that
+// of the codes, and rows add x v - x^ v^ in place of x v.
 Estimate EstimateOutput(const KeyValues& kv, std::span<const double> logits,
                         std::span<const uint32_t> exact, std::span<const SampledTokens> strata,
-                        std::span<const double> signs = {});
+                        std::span<const double> signs = {}, const CodeTerms* codes = nullptr);
 
 // The rows that a bound needs from a tail of one stratum, given its pilot's estimate: the sample
 // that it needs with replacement, minus what the finite tail saves, rounded up. Every row if the

@@ -1,0 +1,219 @@
+// With value codes, the answer is that of the codes, corrected by the rows of the selection:
+// compared with the definitions in fp64.
+#include "tests/reference/value_codes.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+#include <vector>
+
+#include "host/codes/rotation.h"
+#include "host/core/degrees.h"
+#include "tests/conformance/expect_weighted.h"
+#include "tests/conformance/heavy_fixture.h"
+#include "tests/reference/codes.h"
+#include "tests/reference/tail.h"
+
+namespace spillway {
+namespace {
+
+// Codes and levels near a border may be rounded either way: a few of thousands. Each changes an
+// answer by less than this.
+constexpr double kTolerance = 3e-4;
+
+ModelSpec SpecOf(int kv_heads, int group, int head_dim, DType dtype, int value_bits) {
+  HashSpec hash;
+  hash.value_bits = value_bits;
+  return MakeSpec(kv_heads, group, head_dim, dtype, hash);
+}
+
+class ValueCodes : public HeavyTest {
+ protected:
+  // Estimated logits of query head g and the variances of their errors, by token.
+  struct Estimated {
+    std::vector<double> logits;
+    std::vector<double> variances;
+    double reference = 0;
+  };
+  Estimated EstimateLogits(int g) const {
+    Estimated e;
+    const reference::KeyValues kv = context_.Head(kv_head_);
+    const std::vector<float> rotation = MakeRotation(spec_.head_dim, spec_.hash.seed, 0);
+    const int bits = spec_.hash.bits_per_dim;
+    const std::vector<double> q = QueryOf(kv_head_ * spec_.group() + g);
+    const reference::QuantisedQuery query = reference::QuantiseQuery(q, rotation);
+    for (int64_t t = 0; t < index().closed_token_count(); ++t) {
+      const std::vector<reference::RotationCode> code = {
+          reference::EncodeRotated(kv.Key(t), index().CentreOf(t), rotation, bits)};
+      e.logits.push_back(reference::AsymmetricLogit(code[0], query, bits, spec_.softmax_scale) +
+                         spec_.softmax_scale * reference::Dot(q, index().CentreOf(t)));
+      e.variances.push_back(reference::RankVariance(code, std::vector<double>{e.logits.back()},
+                                                    query, bits, spec_.softmax_scale));
+    }
+    const std::vector<double> centres = CentreLogits(Selector::kAsymmetric)[g];
+    const std::vector<double> scores =
+        reference::HeadScores(e.logits, begin(), end(), index().strays, centres);
+    const auto largest = std::max_element(scores.begin(), scores.end());
+    e.reference = e.logits[begin() + (largest - scores.begin())] - std::log(*largest);
+    return e;
+  }
+
+  // Compares an attend of all heads of KV head kv_head_ with the definitions.
+  void ExpectCorrected(const std::string& what) {
+    const JobItem attend = sequence_->Attend(policy_, q_);
+    const JobItem select = sequence_->Select(policy_, q_);
+    ASSERT_TRUE(attend.status.ok() && select.status.ok()) << what << attend.status;
+    const Selection& selection = select.result.selections[kv_head_];
+    const SelectionParts parts = SplitSelection(selection);
+    ASSERT_FALSE(parts.strata.empty()) << what;
+    const reference::KeyValues kv = context_.Head(kv_head_);
+    std::vector<bool> tail(kTokens, false);
+    for (int64_t t = begin(); t < end(); ++t) tail[t] = !index().strays[t];
+    for (const uint32_t t : parts.exact) tail[t] = false;
+    std::vector<Estimated> heads;
+    for (int g = 0; g < spec_.group(); ++g) heads.push_back(EstimateLogits(g));
+    const std::vector<bool> summed = PagesWithMass(heads, tail);
+    const ProjectionSigns projection = ProjectionSigns::Of(policy_.seed);
+    std::vector<double> signs;
+    for (int i = 0; i < spec_.head_dim; ++i) signs.push_back(projection.negative(i) ? -1 : 1);
+    for (int g = 0; g < spec_.group(); ++g) {
+      const int head = kv_head_ * spec_.group() + g;
+      const std::string of_head = what + " head " + std::to_string(head);
+      const std::vector<double> logits =
+          reference::Logits(kv, QueryOf(head), spec_.softmax_scale, kTokens);
+      const Estimated& e = heads[g];
+      const reference::CodeTerms codes = reference::TermsOfCodes(
+          kv, index(), e.logits, e.variances, e.reference, tail, summed, spec_.hash.value_bits);
+      const reference::Estimate wanted =
+          reference::EstimateOutput(kv, logits, parts.exact, parts.strata, signs, &codes);
+      std::vector<double> out = wanted.numerator;
+      for (double& x : out) x /= wanted.denominator;
+      EXPECT_LT(reference::RelativeDistance(OutputOf(spec_, attend.result, 0, head), out),
+                kTolerance)
+          << of_head;
+      EXPECT_NEAR(attend.result.lse[head], wanted.max + std::log(wanted.denominator), kTolerance)
+          << of_head;
+      const Certificate& c = attend.result.certificates[head];
+      const double error = reference::ErrorQuantile(wanted.degrees, policy_.delta) *
+                           std::sqrt(wanted.variance / wanted.norm_sq_unbiased);
+      const double stated = std::max(error, 1.0 / 64);
+      EXPECT_NEAR(c.relative_error, stated, 0.01 * stated) << of_head;
+      EXPECT_NEAR(c.tail_mass, 1 - wanted.exact_denominator / wanted.denominator, kTolerance);
+      // The answer of the rows alone is another one: this test can fail.
+      const reference::Attention plain = reference::WeightedAttention(
+          kv, QueryOf(head), spec_.softmax_scale, selection.indices, selection.log_weights);
+      largest_difference_ =
+          std::max(largest_difference_,
+                   reference::RelativeDistance(OutputOf(spec_, attend.result, 0, head), plain.out));
+    }
+  }
+
+  double largest_difference_ = 0;
+
+ private:
+  // Whether the codes of each page are summed: if its x^ over the tail is at least a quarter of
+  // what a page has on average, for some head.
+  std::vector<bool> PagesWithMass(const std::vector<Estimated>& heads,
+                                  const std::vector<bool>& tail) const {
+    const int64_t first = begin() / 128, end_page = (end() - 1) / 128 + 1;
+    std::vector<bool> summed(index().closed_token_count() / 128, false);
+    for (const Estimated& head : heads) {
+      std::vector<double> of_page(summed.size(), 0.0);
+      double sum = 0;
+      for (int64_t t = begin(); t < end(); ++t) {
+        if (!tail[t]) continue;
+        const double w =
+            reference::EstimatedWeight(head.logits[t], head.variances[t], head.reference);
+        of_page[t / 128] += w;
+        sum += w;
+      }
+      for (int64_t p = first; p < end_page; ++p) {
+        if (of_page[p] > 0 && of_page[p] * static_cast<double>(end_page - first) >= 0.25 * sum) {
+          summed[p] = true;
+        }
+      }
+    }
+    return summed;
+  }
+};
+
+TEST_P(ValueCodes, CorrectTheAnswerOfTheCodes) {
+  for (const auto& [bits, head_dim, group, dtype] :
+       {std::tuple(2, 64, 3, DType::kBF16), std::tuple(1, 128, 1, DType::kF16),
+        std::tuple(3, 64, 2, DType::kF32), std::tuple(2, 80, 5, DType::kBF16),
+        std::tuple(1, 16, 2, DType::kF32), std::tuple(3, 48, 1, DType::kBF16)}) {
+    const std::string what = std::to_string(bits) + " bits, d " + std::to_string(head_dim);
+    Prepare(SpecOf(2, group, head_dim, dtype, bits));
+    largest_difference_ = 0;
+    for (kv_head_ = 0; kv_head_ < 2; ++kv_head_) {
+      policy_ = DefaultPolicy(spec_);
+      policy_.seed = 5;
+      ExpectCorrected(what);
+    }
+    EXPECT_GT(largest_difference_, 20 * kTolerance) << what;
+  }
+}
+
+// Pages without mass answer by their centres: here all pages but a few have nearly none.
+TEST_P(ValueCodes, PagesWithoutMassAnswerByTheirCentres) {
+  Prepare(SpecOf(1, 2, 64, DType::kF32, 2), {}, [](reference::Context& context) {
+    for (int64_t t = 0; t < context.n; ++t) {
+      if (t / 128 % 8 == 3) continue;
+      for (int i = 0; i < 64; ++i) context.k[t * 64 + i] *= 0.5f;
+    }
+  });
+  policy_ = DefaultPolicy(spec_);
+  ExpectCorrected("few pages");
+}
+
+// Selectors and tails of comparison methods are served as without value codes, bit for bit.
+TEST_P(ValueCodes, OtherMethodsDoNotUseThem) {
+  const reference::Context context =
+      reference::TraceContext(SpecOf(1, 2, 64, DType::kBF16, 0), kTokens, 71);
+  const std::vector<float> q = reference::TraceQueries(context, 1, 72, 1.5);
+  const auto attend = [&](int value_bits, const Policy& policy) {
+    DeviceBench bench(GetParam(), SpecOf(1, 2, 64, DType::kBF16, value_bits));
+    BenchSequence sequence(bench);
+    EXPECT_TRUE(sequence.Append(context, 0, kTokens).ok());
+    return sequence.Attend(policy, q);
+  };
+  const Policy ours = DefaultPolicy(context.spec);
+  Policy oracle = ours, uniform = ours, none = ours;
+  oracle.selector = Selector::kOracle;
+  uniform.tail = Tail::kUniform;
+  none.tail = Tail::kNone;
+  for (const Policy& policy : {oracle, uniform, none}) {
+    EXPECT_EQ(attend(0, policy).result.out, attend(2, policy).result.out);
+  }
+  EXPECT_NE(attend(0, ours).result.out, attend(2, ours).result.out);
+}
+
+// Appends in any chunks, forks and truncation give the same bits.
+TEST_P(ValueCodes, DoNotDependOnHowRowsCame) {
+  Prepare(SpecOf(2, 2, 64, DType::kBF16, 2));
+  policy_ = DefaultPolicy(spec_);
+  const std::vector<float> at_once = sequence_->Attend(policy_, q_).result.out;
+  BenchSequence chunks(*bench_);
+  ASSERT_TRUE(chunks.Append(context_, 0, kTokens, 777).ok());
+  EXPECT_EQ(chunks.Attend(policy_, q_).result.out, at_once);
+  BenchSequence fork = chunks.Fork(5000);
+  ASSERT_TRUE(fork.Append(context_, 5000, kTokens, 1).ok());
+  EXPECT_EQ(fork.Attend(policy_, q_).result.out, at_once);
+  chunks.Truncate(2000);
+  ASSERT_TRUE(chunks.Append(context_, 2000, kTokens).ok());
+  EXPECT_EQ(chunks.Attend(policy_, q_).result.out, at_once);
+}
+
+INSTANTIATE_TEST_SUITE_P(Devices, ValueCodes, ::testing::ValuesIn([] {
+                           // A GPU does not serve them yet.
+                           std::vector<DeviceFactory> factories = DeviceFactories();
+                           std::erase_if(factories,
+                                         [](const DeviceFactory& f) { return f.name != "cpu"; });
+                           return factories;
+                         }()),
+                         [](const auto& info) { return info.param.name; });
+
+}  // namespace
+}  // namespace spillway

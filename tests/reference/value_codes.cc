@@ -1,0 +1,133 @@
+#include "tests/reference/value_codes.h"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <numbers>
+
+#include "host/model/model_spec.h"
+#include "tests/reference/codes.h"
+#include "tests/reference/elements.h"
+
+namespace spillway::reference {
+namespace {
+
+// The sign of entry i of a transform.
+double Sign(int part, uint32_t i) {
+  uint32_t h = i * 2654435769u + static_cast<uint32_t>(part) * 2135587861u + 1751213153u;
+  h ^= h >> 16;
+  h *= 2246822507u;
+  h ^= h >> 13;
+  return (h >> 15) % 2 == 1 ? -1 : 1;
+}
+
+double InBf16(double x) { return Round(DType::kBF16, static_cast<float>(x)); }
+
+}  // namespace
+
+std::vector<double> ValueTransform(int d) {
+  int m = 1;
+  while (2 * m <= d) m *= 2;
+  std::vector<double> whole(static_cast<size_t>(d) * d, 0.0);
+  for (int i = 0; i < d; ++i) whole[i * d + i] = 1;
+  for (int part = 0; part < (m == d ? 1 : 2); ++part) {
+    const int first = part == 0 ? 0 : d - m;
+    std::vector<double> next = whole;
+    for (int i = 0; i < m; ++i) {
+      for (int column = 0; column < d; ++column) {
+        double sum = 0;
+        for (int j = 0; j < m; ++j) {
+          const double entry = std::popcount(static_cast<unsigned>(i & j)) % 2 == 1 ? -1 : 1;
+          sum += entry * Sign(part, j) * whole[(first + j) * d + column];
+        }
+        next[(first + i) * d + column] = sum / std::sqrt(m);
+      }
+    }
+    whole = next;
+  }
+  return whole;
+}
+
+ValueCode EncodeValue(std::span<const double> value, std::span<const double> centre,
+                      std::span<const double> transform, int bits) {
+  const int d = static_cast<int>(value.size());
+  std::vector<double> from(d), turned(d, 0.0), t(d);
+  for (int i = 0; i < d; ++i) from[i] = value[i] - InBf16(centre[i]);
+  for (int i = 0; i < d; ++i) {
+    for (int j = 0; j < d; ++j) turned[i] += transform[i * d + j] * from[j];
+  }
+  ValueCode code;
+  code.direction.assign(d, 0.0);
+  const double length = Norm(from);
+  const int levels = 1 << bits;
+  for (int i = 0; i < d; ++i) {
+    const double y = length > 0 ? std::sqrt(d) * turned[i] / length : 0;
+    const double u =
+        std::clamp(std::floor(y / QuantiserStep(bits)) + levels / 2, 0.0, levels - 1.0);
+    t[i] = u - (levels - 1) / 2.0;
+  }
+  const double product = Dot(turned, t);
+  code.factor = product > 0 ? InBf16(product / Dot(t, t)) : 0;
+  for (int i = 0; i < d; ++i) {
+    for (int j = 0; j < d; ++j) code.direction[j] += transform[i * d + j] * t[i];
+  }
+  return code;
+}
+
+double EstimatedWeight(double logit, double variance, double reference) {
+  const double octaves = (logit - reference - std::min(variance, 2.0) / 2) / std::numbers::ln2;
+  const double quarters = std::min(std::nearbyint(4 * octaves), 63.0);
+  return quarters < -191 ? 0 : std::exp2(quarters / 4);
+}
+
+double CodeTerms::sum() const {
+  double sum = 0;
+  for (const double w : weights) sum += w;
+  return sum;
+}
+
+std::vector<double> CodeTerms::value_sum(int d) const {
+  std::vector<double> sum(d, 0.0);
+  for (const std::vector<double>& value : values) {
+    for (size_t i = 0; i < value.size(); ++i) sum[i] += value[i];
+  }
+  return sum;
+}
+
+CodeTerms TermsOfCodes(const KeyValues& kv, const PageIndex& index, std::span<const double> logits,
+                       std::span<const double> variances, double reference,
+                       const std::vector<bool>& tail, const std::vector<bool>& summed, int bits) {
+  const std::vector<double> transform = ValueTransform(kv.d);
+  CodeTerms terms;
+  terms.reference = reference;
+  terms.weights.assign(kv.n, 0.0);
+  terms.values.resize(kv.n);
+  constexpr int64_t kPage = PageIndex::kPageTokens;
+  for (int64_t first = 0; first + kPage <= index.closed_token_count(); first += kPage) {
+    const std::vector<double>& centre = index.value_centres[first / kPage];
+    std::vector<ValueCode> codes(kPage);
+    double largest = 0;
+    for (int64_t i = 0; i < kPage; ++i) {
+      if (!tail[first + i]) continue;
+      const double weight = EstimatedWeight(logits[first + i], variances[first + i], reference);
+      terms.weights[first + i] = weight;
+      codes[i] = EncodeValue(kv.Value(first + i), centre, transform, bits);
+      largest = std::max(largest, weight * codes[i].factor);
+    }
+    if (!summed[first / kPage]) largest = 0;
+    for (int64_t i = 0; i < kPage; ++i) {
+      if (!tail[first + i]) continue;
+      const double weight = terms.weights[first + i];
+      const double of_code =
+          largest > 0 ? std::nearbyint(127 * weight * codes[i].factor / largest) * largest / 127
+                      : 0;
+      std::vector<double>& value = terms.values[first + i];
+      for (int j = 0; j < kv.d; ++j) {
+        value.push_back(weight * InBf16(centre[j]) + of_code * codes[i].direction[j]);
+      }
+    }
+  }
+  return terms;
+}
+
+}  // namespace spillway::reference

@@ -1,0 +1,45 @@
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "tests/reference/attention.h"
+#include "tests/reference/page_index.h"
+
+namespace spillway::reference {
+
+// H of host/core/value_code.h as a matrix [d][d], row-major: H x = signs, then Walsh-Hadamard, over
+// the largest power of two m <= d entries from the first on and, if m < d, over the last m.
+std::vector<double> ValueTransform(int d);
+
+// The code of a value about its page's centre: v^ = centre + factor * direction.
+struct ValueCode {
+  double factor = 0;              // g, in bfloat16
+  std::vector<double> direction;  // H^T t
+};
+ValueCode EncodeValue(std::span<const double> value, std::span<const double> centre,
+                      std::span<const double> transform, int bits);
+
+// What the codes of a tail say, for one query head.
+struct CodeTerms {
+  std::vector<double> weights;              // x^ by token, in units of exp(reference)
+  std::vector<std::vector<double>> values;  // x^ v^ by token, [d]
+  double reference = 0;                     // nats
+
+  double sum() const;
+  std::vector<double> value_sum(int d) const;
+};
+
+// logits: estimated logits by token, in nats. variances: of their errors. reference: x^ is in units
+// of its exponential. tail: whether a token has an x^; the others have 0. summed: by page, whether
+// its codes are summed; otherwise v^ is the page's centre. bits: of the values' codes.
+CodeTerms TermsOfCodes(const KeyValues& kv, const PageIndex& index, std::span<const double> logits,
+                       std::span<const double> variances, double reference,
+                       const std::vector<bool>& tail, const std::vector<bool>& summed, int bits);
+
+// x^ of an estimated logit: a power of 2 whose exponent is a multiple of 1/4 in [-47.75, 15.75]; 0
+// if it would be less.
+double EstimatedWeight(double logit, double variance, double reference);
+
+}  // namespace spillway::reference
