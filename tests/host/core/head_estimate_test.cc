@@ -131,6 +131,130 @@ TEST(EstimateHead, MatchesTwoPassMoments) {
   EXPECT_LT(want.degrees, 15);
 }
 
+// x v - x^ v^ and x - x^ of rows, added up in fp64; codes are in units of exp(reference).
+Sums SumResiduals(const Rows& rows, const reference::CodeTerms& codes,
+                  const std::vector<uint32_t>& tokens) {
+  const int d = rows.kv.d;
+  double max = -std::numeric_limits<double>::infinity();
+  for (uint32_t t : tokens) max = std::max(max, rows.logits[t]);
+  max = static_cast<float>(max);
+  double sum = 0, sum_sq = 0, sum_sq_norm = 0;
+  std::vector<double> value(d), value_sq(d), projected(kProjectionEntries);
+  for (uint32_t t : tokens) {
+    const double unit = std::exp(codes.reference - max);
+    const double x = std::exp(rows.logits[t] - max);
+    const double b = x - unit * codes.weights[t];
+    sum += b;
+    sum_sq += b * b;
+    double y[kProjectionDims] = {};
+    for (int i = 0; i < d; ++i) {
+      const double a = x * rows.kv.Value(t)[i] - unit * codes.values[t][i];
+      sum_sq_norm += a * a;
+      value[i] += a;
+      value_sq[i] += b * a;
+      y[i % kProjectionDims] += Sign(i) * a;
+    }
+    for (int i = 0; i < kProjectionEntries; ++i) {
+      projected[i] += y[i / kProjectionDims] * y[i % kProjectionDims];
+    }
+  }
+  return {RowSums({static_cast<float>(max), static_cast<float>(sum), static_cast<float>(sum_sq),
+                   static_cast<float>(sum_sq_norm)},
+                  static_cast<int64_t>(tokens.size())),
+          {value.begin(), value.end()},
+          {value_sq.begin(), value_sq.end()},
+          {projected.begin(), projected.end()}};
+}
+
+// Codes of all rows from `first` on: x^ is x times exp(bias) and noise, v^ is v with noise.
+reference::CodeTerms NoisyCodes(const Rows& rows, uint32_t first, double bias, double noise) {
+  std::mt19937_64 random(77);
+  std::normal_distribution<double> normal;
+  reference::CodeTerms codes;
+  codes.reference = 1.5;
+  codes.weights.assign(rows.kv.n, 0.0);
+  codes.values.resize(rows.kv.n);
+  for (auto t = static_cast<int64_t>(first); t < rows.kv.n; ++t) {
+    codes.weights[t] = std::exp(rows.logits[t] - codes.reference + bias + noise * normal(random));
+    for (const double v : rows.kv.Value(t)) {
+      codes.values[t].push_back(codes.weights[t] * (v + noise * normal(random)));
+    }
+  }
+  return codes;
+}
+
+struct Corrected {
+  HeadEstimate got;
+  reference::Estimate want;
+};
+// The estimate from 40 exact rows, the codes of all others, and samples of three strata.
+Corrected Correct(const Rows& rows, const reference::CodeTerms& terms) {
+  const std::vector<uint32_t> exact = Range(0, 40);
+  const std::vector<reference::SampledTokens> samples = {
+      {60, Range(40, 90)}, {300, Range(100, 150)}, {600, Range(400, 500)}};
+  const Sums kept = SumRows(rows, exact);
+  const std::vector<float> signs = Signs(rows.kv.d);
+  std::vector<Sums> sums;
+  for (const auto& s : samples) sums.push_back(SumResiduals(rows, terms, s.tokens));
+  std::vector<StratumSums> strata;
+  for (size_t h = 0; h < samples.size(); ++h) {
+    strata.push_back(sums[h].Stratum(samples[h].token_count));
+  }
+  const CodeSums codes{terms.reference, terms.sum(), terms.value_sum(rows.kv.d)};
+  return {EstimateHead(kept.sums, kept.value, strata, signs, codes),
+          reference::EstimateOutput(rows.kv, rows.logits, exact, samples,
+                                    std::vector<double>(signs.begin(), signs.end()), &terms)};
+}
+
+TEST(EstimateHead, RowsCorrectTheAnswerOfCodes) {
+  const Rows rows = RandomRows(1000, 48, 5);
+  const auto [got, want] = Correct(rows, NoisyCodes(rows, 40, 0, 0.3));
+  EXPECT_FALSE(got.from_codes);
+  // Both are in units of an exponential of their own.
+  const double unit = std::exp(want.max - got.max);
+  const auto near = [](double a, double b) { EXPECT_NEAR(a, b, 1e-4 * std::fabs(b)); };
+  near(got.denominator, unit * want.denominator);
+  near(got.exact_denominator, unit * want.exact_denominator);
+  near(got.norm_sq_unbiased, unit * unit * want.norm_sq_unbiased);
+  near(got.variance, unit * unit * want.variance);
+  near(got.degrees, want.degrees);
+  for (int i = 0; i < rows.kv.d; ++i) {
+    EXPECT_NEAR(got.numerator[i], unit * want.numerator[i], 1e-4 * std::sqrt(got.norm_sq));
+  }
+  for (size_t h = 0; h < 3; ++h) {
+    near(got.spreads[h].trace_o, unit * unit * want.moments[h].trace_o);
+  }
+}
+
+// A sampled row whose code overestimates it 10,000 times stands for six such rows, of which codes have
+// added one: D^ is below 0. Then the answer is that of exact rows and codes.
+TEST(EstimateHead, AnswersFromCodesIfTheDenominatorIsUnclear) {
+  const Rows rows = RandomRows(1000, 48, 5);
+  reference::CodeTerms terms = NoisyCodes(rows, 40, 0, 0.3);
+  terms.weights[450] *= 1e4;
+  for (double& v : terms.values[450]) v *= 1e4;
+  const auto [got, want] = Correct(rows, terms);
+  ASSERT_LT(want.denominator, 0);  // what the test is about
+  EXPECT_TRUE(got.from_codes);
+  std::vector<double> numerator = terms.value_sum(48);
+  double denominator = terms.sum();
+  for (uint32_t t = 0; t < 40; ++t) {
+    const double x = std::exp(rows.logits[t] - terms.reference);
+    denominator += x;
+    for (int i = 0; i < 48; ++i) numerator[i] += x * rows.kv.Value(t)[i];
+  }
+  for (int i = 0; i < 48; ++i) {
+    EXPECT_NEAR(got.numerator[i] / got.denominator, numerator[i] / denominator, 1e-5);
+  }
+  TailTerms promising = Terms();
+  promising.may_promise = true;
+  promising.epsilon = 1e6;
+  const HeadCertificate certificate = Certify(promising, false, true, 200, 960, got);
+  EXPECT_EQ(certificate.promise, Promise::kNone);
+  EXPECT_EQ(certificate.relative_error, std::numeric_limits<float>::infinity());
+  EXPECT_FALSE(WantsMoreRows(promising, false, certificate));
+}
+
 TEST(EstimateHead, KnowsAllWhenEveryRowIsDrawn) {
   const Rows rows = RandomRows(100, 16, 6);
   const Sums kept = SumRows(rows, Range(0, 10));
