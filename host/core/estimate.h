@@ -6,6 +6,7 @@
 #include <span>
 
 #include "host/base/certificate.h"
+#include "host/base/limits.h"
 #include "host/core/budget.h"
 #include "host/core/degrees.h"
 #include "host/core/host_device.h"
@@ -224,9 +225,28 @@ SPILLWAY_HOST_DEVICE inline HeadCertificate Certify(const TailTerms& terms, bool
 // inflation by kMoreInflation, because the standard deviations were underestimated before.
 inline constexpr double kMoreInflation = 1.25;
 SPILLWAY_HOST_DEVICE inline bool WantsMoreRows(const TailTerms& terms, bool limited,
-                                               const HeadCertificate& certificate) {
+                                               const HeadCertificate& certificate,
+                                               bool from_codes = false) {
   return terms.may_promise && !limited && certificate.promise == Promise::kNone &&
-         certificate.relative_error < HUGE_VALF;
+         (from_codes || certificate.relative_error < HUGE_VALF);
+}
+
+// With value codes, the first draw's budgets come from predicted variances
+// (host/core/value_code.h), and no pilot is drawn. A stratum gets at least kFirstDrawRows, so that its
+// variance can be estimated. The error's degrees of freedom are taken to be kPredictedDegrees; those
+// of trained models are higher.
+inline constexpr int64_t kFirstDrawRows = kStratumRowsMin;
+inline constexpr double kPredictedDegrees = 8;
+// The policy's inflation makes up for deviations that are estimated from few rows. Predicted ones
+// are not, so they are multiplied by 1 for the default inflation.
+inline constexpr double kInflationOfFewRows = 1.25;
+SPILLWAY_HOST_DEVICE inline double PredictedInflation(double inflation) {
+  return inflation / kInflationOfFewRows;
+}
+// The rows of a stratum of token_count tokens that are drawn in any case. Small strata are taken
+// whole.
+SPILLWAY_HOST_DEVICE inline int64_t FirstDrawRows(int64_t token_count) {
+  return token_count > 2 * kFirstDrawRows ? kFirstDrawRows : token_count;
 }
 
 }  // namespace spillway

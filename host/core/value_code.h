@@ -112,6 +112,57 @@ SPILLWAY_HOST_DEVICE inline bool HadamardNegates(int part, int i) {
 // The order of a transform of length m: for span = 1, 2, 4, ..., m / 2, entries a and b that are
 // `span` apart, with bit `span` of a's index clear, become a + b and a - b.
 
+// ---- predicted variances -------------------------------------------------
+
+// Codes also say how far a row may be from their estimate, so that the rows that a bound needs are
+// known before any of them is read. With s^2 the variance of an estimated logit, w = v - centre and
+// D the distortion of the values' quantiser, a row's r = x (v - o) - x^ (v^ - o) has about the
+// variance
+//   x^^2 [(e^(s^2) - 1) (||w||^2 + ||centre - o||^2) + e^(s^2) D ||w||^2].
+// ||w||^2 is about g^2 d SquareOfFactor(). For ||centre - o||^2 a head takes the mean over its
+// pages, weighted by their sums of x^.
+struct PredictedTerms {
+  float of_value;   // x^^2 ||w||^2 [e^(s^2) (1 + D) - 1]
+  float of_centre;  // x^^2 [e^(s^2) - 1], to be multiplied by ||centre - o||^2
+};
+
+// ||w||^2 / (g^2 d): E[t^2] / (1 - D) for a standard normal coordinate.
+constexpr float SquareOfFactor(int value_bits) {
+  constexpr float kSquare[] = {0.25f / 0.6362f, 0.8879f / 0.8807f, 2.8013f / 0.9622f};
+  return kSquare[value_bits - 1];
+}
+
+// estimate: x^ of a token. logit_variance: s^2, at most kLogitVarianceMax.
+SPILLWAY_HOST_DEVICE inline PredictedTerms PredictTerms(float estimate, float logit_variance,
+                                                        float value_square, float distortion) {
+  const float square = estimate * estimate;
+  const float growth = ExpF32(logit_variance);
+  return {square * value_square * (growth * (1 + distortion) - 1), square * (growth - 1)};
+}
+
+// s^2 of a token. factor_square and shrinkage as for ValueLevel().
+SPILLWAY_HOST_DEVICE inline float LogitVariance(float factor_square, float shrinkage) {
+  constexpr float kPerShrinkage = 2.0f / kExpLog2E;
+  const float variance = factor_square * shrinkage * kPerShrinkage;
+  return variance < kLogitVarianceMax ? variance : kLogitVarianceMax;
+}
+
+// Sums over the tokens of a stratum that count, for one query head.
+struct PredictedSums {
+  double of_value = 0;
+  double of_centre = 0;
+  int64_t count = 0;
+
+  // The predicted variance of one row; 0 if no token counts. centre_square: ||centre - o||^2.
+  SPILLWAY_HOST_DEVICE double Variance(double centre_square) const {
+    return count > 0 ? (of_value + of_centre * centre_square) / static_cast<double>(count) : 0.0;
+  }
+};
+
+// Tokens of small strata count wherever they are; those of a stratum of more tokens than this only
+// in the pages of ReferencePages.
+inline constexpr int64_t kNearStratumTokens = 1024;
+
 // ---- the sums ----------------------------------------------------------
 
 // Codes are summed for the pages that carry mass; for the others, centres alone stand for the

@@ -161,10 +161,10 @@ RankSums<double> AsymmetricScorer::SumPages(int g) const {
   return {SumChains(weight.data(), kRankPageChains), SumChains(error.data(), kRankPageChains)};
 }
 
-const float* AsymmetricScorer::KeepLevels(uint8_t* levels) {
+LevelTerms AsymmetricScorer::KeepLevels(uint8_t* levels) {
   levels_ = levels;
   for (const double scale : error_scale_) shrinkage_.push_back(LevelShrinkage(scale));
-  return query_.references.reference;
+  return {query_.references.reference, shrinkage_.data()};
 }
 
 bool AsymmetricScorer::Reweigh() {

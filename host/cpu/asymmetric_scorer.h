@@ -18,7 +18,7 @@ class AsymmetricScorer final : public KeyScorer {
   absl::Status Prepare() override;
   absl::Status Bins(int64_t page, int tile_begin, int tile_end, uint16_t* bins,
                     uint16_t* const* head_bins) const override;
-  const float* KeepLevels(uint8_t* levels) override;
+  LevelTerms KeepLevels(uint8_t* levels) override;
   bool Reweigh() override;
   void RankVariances(std::span<double> of_head) const override;
 

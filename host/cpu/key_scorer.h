@@ -42,6 +42,12 @@ struct ScoredKeys {
   }
 };
 
+// What levels of x^ are relative to, for each query head; valid as long as their scorer.
+struct LevelTerms {
+  const float* references = nullptr;  // [G] M_h
+  const float* shrinkage = nullptr;   // [G] LevelShrinkage()
+};
+
 // Scores keys as a selector does. Const methods are thread-safe once Prepare() has returned.
 class KeyScorer {
  public:
@@ -57,11 +63,11 @@ class KeyScorer {
                             uint16_t* const* head_bins) const = 0;
   // Makes Bins() also write the levels of x^ (host/core/value_code.h) of each query head:
   // [page from that of `begin` on][G][kPageTokenCount], 0 for tokens that are not scored and for
-  // strays. Called before Bins(). Returns M_h of the heads, [G]; null: the selector does not
+  // strays. Called before Bins(). Returns what they mean; without references, the selector does not
   // estimate logits from codes, and writes none.
-  virtual const float* KeepLevels(uint8_t* levels) {
+  virtual LevelTerms KeepLevels(uint8_t* levels) {
     static_cast<void>(levels);
-    return nullptr;
+    return {};
   }
   // Called once all tokens have bins. Returns whether it has changed the weights of the query
   // heads; then all bins must be computed again.

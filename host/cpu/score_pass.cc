@@ -103,7 +103,7 @@ absl::Status ScorePass::Score(KeyScorer& scorer) {
                        with_levels_ ? page_count() * keys_.spec().group() * kPageTokenCount : 0));
   workspace_holder_.emplace(std::move(lease));
   workspace_ = &**workspace_holder_;
-  if (with_levels_) references_ = scorer.KeepLevels(workspace_->levels.data());
+  if (with_levels_) level_terms_ = scorer.KeepLevels(workspace_->levels.data());
   std::vector<absl::Status> statuses(block_count_);
   do {
     ParallelFor(int64_t{0}, block_count_, [&](int64_t b) { statuses[b] = ScoreBlock(scorer, b); });
@@ -183,7 +183,7 @@ std::vector<uint32_t> ScorePass::TakeHeavy(const HeavySet& set) {
     uint16_t& bin = workspace_->bins[token - base_];
     --histogram_[bin];
     bin = kHeavyBin;
-    if (references_ == nullptr) continue;
+    if (level_terms_.references == nullptr) continue;
     for (int g = 0; g < keys_.spec().group(); ++g) {
       workspace_->levels[LevelAt(token, g)] = 0;
     }

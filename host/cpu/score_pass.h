@@ -35,10 +35,9 @@ class ScorePass {
   // The levels of x^ of the tail, [page][G][kPageTokenCount] from the first scored token's page on:
   // 0 for heavy tokens once TakeHeavy() has returned. Null if the scorer does not write them.
   const uint8_t* levels() const {
-    return references_ == nullptr ? nullptr : workspace_->levels.data();
+    return level_terms_.references == nullptr ? nullptr : workspace_->levels.data();
   }
-  // What levels are relative to, M_h of the query heads, [G].
-  const float* references() const { return references_; }
+  const LevelTerms& level_terms() const { return level_terms_; }
   // Position in levels() of a token's level for query head g.
   int64_t LevelAt(int64_t token, int g) const {
     const int64_t page = token / kPageTokenCount - first_page();
@@ -90,7 +89,7 @@ class ScorePass {
   int bin_count_ = 0;
   std::optional<WorkspacePool::Lease> workspace_holder_;
   SelectWorkspace* workspace_ = nullptr;
-  const float* references_ = nullptr;
+  LevelTerms level_terms_;
   std::vector<uint32_t> histogram_;
 };
 

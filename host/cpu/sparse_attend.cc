@@ -77,6 +77,10 @@ class SparseAttend {
   // Computes the budget of each stratum: the rows that the bound needs, estimated from the sums so
   // far; the maximum over `heads`, limited by row_count_max.
   void SetBudgets(std::span<const int> heads, const TailTerms& terms);
+  // Computes the budgets of the first draw from what codes predict.
+  absl::Status SetPredictedBudgets();
+  // Limits budgets by row_count_max, and sets the draw's thresholds.
+  void Want(std::span<int64_t> budgets);
   // Estimates every query head from the sums so far.
   void EstimateHeads();
   HeadCertificate Certified(int head) const;
@@ -190,16 +194,24 @@ absl::Status SparseAttend::SampleTail() {
                       MakeSampleOrder(policy_.seed, c_.spec().first_layer + c_.layer,
                                       c_.spec().first_kv_head + kv_head_, n_,
                                       c_.spec().ResidentSample(policy_.seed)));
+  if (codes_ != nullptr) RETURN_IF_ERROR(SetPredictedBudgets());
   RETURN_IF_ERROR(Draw(sampler, JudgePilot));
   if (draw_.given_up) return absl::OkStatus();
   std::vector<int> heads(group_);
   std::iota(heads.begin(), heads.end(), 0);
   EstimateHeads();
+  const auto keep_wanting = [&] {
+    std::erase_if(heads, [&](int g) {
+      return !WantsMoreRows(terms_, draw_.limited, Certified(g), estimates_[g].from_codes);
+    });
+    return !heads.empty();
+  };
+  // If the first draw's budgets were predicted, more rows are drawn only where they do not suffice.
+  if (codes_ != nullptr && !keep_wanting()) return absl::OkStatus();
   SetBudgets(heads, terms_);
   RETURN_IF_ERROR(Draw(sampler, JudgeSample));
   EstimateHeads();
-  std::erase_if(heads, [&](int g) { return !WantsMoreRows(terms_, draw_.limited, Certified(g)); });
-  if (heads.empty()) return absl::OkStatus();
+  if (!keep_wanting()) return absl::OkStatus();
   TailTerms more = terms_;
   more.inflation *= kMoreInflation;
   SetBudgets(heads, more);
@@ -266,6 +278,35 @@ void SparseAttend::SetBudgets(std::span<const int> heads, const TailTerms& terms
     HeadBudgets(terms, estimate, estimate.spreads[0], asked, of_head);
     for (int h = 0; h < strata; ++h) budgets[h] = std::max(budgets[h], of_head[h]);
   }
+  Want(budgets);
+}
+
+absl::Status SparseAttend::SetPredictedBudgets() {
+  RETURN_IF_ERROR(codes_->Predict(strata_));
+  EstimateHeads();
+  const int strata = strata_.size();
+  std::vector<int64_t> budgets(strata, 0), of_head(strata);
+  std::vector<NeymanStratum> asked(strata);
+  std::vector<double> output(c_.spec().head_dim);
+  for (int g = 0; g < group_; ++g) {
+    HeadEstimate& e = estimates_[g];
+    e.degrees = kPredictedDegrees;
+    for (size_t i = 0; i < output.size(); ++i) output[i] = e.numerator[i] / e.denominator;
+    const double unit = std::exp(code_sums_[g].reference - e.max);
+    for (int h = 0; h < strata; ++h) {
+      const int64_t count = strata_.counts[h];
+      const double variance = codes_->PredictedVariance(h, g, output, double{values_.unit});
+      asked[h] = {count, FirstDrawRows(count), PredictedInflation(terms_.inflation) * unit * std::sqrt(variance)};
+    }
+    HeadBudgets(terms_, e, {}, asked, of_head);
+    for (int h = 0; h < strata; ++h) budgets[h] = std::max(budgets[h], of_head[h]);
+  }
+  Want(budgets);
+  return absl::OkStatus();
+}
+
+void SparseAttend::Want(std::span<int64_t> budgets) {
+  const int strata = strata_.size();
   const int64_t total = std::accumulate(budgets.begin(), budgets.end(), int64_t{0});
   if (total > draw_.rows_left) {
     draw_.limited = true;

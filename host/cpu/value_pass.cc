@@ -7,6 +7,7 @@
 #include "host/base/parallel.h"
 #include "host/base/status_macros.h"
 #include "host/core/rank_error.h"
+#include "host/core/reference_pages.h"
 #include "host/core/value_code.h"
 
 namespace spillway {
@@ -20,7 +21,8 @@ ValuePass::ValuePass(const ScoredKeys& keys, const ScorePass& scores)
       dim_(keys.spec().head_dim),
       page_count_(scores.page_count()),
       pages_(page_count_ * group_),
-      values_(static_cast<size_t>(group_) * dim_) {}
+      values_(static_cast<size_t>(group_) * dim_),
+      centres_(values_.size()) {}
 
 void ValuePass::WeighPages(int64_t begin, int64_t end) {
   for (int64_t page = begin; page < end; ++page) {
@@ -54,13 +56,18 @@ void ValuePass::SumPages(int64_t begin, int64_t end, TaskSums& sums) const {
   sums.codes.assign(values_.size(), 0.0f);
   std::vector<int32_t> products(values_.size());
   std::vector<int8_t> weights(static_cast<size_t>(group_) * kPageTokenCount);
+  std::vector<float> centre(dim_);
   for (int64_t page = begin; page < end; ++page) {
     const std::byte* const of_page = PageOf(page);
     const PageWeights* const by_head = pages_.data() + page * group_;
     bool has_codes = false;
+    ToFloat(DType::kBF16, of_page + layout_.value_centre_offset_bytes(), dim_, centre.data());
+    float centre_square = 0;
+    for (const float c : centre) centre_square = std::fma(c, c, centre_square);
     for (int g = 0; g < group_; ++g) {
       has_codes |= by_head[g].largest > 0;
       if (by_head[g].sum == 0) continue;
+      sums.centre_squares[g] += double{by_head[g].sum} * double{centre_square};
       AddScaled(of_page + layout_.value_centre_offset_bytes(), dim_, by_head[g].sum,
                 sums.centres.data() + static_cast<size_t>(g) * dim_);
     }
@@ -102,10 +109,12 @@ absl::Status ValuePass::Sum() {
   std::vector<double> codes(values_.size());
   for (const TaskSums& of_task : sums) {
     for (size_t i = 0; i < values_.size(); ++i) {
-      values_[i] += double{of_task.centres[i]};
+      centres_[i] += double{of_task.centres[i]};
       codes[i] += double{of_task.codes[i]};
     }
+    for (int g = 0; g < group_; ++g) centre_squares_[g] += of_task.centre_squares[g];
   }
+  values_ = centres_;
   for (int g = 0; g < group_; ++g) {
     const size_t first = static_cast<size_t>(g) * dim_;
     float of_head[kHeadDimMax];
@@ -118,7 +127,7 @@ absl::Status ValuePass::Sum() {
 
 CodeSums ValuePass::SumsOf(int head, double value_unit) const {
   CodeSums sums;
-  sums.reference = double{LevelLogit(kLevelZero, scores_.references()[head])};
+  sums.reference = double{LevelLogit(kLevelZero, scores_.level_terms().references[head])};
   sums.sum = sums_[head];
   const double* const first = values_.data() + static_cast<size_t>(head) * dim_;
   sums.value.assign(first, first + dim_);
@@ -144,8 +153,85 @@ ResidualRows ValuePass::RowsOf(std::span<const uint32_t> tokens, Block& block) c
     }
     DecodeValue(layout_, signs_, of_page, slot, block.codes.data() + r * kHeadDimMax);
   }
-  return {block.levels, block.code_weights, scores_.references(), block.centres.data(),
-          block.codes.data()};
+  return {block.levels, block.code_weights, scores_.level_terms().references,
+          block.centres.data(), block.codes.data()};
+}
+
+void ValuePass::AddPrediction(int64_t page, int slot, PredictedSums* sums) const {
+  float key_factor, value_factor;
+  ToFloat(DType::kBF16, PageOf(page) + layout_.factor_offset_bytes() + 2 * slot, 1, &key_factor);
+  ToFloat(DType::kBF16, FactorsOf(page) + 2 * slot, 1, &value_factor);
+  const float factor_square = std::min(key_factor * key_factor, kFactorSquareMax);
+  const float value_square = value_factor * value_factor *
+                             (static_cast<float>(dim_) * SquareOfFactor(layout_.value_bits));
+  const auto distortion = static_cast<float>(QuantiserDistortion(layout_.value_bits));
+  for (int g = 0; g < group_; ++g) {
+    const float variance = LogitVariance(factor_square, scores_.level_terms().shrinkage[g]);
+    const PredictedTerms terms =
+        PredictTerms(LevelWeight(LevelsOf(page, g)[slot]), variance, value_square, distortion);
+    sums[g].of_value += double{terms.of_value};
+    sums[g].of_centre += double{terms.of_centre};
+    ++sums[g].count;
+  }
+}
+
+absl::Status ValuePass::Predict(const Strata& strata) {
+  const int64_t begin = keys_.begin, end = keys_.end;
+  // The bin from which on all tokens count: that of the last of the first, small strata.
+  int near = 0;
+  while (near < strata.size() && strata.counts[near] <= kNearStratumTokens) ++near;
+  const uint16_t edge = near > 0 ? strata.lowest_bin[near - 1] : kNoBin;
+  const ReferencePages reference = ReferencePages::Of(begin, end);
+  const int64_t tasks = scores_.block_count();
+  const size_t width = static_cast<size_t>(strata.size()) * group_;
+  std::vector<std::vector<PredictedSums>> sums(tasks, std::vector<PredictedSums>(width));
+  ParallelFor(int64_t{0}, tasks, [&](int64_t task) {
+    const int64_t from = scores_.block_begin(task), to = scores_.block_end(task);
+    const auto add = [&](int64_t token, uint16_t bin) {
+      AddPrediction(token / kPageTokenCount - scores_.first_page(),
+                    static_cast<int>(token % kPageTokenCount),
+                    sums[task].data() + static_cast<size_t>(strata.of_bin[bin]) * group_);
+    };
+    const auto positions = std::make_unique_for_overwrite<uint32_t[]>(to - from);
+    const int64_t count = FilterBins(scores_.bins(from), to - from, edge, positions.get());
+    for (int64_t i = 0; i < count; ++i) {
+      const uint16_t bin = *scores_.bins(from + positions[i]);
+      if (bin < kNoBin) add(from + positions[i], bin);
+    }
+    for (int64_t i = 0; i < reference.count; ++i) {
+      const int64_t first = reference.page(i) * kPageTokenCount;
+      for (int64_t t = std::max(first, from); t < std::min(first + kPageTokenCount, to); ++t) {
+        const uint16_t bin = *scores_.bins(t);
+        if (bin < edge && bin < kNoBin) add(t, bin);
+      }
+    }
+  });
+  predicted_.assign(width, {});
+  for (const std::vector<PredictedSums>& of_task : sums) {
+    for (size_t i = 0; i < width; ++i) {
+      predicted_[i].of_value += of_task[i].of_value;
+      predicted_[i].of_centre += of_task[i].of_centre;
+      predicted_[i].count += of_task[i].count;
+    }
+  }
+  return keys_.context->CheckCancelled();
+}
+
+double ValuePass::PredictedVariance(int stratum, int head, std::span<const double> output,
+                                    double value_unit) const {
+  if (sums_[head] == 0) return 0;
+  // The mean of ||c - o||^2 over pages, weighted by their sums of x^.
+  const double* const centres = centres_.data() + static_cast<size_t>(head) * dim_;
+  double product = 0, output_square = 0;
+  for (int i = 0; i < dim_; ++i) {
+    const double o = output[i] * value_unit;
+    product += centres[i] * o;
+    output_square += o * o;
+  }
+  const double square =
+      (centre_squares_[head] - 2 * product) / sums_[head] + output_square;
+  const PredictedSums& sums = predicted_[static_cast<size_t>(stratum) * group_ + head];
+  return sums.Variance(std::max(square, 0.0)) / (value_unit * value_unit);
 }
 
 }  // namespace spillway

@@ -8,6 +8,7 @@
 #include "absl/status/status.h"
 #include "host/base/limits.h"
 #include "host/core/head_estimate.h"
+#include "host/core/value_code.h"
 #include "host/cpu/kernels.h"
 #include "host/cpu/key_scorer.h"
 #include "host/cpu/score_pass.h"
@@ -27,6 +28,13 @@ class ValuePass {
   // The sums of a query head; values are in units of value_unit.
   CodeSums SumsOf(int head, double value_unit) const;
 
+  // Sums up what codes predict of the rows of each stratum. After Sum(). CANCELLED.
+  absl::Status Predict(const Strata& strata);
+  // The predicted variance of a row of a stratum: Tr Cov[x (v - o) - x^ (v^ - o)], in units of
+  // exp(SumsOf().reference) and value_unit. output: o [d], in units of value_unit.
+  double PredictedVariance(int stratum, int head, std::span<const double> output,
+                           double value_unit) const;
+
   // What codes say about a block of at most kRowBlock rows, in memory of the caller.
   struct Block {
     uint8_t levels[kGroupMax * kRowBlock];
@@ -45,6 +53,7 @@ class ValuePass {
   struct TaskSums {
     std::vector<float> centres;  // [G][d] sum of X c: of a page's sum of x^ times its centre
     std::vector<float> codes;    // [G][d] sum of g x^ t, transformed by H
+    std::array<double, kGroupMax> centre_squares{};  // sum of X ||c||^2
   };
 
   const std::byte* PageOf(int64_t page) const {
@@ -60,6 +69,8 @@ class ValuePass {
   // Decides which pages' codes are summed.
   void ChoosePages();
   void SumPages(int64_t begin, int64_t end, TaskSums& sums) const;
+  // Adds what codes predict of a token of the tail to sums [G].
+  void AddPrediction(int64_t page, int slot, PredictedSums* sums) const;
 
   const ScoredKeys& keys_;
   const ScorePass& scores_;
@@ -71,6 +82,9 @@ class ValuePass {
   std::vector<PageWeights> pages_;  // [page][G]; `largest` is 0 if the page's codes are not summed
   std::array<double, kGroupMax> sums_{};  // of x^
   std::vector<double> values_;            // [G][d] sum of x^ v^
+  std::vector<double> centres_;           // [G][d] sum of X c
+  std::array<double, kGroupMax> centre_squares_{};
+  std::vector<PredictedSums> predicted_;  // [stratum][G]
 };
 
 }  // namespace spillway
