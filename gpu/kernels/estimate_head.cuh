@@ -320,7 +320,7 @@ class HeadEstimate {
     head_.norm_sq_unbiased = UnbiasedNormSq(head_.norm_sq, variance.of_numerator);
     head_.variance = variance.of_output;
     head_.from_codes = false;
-    head_.degrees = DegreesOfFreedom(variance.of_output, covariance.first, covariance.second);
+    head_.degrees = DegreesOfFreedom(d_, variance.of_output, covariance.first, covariance.second);
   }
 
   // Where arrays [G][width] begin in a split's partial sums.

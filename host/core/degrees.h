@@ -59,20 +59,25 @@ SPILLWAY_HOST_DEVICE inline double ProjectedSpread(const ProjectedSums& s, doubl
          s.deviation_a * s.deviation_b / rows;
 }
 
-// nu of an error. trace: Tr(S). projected_trace: Tr(S'). projected_square: sum of the squared
-// entries of S'. The projection changes 1 / nu to about
-//   1 / nu + (1 - 1 / nu) / kProjectionDims,
-// and this function inverts that. (For a single direction, 1 / nu = 1 remains 1.) The result is in
-// [1, kDegreesMax]; it is 1 if it cannot be computed.
+// nu of an error of d dimensions. trace: Tr(S). projected_trace: Tr(S'). projected_square: sum of
+// the squared entries of S'. The mean over the signs of the squared entries of S' is Tr(S^2) and,
+// for each pair of dimensions that are added to the same y_m, their product in Tr(S)^2. A share
+//   p = (d / kProjectionDims - 1) / (d - 1)
+// of all pairs are, so the projection changes 1 / nu to about
+//   1 / nu + p (1 - 1 / nu),
+// and this function inverts that. For a single direction 1 / nu = 1 remains 1, and for errors of
+// equal size in all dimensions the result is d. The result is in [1, kDegreesMax] and at most d; it
+// is 1 if it cannot be computed. REQUIRES: d is a multiple of kProjectionDims.
 inline constexpr double kDegreesMax = 64;
-SPILLWAY_HOST_DEVICE inline double DegreesOfFreedom(double trace, double projected_trace,
+SPILLWAY_HOST_DEVICE inline double DegreesOfFreedom(int d, double trace, double projected_trace,
                                                     double projected_square) {
   const double larger = trace > projected_trace ? trace : projected_trace;
   const double hidden = trace > projected_trace ? trace - projected_trace : 0.0;
   const double norm = (::sqrt(projected_square) + hidden) / larger;
-  constexpr double kIsotropic = 1.0 / kProjectionDims;
-  const double inverse = (norm * norm - kIsotropic) / (1 - kIsotropic);
-  if (inverse < 1 / kDegreesMax) return kDegreesMax;
+  const double pairs = (static_cast<double>(d) / kProjectionDims - 1) / (d - 1);
+  const double inverse = (norm * norm - pairs) / (1 - pairs);
+  const double most = d < kDegreesMax ? d : kDegreesMax;
+  if (inverse < 1 / most) return most;
   return inverse < 1 ? 1 / inverse : 1.0;
 }
 

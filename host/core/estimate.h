@@ -212,8 +212,8 @@ SPILLWAY_HOST_DEVICE inline HeadCertificate Certify(const TailTerms& terms, bool
   if (!IsPlanned(terms.tail)) return {Promise::kNone, HUGE_VALF, tail_mass};
   if (drawn == tail_count) return {Promise::kExact, 0.0f, tail_mass};
   if (drawn == 0) return {Promise::kNone, HUGE_VALF, std::bit_cast<float>(0x7FC00000u)};
-  const bool known =
-      !head.from_codes && OutputIsLargeEnough(head) && (ranks_hold || !RestsOnRanks(terms.tail, terms.bound));
+  const bool known = !head.from_codes && OutputIsLargeEnough(head) &&
+                     (ranks_hold || !RestsOnRanks(terms.tail, terms.bound));
   const double error = known ? RelativeError(terms, head) : HUGE_VAL;
   const bool promises = terms.may_promise && !limited && error <= terms.epsilon;
   return {promises ? Promise::kStatistical : Promise::kNone,
@@ -232,9 +232,9 @@ SPILLWAY_HOST_DEVICE inline bool WantsMoreRows(const TailTerms& terms, bool limi
 }
 
 // With value codes, the first draw's budgets come from predicted variances
-// (host/core/value_code.h), and no pilot is drawn. A stratum gets at least kFirstDrawRows, so that its
-// variance can be estimated. The error's degrees of freedom are taken to be kPredictedDegrees; those
-// of trained models are higher.
+// (host/core/value_code.h), and no pilot is drawn. A stratum gets at least kFirstDrawRows, so that
+// its variance can be estimated. The error's degrees of freedom are taken to be kPredictedDegrees;
+// those of trained models are higher.
 inline constexpr int64_t kFirstDrawRows = kStratumRowsMin;
 inline constexpr double kPredictedDegrees = 8;
 // The policy's inflation makes up for deviations that are estimated from few rows. Predicted ones
@@ -243,6 +243,18 @@ inline constexpr double kInflationOfFewRows = 1.25;
 SPILLWAY_HOST_DEVICE inline double PredictedInflation(double inflation) {
   return inflation / kInflationOfFewRows;
 }
+// A variance that is estimated from few rows may be far too small by chance. The prediction counts
+// as much as kPredictedRows rows, but only where it is larger: it rests on assumptions, the rows do
+// not.
+inline constexpr double kPredictedRows = 8;
+SPILLWAY_HOST_DEVICE inline double WithPrediction(int64_t drawn, double estimated,
+                                                  double predicted) {
+  if (drawn < 2) return drawn == 0 ? predicted : estimated;
+  const double rows = static_cast<double>(drawn - 1);
+  const double mean = (rows * estimated + kPredictedRows * predicted) / (rows + kPredictedRows);
+  return mean > estimated ? mean : estimated;
+}
+
 // The rows of a stratum of token_count tokens that are drawn in any case. Small strata are taken
 // whole.
 SPILLWAY_HOST_DEVICE inline int64_t FirstDrawRows(int64_t token_count) {

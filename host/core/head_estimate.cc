@@ -53,7 +53,7 @@ double ErrorDegrees(const HeadEstimate& e, std::span<const StratumSums> strata,
     trace += covariance[a * kProjectionDims + a];
   }
   for (const double entry : covariance) square += entry * entry;
-  return DegreesOfFreedom(e.variance, trace, square);
+  return DegreesOfFreedom(static_cast<int>(signs.size()), e.variance, trace, square);
 }
 
 // Sums of x and x v over exact rows and codes, in units of exp(e.max).
@@ -82,6 +82,30 @@ void AddStrata(std::span<const StratumSums> strata, HeadEstimate& e) {
   }
 }
 
+// Fills the spreads of the strata from their rows. output: o.
+void AddSpreads(std::span<const StratumSums> strata, std::span<const double> output,
+                HeadEstimate& e) {
+  double o_norm_sq = 0;
+  for (const double o : output) o_norm_sq += o * o;
+  for (const StratumSums& s : strata) {
+    const double f = std::exp(s.sums.max - e.max);
+    StratumMoments m{.sum_x = f * s.sums.sum,
+                     .sum_xx = f * f * s.sums.sum_sq,
+                     .sum_xxvv = f * f * s.sums.sum_sq_norm,
+                     .sum_xv_sq = 0,
+                     .sum_xvo_sq = 0,
+                     .o_dot_sum_xxv = 0};
+    for (size_t i = 0; i < output.size(); ++i) {
+      const double sum_xv = f * s.value[i];
+      const double sum_xvo = sum_xv - output[i] * m.sum_x;
+      m.sum_xv_sq += sum_xv * sum_xv;
+      m.sum_xvo_sq += sum_xvo * sum_xvo;
+      m.o_dot_sum_xxv += output[i] * (f * f * s.value_sq[i]);
+    }
+    e.spreads.push_back(SpreadOf(s.sums.count, s.token_count, m, o_norm_sq));
+  }
+}
+
 // Variance of D^.
 double DenominatorVariance(std::span<const StratumSums> strata, double max) {
   SampleVariance variance;
@@ -100,6 +124,16 @@ double DenominatorVariance(std::span<const StratumSums> strata, double max) {
 
 }  // namespace
 
+double CodeSums::MeanSquareFrom(std::span<const double> output) const {
+  if (!(sum > 0)) return 0;
+  double product = 0, square = 0;
+  for (size_t i = 0; i < output.size(); ++i) {
+    product += centre[i] * output[i];
+    square += output[i] * output[i];
+  }
+  return std::max((centre_square - 2 * product) / sum + square, 0.0);
+}
+
 HeadEstimate EstimateHead(const RowSums& exact, std::span<const float> exact_value,
                           std::span<const StratumSums> strata, std::span<const float> signs,
                           const CodeSums& codes) {
@@ -116,29 +150,30 @@ HeadEstimate EstimateHead(const RowSums& exact, std::span<const float> exact_val
     AddKnown(exact, exact_value, codes, e);
   }
   for (const double v : e.numerator) e.norm_sq += v * v;
-  const double o_norm_sq = e.norm_sq / (e.denominator * e.denominator);
-  SampleVariance variance;
-  for (const StratumSums& s : strata) {
-    const double f = std::exp(s.sums.max - e.max);
-    StratumMoments m{.sum_x = f * s.sums.sum,
-                     .sum_xx = f * f * s.sums.sum_sq,
-                     .sum_xxvv = f * f * s.sums.sum_sq_norm,
-                     .sum_xv_sq = 0,
-                     .sum_xvo_sq = 0,
-                     .o_dot_sum_xxv = 0};
-    for (size_t i = 0; i < d; ++i) {
-      const double o = e.numerator[i] / e.denominator;
-      const double sum_xv = f * s.value[i];
-      const double sum_xvo = sum_xv - o * m.sum_x;
-      m.sum_xv_sq += sum_xv * sum_xv;
-      m.sum_xvo_sq += sum_xvo * sum_xvo;
-      m.o_dot_sum_xxv += o * (f * f * s.value_sq[i]);
+  std::vector<double> output(d);
+  for (size_t i = 0; i < d; ++i) output[i] = e.numerator[i] / e.denominator;
+  AddSpreads(strata, output, e);
+  if (!codes.predicted.empty()) {
+    const double unit = std::exp(codes.reference - e.max);
+    const double centre_square = codes.MeanSquareFrom(output);
+    for (size_t h = 0; h < strata.size(); ++h) {
+      e.spreads[h].trace_o =
+          WithPrediction(strata[h].sums.count, e.spreads[h].trace_o,
+                         unit * unit * codes.predicted[h].Variance(centre_square));
     }
-    e.spreads.push_back(SpreadOf(s.sums.count, s.token_count, m, o_norm_sq));
-    variance.Add(s.sums.count, s.token_count, e.spreads.back());
+  }
+  SampleVariance variance;
+  bool drawn = false;
+  for (size_t h = 0; h < strata.size(); ++h) {
+    variance.Add(strata[h].sums.count, strata[h].token_count, e.spreads[h]);
+    drawn |= strata[h].sums.count > 0;
   }
   e.variance = variance.of_output;
-  e.degrees = strata.empty() ? 1 : ErrorDegrees(e, strata, signs);
+  if (drawn) {
+    e.degrees = ErrorDegrees(e, strata, signs);
+  } else {
+    e.degrees = codes.predicted.empty() ? 1 : kPredictedDegrees;
+  }
   e.norm_sq_unbiased = UnbiasedNormSq(e.norm_sq, variance.of_numerator);
   return e;
 }

@@ -22,8 +22,8 @@
 namespace spillway {
 namespace {
 
-// Whether the answer for the tail is that of codes, which the sampled rows correct: if the model has
-// value codes, the selector estimates logits of all tokens, and the tail is stratified.
+// Whether the answer for the tail is that of codes, which the sampled rows correct: if the model
+// has value codes, the selector estimates logits of all tokens, and the tail is stratified.
 bool AnswersFromCodes(const ModelSpec& spec, const Policy& policy, Tail tail) {
   return spec.value_bits() > 0 && policy.selector == Selector::kAsymmetric &&
          !policy.candidate_selector.has_value() && tail == Tail::kStratified;
@@ -77,10 +77,6 @@ class SparseAttend {
   // Computes the budget of each stratum: the rows that the bound needs, estimated from the sums so
   // far; the maximum over `heads`, limited by row_count_max.
   void SetBudgets(std::span<const int> heads, const TailTerms& terms);
-  // Computes the budgets of the first draw from what codes predict.
-  absl::Status SetPredictedBudgets();
-  // Limits budgets by row_count_max, and sets the draw's thresholds.
-  void Want(std::span<int64_t> budgets);
   // Estimates every query head from the sums so far.
   void EstimateHeads();
   HeadCertificate Certified(int head) const;
@@ -165,7 +161,7 @@ void SparseAttend::CutTail() {
 absl::Status SparseAttend::SumCodes() {
   if (scores_.levels() == nullptr) return absl::OkStatus();
   codes_ = std::make_unique<ValuePass>(keys_, scores_);
-  RETURN_IF_ERROR(codes_->Sum());
+  RETURN_IF_ERROR(codes_->Sum(strata_));
   for (int g = 0; g < group_; ++g) {
     code_sums_.push_back(codes_->SumsOf(g, double{values_.unit}));
   }
@@ -194,11 +190,16 @@ absl::Status SparseAttend::SampleTail() {
                       MakeSampleOrder(policy_.seed, c_.spec().first_layer + c_.layer,
                                       c_.spec().first_kv_head + kv_head_, n_,
                                       c_.spec().ResidentSample(policy_.seed)));
-  if (codes_ != nullptr) RETURN_IF_ERROR(SetPredictedBudgets());
-  RETURN_IF_ERROR(Draw(sampler, JudgePilot));
-  if (draw_.given_up) return absl::OkStatus();
   std::vector<int> heads(group_);
   std::iota(heads.begin(), heads.end(), 0);
+  if (codes_ != nullptr) {
+    EstimateHeads();
+    TailTerms predicted = terms_;
+    predicted.inflation = PredictedInflation(terms_.inflation);
+    SetBudgets(heads, predicted);
+  }
+  RETURN_IF_ERROR(Draw(sampler, JudgePilot));
+  if (draw_.given_up) return absl::OkStatus();
   EstimateHeads();
   const auto keep_wanting = [&] {
     std::erase_if(heads, [&](int g) {
@@ -206,7 +207,7 @@ absl::Status SparseAttend::SampleTail() {
     });
     return !heads.empty();
   };
-  // If the first draw's budgets were predicted, more rows are drawn only where they do not suffice.
+  // Predicted budgets usually suffice.
   if (codes_ != nullptr && !keep_wanting()) return absl::OkStatus();
   SetBudgets(heads, terms_);
   RETURN_IF_ERROR(Draw(sampler, JudgeSample));
@@ -251,8 +252,9 @@ HeadEstimate SparseAttend::Estimate(int head) const {
     strata.push_back({strata_.counts[h], tail_[h].sums[head], tail_[h].ValueOf(head),
                       tail_[h].ValueSqOf(head), tail_[h].ProjectedOf(head)});
   }
+  static const CodeSums kNoCodes;
   return EstimateHead(exact_.sums[head], exact_.ValueOf(head), strata, values_.signs,
-                      code_sums_.empty() ? CodeSums{} : code_sums_[head]);
+                      codes_ == nullptr ? kNoCodes : code_sums_[head]);
 }
 
 void SparseAttend::EstimateHeads() {
@@ -273,40 +275,13 @@ void SparseAttend::SetBudgets(std::span<const int> heads, const TailTerms& terms
   for (const int g : heads) {
     const HeadEstimate& estimate = estimates_[g];
     for (int h = 0; h < strata; ++h) {
-      asked[h] = BudgetStratum(terms, strata_.counts[h], draw_.drawn[h], estimate.spreads[h]);
+      const int64_t count = strata_.counts[h];
+      const int64_t floor = draw_.drawn[h] > 0 ? draw_.drawn[h] : FirstDrawRows(count);
+      asked[h] = BudgetStratum(terms, count, floor, estimate.spreads[h]);
     }
     HeadBudgets(terms, estimate, estimate.spreads[0], asked, of_head);
     for (int h = 0; h < strata; ++h) budgets[h] = std::max(budgets[h], of_head[h]);
   }
-  Want(budgets);
-}
-
-absl::Status SparseAttend::SetPredictedBudgets() {
-  RETURN_IF_ERROR(codes_->Predict(strata_));
-  EstimateHeads();
-  const int strata = strata_.size();
-  std::vector<int64_t> budgets(strata, 0), of_head(strata);
-  std::vector<NeymanStratum> asked(strata);
-  std::vector<double> output(c_.spec().head_dim);
-  for (int g = 0; g < group_; ++g) {
-    HeadEstimate& e = estimates_[g];
-    e.degrees = kPredictedDegrees;
-    for (size_t i = 0; i < output.size(); ++i) output[i] = e.numerator[i] / e.denominator;
-    const double unit = std::exp(code_sums_[g].reference - e.max);
-    for (int h = 0; h < strata; ++h) {
-      const int64_t count = strata_.counts[h];
-      const double variance = codes_->PredictedVariance(h, g, output, double{values_.unit});
-      asked[h] = {count, FirstDrawRows(count), PredictedInflation(terms_.inflation) * unit * std::sqrt(variance)};
-    }
-    HeadBudgets(terms_, e, {}, asked, of_head);
-    for (int h = 0; h < strata; ++h) budgets[h] = std::max(budgets[h], of_head[h]);
-  }
-  Want(budgets);
-  return absl::OkStatus();
-}
-
-void SparseAttend::Want(std::span<int64_t> budgets) {
-  const int strata = strata_.size();
   const int64_t total = std::accumulate(budgets.begin(), budgets.end(), int64_t{0});
   if (total > draw_.rows_left) {
     draw_.limited = true;
@@ -322,8 +297,8 @@ void SparseAttend::Want(std::span<int64_t> budgets) {
 absl::Status SparseAttend::AddTailOf(const CpuMethod& method) {
   const std::unique_ptr<MethodTail> tail = method.make_tail(keys_, scores_);
   GroupSums sums(group_, c_.spec().head_dim, /*moments=*/false);
-  RETURN_IF_ERROR(FoldTokens(c_, kv_head_, q_, values_, tail->tokens(), sums,
-                             {.weigher = tail.get()}));
+  RETURN_IF_ERROR(
+      FoldTokens(c_, kv_head_, q_, values_, tail->tokens(), sums, {.weigher = tail.get()}));
   const std::vector<RowSums> exact_alone = exact_.sums;
   exact_.Merge(sums);
   sampled_.push_back(tail->tokens());

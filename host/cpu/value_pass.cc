@@ -92,7 +92,12 @@ void ValuePass::SumPages(int64_t begin, int64_t end, TaskSums& sums) const {
   }
 }
 
-absl::Status ValuePass::Sum() {
+absl::Status ValuePass::Sum(const Strata& strata) {
+  RETURN_IF_ERROR(SumValues());
+  return Predict(strata);
+}
+
+absl::Status ValuePass::SumValues() {
   const int64_t tasks = (page_count_ + kTaskPages - 1) / kTaskPages;
   const auto for_tasks = [&](const auto& f) {
     ParallelFor(int64_t{0}, tasks, [&](int64_t task) {
@@ -131,7 +136,16 @@ CodeSums ValuePass::SumsOf(int head, double value_unit) const {
   sums.sum = sums_[head];
   const double* const first = values_.data() + static_cast<size_t>(head) * dim_;
   sums.value.assign(first, first + dim_);
+  const double* const centres = centres_.data() + static_cast<size_t>(head) * dim_;
+  sums.centre.assign(centres, centres + dim_);
   for (double& v : sums.value) v /= value_unit;
+  for (double& c : sums.centre) c /= value_unit;
+  const double unit_square = value_unit * value_unit;
+  sums.centre_square = centre_squares_[head] / unit_square;
+  for (size_t i = head; i < predicted_.size(); i += group_) {
+    sums.predicted.push_back(predicted_[i]);
+    sums.predicted.back().of_value /= unit_square;
+  }
   return sums;
 }
 
@@ -153,8 +167,8 @@ ResidualRows ValuePass::RowsOf(std::span<const uint32_t> tokens, Block& block) c
     }
     DecodeValue(layout_, signs_, of_page, slot, block.codes.data() + r * kHeadDimMax);
   }
-  return {block.levels, block.code_weights, scores_.level_terms().references,
-          block.centres.data(), block.codes.data()};
+  return {block.levels, block.code_weights, scores_.level_terms().references, block.centres.data(),
+          block.codes.data()};
 }
 
 void ValuePass::AddPrediction(int64_t page, int slot, PredictedSums* sums) const {
@@ -162,8 +176,8 @@ void ValuePass::AddPrediction(int64_t page, int slot, PredictedSums* sums) const
   ToFloat(DType::kBF16, PageOf(page) + layout_.factor_offset_bytes() + 2 * slot, 1, &key_factor);
   ToFloat(DType::kBF16, FactorsOf(page) + 2 * slot, 1, &value_factor);
   const float factor_square = std::min(key_factor * key_factor, kFactorSquareMax);
-  const float value_square = value_factor * value_factor *
-                             (static_cast<float>(dim_) * SquareOfFactor(layout_.value_bits));
+  const float value_square =
+      value_factor * value_factor * (static_cast<float>(dim_) * SquareOfFactor(layout_.value_bits));
   const auto distortion = static_cast<float>(QuantiserDistortion(layout_.value_bits));
   for (int g = 0; g < group_; ++g) {
     const float variance = LogitVariance(factor_square, scores_.level_terms().shrinkage[g]);
@@ -215,23 +229,6 @@ absl::Status ValuePass::Predict(const Strata& strata) {
     }
   }
   return keys_.context->CheckCancelled();
-}
-
-double ValuePass::PredictedVariance(int stratum, int head, std::span<const double> output,
-                                    double value_unit) const {
-  if (sums_[head] == 0) return 0;
-  // The mean of ||c - o||^2 over pages, weighted by their sums of x^.
-  const double* const centres = centres_.data() + static_cast<size_t>(head) * dim_;
-  double product = 0, output_square = 0;
-  for (int i = 0; i < dim_; ++i) {
-    const double o = output[i] * value_unit;
-    product += centres[i] * o;
-    output_square += o * o;
-  }
-  const double square =
-      (centre_squares_[head] - 2 * product) / sums_[head] + output_square;
-  const PredictedSums& sums = predicted_[static_cast<size_t>(stratum) * group_ + head];
-  return sums.Variance(std::max(square, 0.0)) / (value_unit * value_unit);
 }
 
 }  // namespace spillway

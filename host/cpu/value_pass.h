@@ -23,17 +23,10 @@ class ValuePass {
   // REQUIRES: scores.levels() is not null, and TakeHeavy() has returned.
   ValuePass(const ScoredKeys& keys, const ScorePass& scores);
 
-  // Sums x^ and x^ v^ over the tail. CANCELLED.
-  absl::Status Sum();
+  // Sums x^ and x^ v^ over the tail, and what codes predict of the rows of each stratum. CANCELLED.
+  absl::Status Sum(const Strata& strata);
   // The sums of a query head; values are in units of value_unit.
   CodeSums SumsOf(int head, double value_unit) const;
-
-  // Sums up what codes predict of the rows of each stratum. After Sum(). CANCELLED.
-  absl::Status Predict(const Strata& strata);
-  // The predicted variance of a row of a stratum: Tr Cov[x (v - o) - x^ (v^ - o)], in units of
-  // exp(SumsOf().reference) and value_unit. output: o [d], in units of value_unit.
-  double PredictedVariance(int stratum, int head, std::span<const double> output,
-                           double value_unit) const;
 
   // What codes say about a block of at most kRowBlock rows, in memory of the caller.
   struct Block {
@@ -65,6 +58,8 @@ class ValuePass {
   const std::byte* FactorsOf(int64_t page) const {
     return PageOf(page) + layout_.value_factor_offset_bytes();
   }
+  absl::Status SumValues();
+  absl::Status Predict(const Strata& strata);
   void WeighPages(int64_t begin, int64_t end);
   // Decides which pages' codes are summed.
   void ChoosePages();

@@ -102,23 +102,27 @@ void AddProjected(const KeyValues& kv, std::span<const double> logits, double ma
   }
 }
 
-// Variance that the projection may hide counts as one direction. The projection to 16 numbers shows
-// the inverse of nu as 1 / nu + (1 - 1 / nu) / 16, which is corrected here. At most 64.
-double Degrees(double variance, std::span<const double> covariance) {
+// Variance that the projection may hide counts as one direction. The projection adds each dimension
+// to d / 16 - 1 of the d - 1 others, and so shows the inverse of nu as 1 / nu + (1 - 1 / nu) times
+// this share, which is corrected here. At most 64 and d.
+double Degrees(int d, double variance, std::span<const double> covariance) {
   double trace = 0, square = 0;
   for (int a = 0; a < kProjected; ++a) trace += covariance[a * kProjected + a];
   for (const double entry : covariance) square += entry * entry;
   const double hidden = std::max(variance - trace, 0.0);
   const double root = (std::sqrt(square) + hidden) / std::max(variance, trace);
-  const double inverse = (root * root - 1.0 / kProjected) / (1 - 1.0 / kProjected);
-  return inverse >= 1 ? 1 : inverse <= 1.0 / 64 ? 64 : 1 / inverse;
+  const double share = (d / 16.0 - 1) / (d - 1.0);
+  const double inverse = (root * root - share) / (1 - share);
+  const double most = std::min(64, d);
+  return inverse >= 1 ? 1 : inverse <= 1 / most ? most : 1 / inverse;
 }
 
 }  // namespace
 
 Estimate EstimateOutput(const KeyValues& kv, std::span<const double> logits,
                         std::span<const uint32_t> exact, std::span<const SampledTokens> strata,
-                        std::span<const double> signs, const CodeTerms* codes) {
+                        std::span<const double> signs, const CodeTerms* codes,
+                        std::span<const std::vector<uint32_t>> predicted) {
   Estimate e;
   e.max = -std::numeric_limits<double>::infinity();
   for (uint32_t t : exact) e.max = std::max(e.max, logits[t]);
@@ -151,14 +155,20 @@ Estimate EstimateOutput(const KeyValues& kv, std::span<const double> logits,
   for (const SampledTokens& s : strata) {
     const double n = static_cast<double>(s.token_count);
     const double r = static_cast<double>(s.tokens.size());
-    const Moments m =
+    Moments m =
         s.tokens.size() > 1 ? TwoPassMoments(kv, logits, e.max, s.tokens, o, codes) : Moments();
+    if (!predicted.empty()) {
+      const std::vector<uint32_t>& tokens = predicted[&s - strata.data()];
+      const double unit = std::exp(codes->reference - e.max);
+      const double mean = unit * unit * codes->PredictedVariance(tokens, o);
+      m.trace_o = std::max(m.trace_o, ((r - 1) * m.trace_o + 8 * mean) / (r - 1 + 8));
+    }
     e.moments.push_back(m);
     e.variance += n * n * (1 / r - 1 / n) * m.trace_o;
     norm_variance += n * n * (1 / r - 1 / n) * m.trace_n;
     if (!signs.empty()) AddProjected(kv, logits, e.max, s, o, signs, codes, covariance);
   }
-  if (!signs.empty()) e.degrees = Degrees(e.variance, covariance);
+  if (!signs.empty()) e.degrees = Degrees(kv.d, e.variance, covariance);
   e.norm_sq_unbiased = std::max(Dot(e.numerator, e.numerator) - norm_variance, 0.0);
   return e;
 }

@@ -50,10 +50,14 @@ struct Estimate {
   double degrees = 1;
 };
 // signs: [d], +1 or -1; if empty, degrees are not computed. codes: if not null, the answer is that
-// of the codes, and rows add x v - x^ v^ in place of x v.
+// of the codes, and rows add x v - x^ v^ in place of x v. predicted: the tokens of each stratum
+// whose predicted variances count; a stratum's variance is then the larger one of that of its rows,
+// and of the mean of it and the prediction, weighted by the rows less one and 8. Empty: rows alone
+// count.
 Estimate EstimateOutput(const KeyValues& kv, std::span<const double> logits,
                         std::span<const uint32_t> exact, std::span<const SampledTokens> strata,
-                        std::span<const double> signs = {}, const CodeTerms* codes = nullptr);
+                        std::span<const double> signs = {}, const CodeTerms* codes = nullptr,
+                        std::span<const std::vector<uint32_t>> predicted = {});
 
 // The rows that a bound needs from a tail of one stratum, given its pilot's estimate: the sample
 // that it needs with replacement, minus what the finite tail saves, rounded up. Every row if the

@@ -80,6 +80,30 @@ double EstimatedWeight(double logit, double variance, double reference) {
   return quarters < -191 ? 0 : std::exp2(quarters / 4);
 }
 
+double CodeTerms::PredictedVariance(std::span<const uint32_t> tokens,
+                                    std::span<const double> output) const {
+  double apart = 0;
+  for (size_t page = 0; page < centres.size(); ++page) {
+    double weight = 0, square = 0;
+    for (size_t i = 0; i < PageIndex::kPageTokens; ++i) {
+      weight += weights[page * PageIndex::kPageTokens + i];
+    }
+    for (size_t j = 0; j < output.size(); ++j) {
+      square += (centres[page][j] - output[j]) * (centres[page][j] - output[j]);
+    }
+    apart += weight * square;
+  }
+  apart /= sum();
+  double mean = 0;
+  for (const uint32_t t : tokens) {
+    const double growth = std::exp(std::min(variances[t], 2.0));
+    mean += weights[t] * weights[t] *
+            ((growth - 1) * (distances_sq[t] + apart) + growth * distortion * distances_sq[t]) /
+            static_cast<double>(tokens.size());
+  }
+  return mean;
+}
+
 double CodeTerms::sum() const {
   double sum = 0;
   for (const double w : weights) sum += w;
@@ -102,9 +126,17 @@ CodeTerms TermsOfCodes(const KeyValues& kv, const PageIndex& index, std::span<co
   terms.reference = reference;
   terms.weights.assign(kv.n, 0.0);
   terms.values.resize(kv.n);
+  terms.distances_sq.assign(kv.n, 0.0);
+  terms.variances.assign(variances.begin(), variances.end());
+  // Of a standard normal coordinate: the mean of t^2, and the distortion.
+  constexpr double kMeanSquare[] = {0.25, 0.8879, 2.8013};
+  constexpr double kDistortion[] = {0.3634, 0.1188, 0.03744};
+  terms.distortion = kDistortion[bits - 1];
   constexpr int64_t kPage = PageIndex::kPageTokens;
   for (int64_t first = 0; first + kPage <= index.closed_token_count(); first += kPage) {
     const std::vector<double>& centre = index.value_centres[first / kPage];
+    terms.centres.emplace_back();
+    for (const double c : centre) terms.centres.back().push_back(InBf16(c));
     std::vector<ValueCode> codes(kPage);
     double largest = 0;
     for (int64_t i = 0; i < kPage; ++i) {
@@ -113,6 +145,8 @@ CodeTerms TermsOfCodes(const KeyValues& kv, const PageIndex& index, std::span<co
       terms.weights[first + i] = weight;
       codes[i] = EncodeValue(kv.Value(first + i), centre, transform, bits);
       largest = std::max(largest, weight * codes[i].factor);
+      terms.distances_sq[first + i] =
+          codes[i].factor * codes[i].factor * kv.d * kMeanSquare[bits - 1] / (1 - terms.distortion);
     }
     if (!summed[first / kPage]) largest = 0;
     for (int64_t i = 0; i < kPage; ++i) {

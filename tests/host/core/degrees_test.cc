@@ -38,7 +38,8 @@ double ProjectedDegrees(const Directions& directions, const ProjectionSigns& sig
   }
   for (int a = 0; a < kDims; ++a) projected_trace += covariance[a * kDims + a];
   for (const double entry : covariance) square += entry * entry;
-  return DegreesOfFreedom(trace, projected_trace, square);
+  const auto d = static_cast<int>(directions[0].size());
+  return DegreesOfFreedom(d, trace, projected_trace, square);
 }
 
 std::vector<double> Axis(int d, int i, double size = 1) {
@@ -57,15 +58,39 @@ TEST(DegreesOfFreedom, OneDirectionIsOne) {
   }
 }
 
-// The projection to 16 numbers shows 1 / nu as 1 / nu + (1 - 1 / nu) / 16. This corrects for it.
-double Corrected(double seen) { return 1 / ((1 / seen - 1.0 / 16) / (1 - 1.0 / 16)); }
+// Of 64 dimensions, each is added to 3 of the 63 others: the projection shows 1 / nu as
+// 1 / nu + (1 - 1 / nu) / 21. This corrects for it.
+double Corrected(double seen) { return 1 / ((1 / seen - 1.0 / 21) / (1 - 1.0 / 21)); }
 
-// Independent errors of equal size along all axes: more directions than 16 numbers can show.
-TEST(DegreesOfFreedom, AllDirectionsAreMost) {
-  for (const int d : {16, 64, 128, 256}) {
+// Independent errors of equal size along all axes: as many directions as dimensions, of which at
+// most 64 count.
+TEST(DegreesOfFreedom, AllDirectionsAreDimensions) {
+  for (const auto& [d, degrees] : {std::pair(16, 16), std::pair(32, 32), std::pair(48, 48),
+                                   std::pair(64, 64), std::pair(128, 64), std::pair(256, 64)}) {
     Directions axes;
     for (int i = 0; i < d; ++i) axes.push_back(Axis(d, i, 0.3));
-    EXPECT_EQ(ProjectedDegrees(axes, ProjectionSigns::Of(d)), kDegreesMax) << d;
+    EXPECT_NEAR(ProjectedDegrees(axes, ProjectionSigns::Of(d)), degrees, 1e-9 * degrees) << d;
+  }
+}
+
+// Errors of equal size whose axes are turned at random: the same degrees for any signs.
+TEST(DegreesOfFreedom, TurningDoesNotMatter) {
+  std::mt19937_64 random(9);
+  std::normal_distribution<double> normal;
+  for (const int d : {16, 32, 64}) {
+    Directions axes;
+    for (int i = 0; i < d; ++i) {
+      std::vector<double> x(d);
+      for (double& e : x) e = normal(random);
+      for (const std::vector<double>& axis : axes) {
+        const double along = reference::Dot(x, axis);
+        for (int j = 0; j < d; ++j) x[j] -= along * axis[j];
+      }
+      const double length = reference::Norm(x);
+      for (double& e : x) e /= length;
+      axes.push_back(x);
+    }
+    EXPECT_NEAR(ProjectedDegrees(axes, ProjectionSigns::Of(3)), d, 1e-6) << d;
   }
 }
 
@@ -128,7 +153,7 @@ TEST(DegreesOfFreedom, IsOneWhereNothingCanBeSaid) {
   for (const auto& [trace, projected, square] :
        {std::tuple(0.0, 0.0, 0.0), std::tuple(kInf, 1.0, 1.0), std::tuple(1.0, kNan, kNan),
         std::tuple(kInf, kInf, kInf), std::tuple(1.0, kInf, kInf)}) {
-    EXPECT_EQ(DegreesOfFreedom(trace, projected, square), 1)
+    EXPECT_EQ(DegreesOfFreedom(64, trace, projected, square), 1)
         << trace << " " << projected << " " << square;
   }
 }
