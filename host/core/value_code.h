@@ -35,23 +35,24 @@ inline constexpr int kLevelMax = 255;
 // x^ corrects for that, by at most exp(kLogitVarianceMax / 2): beyond it, codes say little.
 inline constexpr float kLogitVarianceMax = 2.0f;
 
-// What a query head's levels subtract per f^2, where f is the factor of a key's code: half of
-// RankErrorScale() in octaves.
+// What a query head's levels are lowered by per f^2, where f is the factor of a key's code: half of
+// RankErrorScale(), in levels.
+inline constexpr float kLevelsPerNat = static_cast<float>(kLevelsPerOctave) * kExpLog2E;
+inline constexpr float kShrinkMax = 0.5f * kLogitVarianceMax * kLevelsPerNat;
 SPILLWAY_HOST_DEVICE inline float LevelShrinkage(double rank_error_scale) {
-  const float x = static_cast<float>(rank_error_scale) * (0.5f * kExpLog2E);
+  const float x = static_cast<float>(rank_error_scale) * (0.5f * kLevelsPerNat);
   return x < 3.0e38f ? x : 3.0e38f;
 }
 
-// The level of a token. x: x_h - M_h of host/core/score.h, in octaves. factor_square: f^2, at most
-// kFactorSquareMax. NaN gives 0.
+// The level of a token. x: x_h - M_h of host/core/score.h, in octaves; not NaN. factor_square: f^2,
+// at most kFactorSquareMax.
 SPILLWAY_HOST_DEVICE inline uint8_t ValueLevel(float x, float factor_square, float shrinkage) {
-  constexpr float kShrinkMax = 0.5f * kLogitVarianceMax * kExpLog2E;
   const float product = factor_square * shrinkage;
   const float shrink = product < kShrinkMax ? product : kShrinkMax;
-  const float level =
-      ::nearbyintf(::fmaf(x - shrink, static_cast<float>(kLevelsPerOctave), float{kLevelZero}));
+  const float level = ::nearbyintf(
+      ::fmaf(x, static_cast<float>(kLevelsPerOctave), static_cast<float>(kLevelZero)) - shrink);
   if (!(level >= 1.0f)) return 0;
-  return static_cast<uint8_t>(level < float{kLevelMax} ? level : float{kLevelMax});
+  return static_cast<uint8_t>(level < kLevelMax ? level : static_cast<float>(kLevelMax));
 }
 
 // x^ of a level, in units of 2^M_h.
@@ -142,7 +143,7 @@ SPILLWAY_HOST_DEVICE inline PredictedTerms PredictTerms(float estimate, float lo
 
 // s^2 of a token. factor_square and shrinkage as for ValueLevel().
 SPILLWAY_HOST_DEVICE inline float LogitVariance(float factor_square, float shrinkage) {
-  constexpr float kPerShrinkage = 2.0f / kExpLog2E;
+  constexpr float kPerShrinkage = 2.0f / kLevelsPerNat;
   const float variance = factor_square * shrinkage * kPerShrinkage;
   return variance < kLogitVarianceMax ? variance : kLogitVarianceMax;
 }

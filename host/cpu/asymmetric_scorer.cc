@@ -116,18 +116,19 @@ absl::Status AsymmetricScorer::Prepare() {
       centre_logits_, query_.references);
 }
 
-void AsymmetricScorer::MaskPage(int64_t page, PageMask& mask) const {
+bool AsymmetricScorer::MaskPage(int64_t page, PageMask& mask) const {
   const uint8_t* norms = NormsOf(page);
   const int64_t first = page * kPageTokenCount;
   if (first >= keys_.begin && first + kPageTokenCount <= keys_.end &&
       std::memchr(norms, kStrayNorm, kPageTokenCount) == nullptr) {
     std::fill_n(mask.of_slot, kPageTokenCount, 1.0f);
-    return;
+    return true;
   }
   for (int i = 0; i < kPageTokenCount; ++i) {
     const bool scored = first + i >= keys_.begin && first + i < keys_.end;
     mask.of_slot[i] = scored && norms[i] != kStrayNorm ? 1.0f : 0.0f;
   }
+  return false;
 }
 
 absl::Status AsymmetricScorer::Bins(int64_t page, int tile_begin, int tile_end, uint16_t* bins,
@@ -138,16 +139,20 @@ absl::Status AsymmetricScorer::Bins(int64_t page, int tile_begin, int tile_end, 
   const int64_t behind = query_.layout.norm_offset_bytes();
   if (next != nullptr) PrefetchRow(next + behind, query_.layout.page_bytes() - behind);
   PageMask mask;
-  MaskPage(page, mask);
+  const bool all = MaskPage(page, mask);
   LevelTarget levels;
   if (levels_ != nullptr) {
     const int64_t page_levels = int64_t{query_.row_count} * kPageTokenCount;
     levels = {levels_ + (page - first_page_) * page_levels, shrinkage_.data()};
-    if (tile_begin != 0 || tile_end != kTilesPerPage) std::fill_n(levels.levels, page_levels, 0);
   }
   AsymmetricBins(query_, {PageOf(page), next}, PageCentreLogits(page), mask, tile_begin, tile_end,
                  bins, head_bins, levels,
                  page_sums_.data() + (page - first_page_) * query_.row_count);
+  if (levels.levels != nullptr && !all) {
+    for (int i = 0; i < query_.row_count * kPageTokenCount; ++i) {
+      if (mask.of_slot[i % kPageTokenCount] == 0) levels.levels[i] = 0;
+    }
+  }
   return absl::OkStatus();
 }
 

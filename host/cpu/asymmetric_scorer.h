@@ -38,8 +38,8 @@ class AsymmetricScorer final : public KeyScorer {
     return reinterpret_cast<const uint8_t*>(PageOf(page)) + query_.layout.norm_offset_bytes();
   }
   const std::byte* PageOf(int64_t page) const { return pages_[page - first_page_]; }
-  // Marks the keys of a page that are summed up.
-  void MaskPage(int64_t page, PageMask& mask) const;
+  // Marks the keys of a page that are summed up. Returns whether all are.
+  bool MaskPage(int64_t page, PageMask& mask) const;
 
   const ScoredKeys keys_;
   const int64_t first_page_;

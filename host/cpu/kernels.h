@@ -63,8 +63,8 @@ void StoreCode(const CodeLayout& layout, const uint8_t* codes, std::byte* page, 
 // y = P x, [d]. Each y_j is one chain of fused multiply-adds over i, as in the encoder.
 void Rotate(const EncodeParams& params, const float* x, float* y);
 
-// Writes the value codes and value factors of the 16 values of a tile. values: V of the tile's first
-// row; rows are row_bytes apart. centre: the page's value centre [dim], bf16 numbers.
+// Writes the value codes and value factors of the 16 values of a tile. values: V of the tile's
+// first row; rows are row_bytes apart. centre: the page's value centre [dim], bf16 numbers.
 void EncodeValueTile(const CodeLayout& layout, const HadamardSigns& signs, DType dtype,
                      const std::byte* values, int64_t row_bytes, const float* centre,
                      std::byte* page, int tile);
@@ -113,8 +113,7 @@ struct PageMask {
 };
 // Score bins of tiles [tile_begin, tile_end) of a page, both even, 16 per tile: the bits of the
 // group score (host/core/score.h) >> kScoreBinShift. head_bins (null, or row_count pointers)
-// receives the bins of each query head, for top-p. Levels are 0 where the mask is. sums: [G], over
-// these tiles.
+// receives the bins of each query head, for top-p. sums: [G], over these tiles.
 void AsymmetricBins(const ScoreQuery& query, const ScanPage& page, const float* centre_logits,
                     const PageMask& mask, int tile_begin, int tile_end, uint16_t* bins,
                     uint16_t* const* head_bins, const LevelTarget& levels, RankSums<float>* sums);
@@ -166,8 +165,11 @@ int CodeWeights(const uint8_t* levels, const std::byte* value_factors, float lar
 // [head][kPageTokenCount].
 void SumValueCodes(const CodeLayout& layout, const std::byte* page, const int8_t* weights,
                    int head_count, int32_t* sums);
-// sums [dim] += centre times a factor. centre: bf16 [dim].
-void AddScaled(const std::byte* centre, int dim, float by, float* sums);
+// sums [head][dim] += centre times the head's weight. centre: bf16 [dim]. Returns ||centre||^2.
+float AddCentre(const std::byte* centre, int dim, const float* weights, int head_count,
+                float* sums);
+// sums [dim] += (2 products - offset) times unit.
+void AddProducts(const int32_t* products, int dim, int32_t offset, float unit, float* sums);
 // x = H^T x, [dim].
 void UndoHadamard(const HadamardSigns& signs, int dim, float* x);
 // H^T t of the token at slot [0, 128) of a page, [dim]. code has room for kHeadDimMax + 16.

@@ -136,17 +136,18 @@ HWY_INLINE float SumSixteen(const float* chains) {
   return (four[0] + four[2]) + (four[1] + four[3]);
 }
 
-// ValueLevel() of each lane; 0 where the mask is 0.
-HWY_INLINE void StoreLevels(VF x, VF factor_square, float shrinkage, VF mask, uint8_t* out) {
+// ValueLevel() of each lane.
+HWY_INLINE void StoreLevels(VF x, VF factor_square, float shrinkage, uint8_t* out) {
   const DF df;
   const hn::Rebind<uint8_t, DI> d8;
-  constexpr float kShrinkMax = 0.5f * kLogitVarianceMax * kExpLog2E;
   const auto shrink =
       hn::Min(hn::Mul(factor_square, hn::Set(df, shrinkage)), hn::Set(df, kShrinkMax));
-  auto level = hn::MulAdd(hn::Sub(x, shrink), hn::Set(df, static_cast<float>(kLevelsPerOctave)),
-                          hn::Set(df, static_cast<float>(kLevelZero)));
-  level = hn::Min(hn::Max(level, hn::Zero(df)), hn::Set(df, static_cast<float>(kLevelMax)));
-  hn::StoreU(hn::DemoteTo(d8, hn::NearestInt(hn::Mul(level, mask))), d8, out);
+  const auto level = hn::Sub(hn::MulAdd(x, hn::Set(df, static_cast<float>(kLevelsPerOctave)),
+                                        hn::Set(df, static_cast<float>(kLevelZero))),
+                             shrink);
+  // What is too small for an integer becomes the smallest one, and 0 here.
+  const auto most = hn::Min(level, hn::Set(df, static_cast<float>(kLevelMax)));
+  hn::StoreU(hn::DemoteTo(d8, hn::NearestInt(most)), d8, out);
 }
 
 // RankSums of a page as chains, one per slot of a tile. They are in memory, because heads take
@@ -184,16 +185,14 @@ void AsymmetricBinsOf(const ScoreQuery& q, const ScanPage& page, const float* ce
         if (head_bins != nullptr) StoreBins(e, head_bins[h] + out + t * kTileTokenCount);
         score[t] = hn::MulAdd(e, hn::Set(df, q.references.head_weight[h]), score[t]);
         const int slot = (tile + t) * kTileTokenCount + lane;
-        const auto counts = hn::Load(df, mask.of_slot + slot);
-        const auto summed = hn::Mul(e, counts);
+        const auto summed = hn::Mul(e, hn::Load(df, mask.of_slot + slot));
         float* weight = chains.weight[h] + lane;
         float* error = chains.error[h] + lane;
         hn::Store(hn::Add(hn::Load(df, weight), summed), df, weight);
         const auto square = hn::Min(hn::Mul(factor, factor), most);
         hn::Store(hn::MulAdd(summed, square, hn::Load(df, error)), df, error);
         if (levels.levels != nullptr) {
-          StoreLevels(x, square, levels.shrinkage[h], counts,
-                      levels.levels + h * kPageTokenCount + slot);
+          StoreLevels(x, square, levels.shrinkage[h], levels.levels + h * kPageTokenCount + slot);
         }
       });
       for (int t = 0; t < kPair; ++t) StoreBins(score[t], bins + out + t * kTileTokenCount);

@@ -151,15 +151,32 @@ void SumValueCodesImpl(const CodeLayout& layout, const std::byte* page, const in
   }
 }
 
-void AddScaledImpl(const std::byte* centre, int dim, float by, float* sums) {
+float AddCentreImpl(const std::byte* centre, int dim, const float* weights, int head_count,
+                    float* sums) {
   const DF df;
   const hn::Rebind<hwy::bfloat16_t, DF> db;
   const int n = static_cast<int>(hn::Lanes(df));
-  const auto factor = hn::Set(df, by);
-  const auto* c = reinterpret_cast<const hwy::bfloat16_t*>(centre);
+  const auto* at = reinterpret_cast<const hwy::bfloat16_t*>(centre);
+  auto square = hn::Zero(df);
   for (int i = 0; i < dim; i += n) {
-    hn::StoreU(hn::MulAdd(hn::PromoteTo(df, hn::LoadU(db, c + i)), factor, hn::LoadU(df, sums + i)),
-               df, sums + i);
+    const auto c = hn::PromoteTo(df, hn::LoadU(db, at + i));
+    square = hn::MulAdd(c, c, square);
+    for (int h = 0; h < head_count; ++h) {
+      float* const to = sums + h * dim + i;
+      hn::StoreU(hn::MulAdd(c, hn::Set(df, weights[h]), hn::LoadU(df, to)), df, to);
+    }
+  }
+  return hn::GetLane(hn::SumOfLanes(df, square));
+}
+
+void AddProductsImpl(const int32_t* products, int dim, int32_t offset, float unit, float* sums) {
+  const DF df;
+  const DI di;
+  const int n = static_cast<int>(hn::Lanes(df));
+  for (int i = 0; i < dim; i += n) {
+    const auto p = hn::LoadU(di, products + i);
+    const auto twice = hn::ConvertTo(df, hn::Sub(hn::Add(p, p), hn::Set(di, offset)));
+    hn::StoreU(hn::MulAdd(twice, hn::Set(df, unit), hn::LoadU(df, sums + i)), df, sums + i);
   }
 }
 
@@ -364,7 +381,8 @@ namespace spillway {
 HWY_EXPORT(WeighPageImpl);
 HWY_EXPORT(CodeWeightsImpl);
 HWY_EXPORT(SumValueCodesImpl);
-HWY_EXPORT(AddScaledImpl);
+HWY_EXPORT(AddCentreImpl);
+HWY_EXPORT(AddProductsImpl);
 HWY_EXPORT(UndoHadamardImpl);
 HWY_EXPORT(DecodeValueImpl);
 HWY_EXPORT(FoldResidualsImpl);
@@ -390,8 +408,12 @@ void SumValueCodes(const CodeLayout& layout, const std::byte* page, const int8_t
                    int head_count, int32_t* sums) {
   HWY_DYNAMIC_DISPATCH(SumValueCodesImpl)(layout, page, weights, head_count, sums);
 }
-void AddScaled(const std::byte* centre, int dim, float by, float* sums) {
-  HWY_DYNAMIC_DISPATCH(AddScaledImpl)(centre, dim, by, sums);
+float AddCentre(const std::byte* centre, int dim, const float* weights, int head_count,
+                float* sums) {
+  return HWY_DYNAMIC_DISPATCH(AddCentreImpl)(centre, dim, weights, head_count, sums);
+}
+void AddProducts(const int32_t* products, int dim, int32_t offset, float unit, float* sums) {
+  HWY_DYNAMIC_DISPATCH(AddProductsImpl)(products, dim, offset, unit, sums);
 }
 void UndoHadamard(const HadamardSigns& signs, int dim, float* x) {
   HWY_DYNAMIC_DISPATCH(UndoHadamardImpl)(signs, dim, x);

@@ -1,7 +1,10 @@
 #include "host/cpu/value_pass.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
+#include <cstring>
+#include <memory>
 
 #include "host/base/elements.h"
 #include "host/base/parallel.h"
@@ -11,6 +14,20 @@
 #include "host/core/value_code.h"
 
 namespace spillway {
+
+namespace {
+
+// Value factors and centres are a page apart, so the hardware does not prefetch them: as many pages
+// ahead are prefetched.
+constexpr int64_t kAhead = 4;
+
+float FromBf16(const std::byte* at) {
+  uint16_t bits;
+  std::memcpy(&bits, at, 2);
+  return std::bit_cast<float>(uint32_t{bits} << 16);
+}
+
+}  // namespace
 
 ValuePass::ValuePass(const ScoredKeys& keys, const ScorePass& scores)
     : keys_(keys),
@@ -22,10 +39,15 @@ ValuePass::ValuePass(const ScoredKeys& keys, const ScorePass& scores)
       page_count_(scores.page_count()),
       pages_(page_count_ * group_),
       values_(static_cast<size_t>(group_) * dim_),
-      centres_(values_.size()) {}
+      centres_(values_.size()) {
+  for (int64_t page = 0; page < page_count_; ++page) {
+    codes_.push_back(keys.IndexPage(scores.first_page() + page));
+  }
+}
 
 void ValuePass::WeighPages(int64_t begin, int64_t end) {
   for (int64_t page = begin; page < end; ++page) {
+    PrefetchRow(FactorsOf(std::min(page + kAhead, end - 1)), 2 * kPageTokenCount);
     for (int g = 0; g < group_; ++g) {
       pages_[page * group_ + g] = WeighPage(LevelsOf(page, g), FactorsOf(page));
     }
@@ -56,20 +78,21 @@ void ValuePass::SumPages(int64_t begin, int64_t end, TaskSums& sums) const {
   sums.codes.assign(values_.size(), 0.0f);
   std::vector<int32_t> products(values_.size());
   std::vector<int8_t> weights(static_cast<size_t>(group_) * kPageTokenCount);
-  std::vector<float> centre(dim_);
   for (int64_t page = begin; page < end; ++page) {
     const std::byte* const of_page = PageOf(page);
+    PrefetchRow(PageOf(std::min(page + kAhead, end - 1)) + layout_.value_centre_offset_bytes(),
+                2 * int64_t{dim_});
     const PageWeights* const by_head = pages_.data() + page * group_;
+    float page_sums[kGroupMax];
     bool has_codes = false;
-    ToFloat(DType::kBF16, of_page + layout_.value_centre_offset_bytes(), dim_, centre.data());
-    float centre_square = 0;
-    for (const float c : centre) centre_square = std::fma(c, c, centre_square);
     for (int g = 0; g < group_; ++g) {
+      page_sums[g] = by_head[g].sum;
       has_codes |= by_head[g].largest > 0;
-      if (by_head[g].sum == 0) continue;
-      sums.centre_squares[g] += double{by_head[g].sum} * double{centre_square};
-      AddScaled(of_page + layout_.value_centre_offset_bytes(), dim_, by_head[g].sum,
-                sums.centres.data() + static_cast<size_t>(g) * dim_);
+    }
+    const float square = AddCentre(of_page + layout_.value_centre_offset_bytes(), dim_, page_sums,
+                                   group_, sums.centres.data());
+    for (int g = 0; g < group_; ++g) {
+      sums.centre_squares[g] += double{page_sums[g]} * double{square};
     }
     if (!has_codes) continue;
     int weight_sums[kGroupMax];
@@ -81,13 +104,9 @@ void ValuePass::SumPages(int64_t begin, int64_t end, TaskSums& sums) const {
     SumValueCodes(layout_, of_page, weights.data(), group_, products.data());
     for (int g = 0; g < group_; ++g) {
       // t is u minus the middle of the levels: sum m t = (2 sum m u - (2^B - 1) sum m) / 2.
-      const int32_t offset = ((1 << layout_.value_bits) - 1) * weight_sums[g];
-      const float half_unit = 0.5f * CodeWeightUnit(by_head[g].largest);
-      const int32_t* const product = products.data() + static_cast<size_t>(g) * dim_;
-      float* const to = sums.codes.data() + static_cast<size_t>(g) * dim_;
-      for (int i = 0; i < dim_; ++i) {
-        to[i] = std::fma(half_unit, static_cast<float>(2 * product[i] - offset), to[i]);
-      }
+      const size_t at = static_cast<size_t>(g) * dim_;
+      AddProducts(products.data() + at, dim_, ((1 << layout_.value_bits) - 1) * weight_sums[g],
+                  0.5f * CodeWeightUnit(by_head[g].largest), sums.codes.data() + at);
     }
   }
 }
@@ -156,8 +175,7 @@ ResidualRows ValuePass::RowsOf(std::span<const uint32_t> tokens, Block& block) c
     const std::byte* const of_page = PageOf(page);
     ToFloat(DType::kBF16, of_page + layout_.value_centre_offset_bytes(), dim_,
             block.centres.data() + r * dim_);
-    float factor;
-    ToFloat(DType::kBF16, FactorsOf(page) + 2 * slot, 1, &factor);
+    const float factor = FromBf16(FactorsOf(page) + 2 * slot);
     for (int g = 0; g < group_; ++g) {
       const uint8_t level = LevelsOf(page, g)[slot];
       const float largest = pages_[page * group_ + g].largest;
@@ -172,9 +190,8 @@ ResidualRows ValuePass::RowsOf(std::span<const uint32_t> tokens, Block& block) c
 }
 
 void ValuePass::AddPrediction(int64_t page, int slot, PredictedSums* sums) const {
-  float key_factor, value_factor;
-  ToFloat(DType::kBF16, PageOf(page) + layout_.factor_offset_bytes() + 2 * slot, 1, &key_factor);
-  ToFloat(DType::kBF16, FactorsOf(page) + 2 * slot, 1, &value_factor);
+  const float key_factor = FromBf16(PageOf(page) + layout_.factor_offset_bytes() + 2 * slot);
+  const float value_factor = FromBf16(FactorsOf(page) + 2 * slot);
   const float factor_square = std::min(key_factor * key_factor, kFactorSquareMax);
   const float value_square =
       value_factor * value_factor * (static_cast<float>(dim_) * SquareOfFactor(layout_.value_bits));

@@ -49,9 +49,7 @@ class ValuePass {
     std::array<double, kGroupMax> centre_squares{};  // sum of X ||c||^2
   };
 
-  const std::byte* PageOf(int64_t page) const {
-    return keys_.IndexPage(scores_.first_page() + page);
-  }
+  const std::byte* PageOf(int64_t page) const { return codes_[page]; }
   const uint8_t* LevelsOf(int64_t page, int head) const {
     return scores_.levels() + (page * group_ + head) * kPageTokenCount;
   }
@@ -74,6 +72,7 @@ class ValuePass {
   const int group_;
   const int dim_;
   const int64_t page_count_;
+  std::vector<const std::byte*> codes_;  // index pages
   std::vector<PageWeights> pages_;  // [page][G]; `largest` is 0 if the page's codes are not summed
   std::array<double, kGroupMax> sums_{};  // of x^
   std::vector<double> values_;            // [G][d] sum of x^ v^

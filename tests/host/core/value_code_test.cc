@@ -18,15 +18,16 @@ TEST(ValueLevel, RoundsToQuartersOfOctaves) {
   EXPECT_EQ(ValueLevel(-47.75f, 0, 0), 1);
   EXPECT_EQ(ValueLevel(-48.0f, 0, 0), 0);
   EXPECT_EQ(ValueLevel(-1e30f, 0, 0), 0);
-  EXPECT_EQ(ValueLevel(std::numeric_limits<float>::quiet_NaN(), 0, 0), 0);
+  EXPECT_EQ(ValueLevel(-std::numeric_limits<float>::infinity(), 0, 0), 0);
+  EXPECT_EQ(ValueLevel(std::numeric_limits<float>::infinity(), 0, 0), 255);
 }
 
 // A variance of s^2 nats lowers the level by s^2 / 2 nats, at most by 1.
 TEST(ValueLevel, SubtractsHalfTheVariance) {
   const float shrinkage = LevelShrinkage(0.5);
-  EXPECT_EQ(ValueLevel(0.0f, 1, shrinkage), 191);     // 0.25 nats: 1.44 quarters of octaves
-  EXPECT_EQ(ValueLevel(0.0f, 2, shrinkage), 189);     // 0.5 nats: 2.89
-  EXPECT_EQ(ValueLevel(0.0f, 4, shrinkage), 186);     // 1 nat: 5.77
+  EXPECT_EQ(ValueLevel(0.0f, 1, shrinkage), 191);  // 0.25 nats: 1.44 quarters of octaves
+  EXPECT_EQ(ValueLevel(0.0f, 2, shrinkage), 189);  // 0.5 nats: 2.89
+  EXPECT_EQ(ValueLevel(0.0f, 4, shrinkage), 186);  // 1 nat: 5.77
   EXPECT_EQ(ValueLevel(0.0f, 1e30f, shrinkage), 186);
   EXPECT_EQ(ValueLevel(0.0f, 3e38f, LevelShrinkage(1e300)), 186);
   EXPECT_EQ(ValueLevel(0.0f, 0, LevelShrinkage(1e300)), 192);
