@@ -62,8 +62,8 @@ ValueCode EncodeValue(std::span<const double> value, std::span<const double> cen
   const int levels = 1 << bits;
   for (int i = 0; i < d; ++i) {
     const double y = length > 0 ? std::sqrt(d) * turned[i] / length : 0;
-    const double u =
-        std::clamp(std::floor(y / QuantiserStep(bits)) + levels / 2, 0.0, levels - 1.0);
+    code.steps.push_back(y / QuantiserStep(bits));
+    const double u = std::clamp(std::floor(code.steps[i]) + levels / 2, 0.0, levels - 1.0);
     t[i] = u - (levels - 1) / 2.0;
   }
   const double product = Dot(turned, t);

@@ -17,6 +17,7 @@ std::vector<double> ValueTransform(int d);
 struct ValueCode {
   double factor = 0;              // g, in bfloat16
   std::vector<double> direction;  // H^T t
+  std::vector<double> steps;      // y / step: at an integer, a code may be rounded either way
 };
 ValueCode EncodeValue(std::span<const double> value, std::span<const double> centre,
                       std::span<const double> transform, int bits);
