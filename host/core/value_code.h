@@ -179,15 +179,20 @@ SPILLWAY_HOST_DEVICE inline bool PageHasMass(double page_sum, double sum, int64_
 // order of additions gives the same bits. largest: the largest g x^ of the tail's tokens of a page
 // that has mass, else 0.
 inline constexpr int kCodeWeightMax = 127;
+// Whether g x^ is so small or large that fp32 cannot hold its inverse. Then codes have weight 0.
+SPILLWAY_HOST_DEVICE inline bool HasCodeWeights(float largest) {
+  return largest > 1.0e-36f && largest < 1.0e37f;
+}
 SPILLWAY_HOST_DEVICE inline float CodeWeightInverse(float largest) {
-  // Below, the inverse is not finite.
-  return largest > 1.0e-36f ? static_cast<float>(kCodeWeightMax) / largest : 0.0f;
+  return HasCodeWeights(largest) ? static_cast<float>(kCodeWeightMax) / largest : 0.0f;
 }
 SPILLWAY_HOST_DEVICE inline float CodeWeightUnit(float largest) {
-  return largest > 1.0e-36f ? largest / static_cast<float>(kCodeWeightMax) : 0.0f;
+  return HasCodeWeights(largest) ? largest / static_cast<float>(kCodeWeightMax) : 0.0f;
 }
-// The integer weight of a token. product: g x^.
+// The integer weight of a token. product: g x^. inverse: CodeWeightInverse(); if it is 0, so is the
+// weight.
 SPILLWAY_HOST_DEVICE inline int CodeWeight(float product, float inverse) {
+  if (inverse == 0) return 0;
   const float weight = ::nearbyintf(product * inverse);
   return weight < static_cast<float>(kCodeWeightMax) ? static_cast<int>(weight) : kCodeWeightMax;
 }

@@ -165,9 +165,10 @@ int CodeWeights(const uint8_t* levels, const std::byte* value_factors, float lar
 // [head][kPageTokenCount].
 void SumValueCodes(const CodeLayout& layout, const std::byte* page, const int8_t* weights,
                    int head_count, int32_t* sums);
-// sums [head][dim] += centre times the head's weight. centre: bf16 [dim]. Returns ||centre||^2.
-float AddCentre(const std::byte* centre, int dim, const float* weights, int head_count,
-                float* sums);
+// sums [head][dim] += centre times the head's weight. centre: bf16 [dim], which is multiplied by
+// inverse_unit first. Returns ||centre||^2.
+float AddCentre(const std::byte* centre, int dim, float inverse_unit, const float* weights,
+                int head_count, float* sums);
 // sums [dim] += (2 products - offset) times unit.
 void AddProducts(const int32_t* products, int dim, int32_t offset, float unit, float* sums);
 // x = H^T x, [dim].
@@ -176,7 +177,7 @@ void UndoHadamard(const HadamardSigns& signs, int dim, float* x);
 void DecodeValue(const CodeLayout& layout, const HadamardSigns& signs, const std::byte* page,
                  int slot, float* code);
 
-// What codes say about a block of rows.
+// What codes say about a block of rows. Values are in units of ValueSums.
 struct ResidualRows {
   const uint8_t* levels;      // [head][kRowBlock]
   const float* code_weights;  // [head][kRowBlock] g x^, as rounded for the sums, in units of 2^M_h

@@ -74,6 +74,10 @@ int CodeWeightsImpl(const uint8_t* levels, const std::byte* value_factors, float
   const hn::Rebind<int8_t, DI> d8;
   const int n = static_cast<int>(hn::Lanes(df));
   const auto* factors = reinterpret_cast<const hwy::bfloat16_t*>(value_factors);
+  if (!HasCodeWeights(largest)) {
+    std::fill_n(weights, kPageTokenCount, int8_t{0});
+    return 0;
+  }
   const auto inverse = hn::Set(df, CodeWeightInverse(largest));
   const auto most = hn::Set(df, static_cast<float>(kCodeWeightMax));
   auto sum = hn::Zero(di);
@@ -151,15 +155,15 @@ void SumValueCodesImpl(const CodeLayout& layout, const std::byte* page, const in
   }
 }
 
-float AddCentreImpl(const std::byte* centre, int dim, const float* weights, int head_count,
-                    float* sums) {
+float AddCentreImpl(const std::byte* centre, int dim, float inverse_unit, const float* weights,
+                    int head_count, float* sums) {
   const DF df;
   const hn::Rebind<hwy::bfloat16_t, DF> db;
   const int n = static_cast<int>(hn::Lanes(df));
   const auto* at = reinterpret_cast<const hwy::bfloat16_t*>(centre);
   auto square = hn::Zero(df);
   for (int i = 0; i < dim; i += n) {
-    const auto c = hn::PromoteTo(df, hn::LoadU(db, at + i));
+    const auto c = hn::Mul(hn::PromoteTo(df, hn::LoadU(db, at + i)), hn::Set(df, inverse_unit));
     square = hn::MulAdd(c, c, square);
     for (int h = 0; h < head_count; ++h) {
       float* const to = sums + h * dim + i;
@@ -341,9 +345,9 @@ void FoldResidualsOf(const std::byte* const* rows, int count, int head_count, in
       auto norm = hn::Zero(df);
       for (int i = 0; i < dim; i += n) {
         // x v - x^ v^
-        auto a = hn::Mul(LoadElements(v + i), x);
+        auto a = hn::Mul(hn::Mul(LoadElements(v + i), unit), x);
         a = hn::MulAdd(hn::LoadU(df, centre + i), estimate, a);
-        a = hn::Mul(hn::MulAdd(hn::LoadU(df, code + i), of_code, a), unit);
+        a = hn::MulAdd(hn::LoadU(df, code + i), of_code, a);
         hn::StoreU(hn::Add(hn::LoadU(df, value + i), a), df, value + i);
         hn::StoreU(hn::MulAdd(a, weight, hn::LoadU(df, value_sq + i)), df, value_sq + i);
         norm = hn::MulAdd(a, a, norm);
@@ -408,9 +412,9 @@ void SumValueCodes(const CodeLayout& layout, const std::byte* page, const int8_t
                    int head_count, int32_t* sums) {
   HWY_DYNAMIC_DISPATCH(SumValueCodesImpl)(layout, page, weights, head_count, sums);
 }
-float AddCentre(const std::byte* centre, int dim, const float* weights, int head_count,
-                float* sums) {
-  return HWY_DYNAMIC_DISPATCH(AddCentreImpl)(centre, dim, weights, head_count, sums);
+float AddCentre(const std::byte* centre, int dim, float inverse_unit, const float* weights,
+                int head_count, float* sums) {
+  return HWY_DYNAMIC_DISPATCH(AddCentreImpl)(centre, dim, inverse_unit, weights, head_count, sums);
 }
 void AddProducts(const int32_t* products, int dim, int32_t offset, float unit, float* sums) {
   HWY_DYNAMIC_DISPATCH(AddProductsImpl)(products, dim, offset, unit, sums);

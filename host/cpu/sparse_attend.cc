@@ -160,11 +160,9 @@ void SparseAttend::CutTail() {
 
 absl::Status SparseAttend::SumCodes() {
   if (scores_.levels() == nullptr) return absl::OkStatus();
-  codes_ = std::make_unique<ValuePass>(keys_, scores_);
+  codes_ = std::make_unique<ValuePass>(keys_, scores_, values_.unit);
   RETURN_IF_ERROR(codes_->Sum(strata_));
-  for (int g = 0; g < group_; ++g) {
-    code_sums_.push_back(codes_->SumsOf(g, double{values_.unit}));
-  }
+  for (int g = 0; g < group_; ++g) code_sums_.push_back(codes_->SumsOf(g));
   return absl::OkStatus();
 }
 

@@ -29,7 +29,7 @@ float FromBf16(const std::byte* at) {
 
 }  // namespace
 
-ValuePass::ValuePass(const ScoredKeys& keys, const ScorePass& scores)
+ValuePass::ValuePass(const ScoredKeys& keys, const ScorePass& scores, float value_unit)
     : keys_(keys),
       scores_(scores),
       layout_(keys.model().layout()),
@@ -37,6 +37,7 @@ ValuePass::ValuePass(const ScoredKeys& keys, const ScorePass& scores)
       group_(keys.spec().group()),
       dim_(keys.spec().head_dim),
       page_count_(scores.page_count()),
+      inverse_unit_(1 / value_unit),
       pages_(page_count_ * group_),
       values_(static_cast<size_t>(group_) * dim_),
       centres_(values_.size()) {
@@ -89,8 +90,8 @@ void ValuePass::SumPages(int64_t begin, int64_t end, TaskSums& sums) const {
       page_sums[g] = by_head[g].sum;
       has_codes |= by_head[g].largest > 0;
     }
-    const float square = AddCentre(of_page + layout_.value_centre_offset_bytes(), dim_, page_sums,
-                                   group_, sums.centres.data());
+    const float square = AddCentre(of_page + layout_.value_centre_offset_bytes(), dim_,
+                                   inverse_unit_, page_sums, group_, sums.centres.data());
     for (int g = 0; g < group_; ++g) {
       sums.centre_squares[g] += double{page_sums[g]} * double{square};
     }
@@ -106,7 +107,8 @@ void ValuePass::SumPages(int64_t begin, int64_t end, TaskSums& sums) const {
       // t is u minus the middle of the levels: sum m t = (2 sum m u - (2^B - 1) sum m) / 2.
       const size_t at = static_cast<size_t>(g) * dim_;
       AddProducts(products.data() + at, dim_, ((1 << layout_.value_bits) - 1) * weight_sums[g],
-                  0.5f * CodeWeightUnit(by_head[g].largest), sums.codes.data() + at);
+                  0.5f * CodeWeightUnit(by_head[g].largest) * inverse_unit_,
+                  sums.codes.data() + at);
     }
   }
 }
@@ -149,7 +151,7 @@ absl::Status ValuePass::SumValues() {
   return absl::OkStatus();
 }
 
-CodeSums ValuePass::SumsOf(int head, double value_unit) const {
+CodeSums ValuePass::SumsOf(int head) const {
   CodeSums sums;
   sums.reference = double{LevelLogit(kLevelZero, scores_.level_terms().references[head])};
   sums.sum = sums_[head];
@@ -157,14 +159,8 @@ CodeSums ValuePass::SumsOf(int head, double value_unit) const {
   sums.value.assign(first, first + dim_);
   const double* const centres = centres_.data() + static_cast<size_t>(head) * dim_;
   sums.centre.assign(centres, centres + dim_);
-  for (double& v : sums.value) v /= value_unit;
-  for (double& c : sums.centre) c /= value_unit;
-  const double unit_square = value_unit * value_unit;
-  sums.centre_square = centre_squares_[head] / unit_square;
-  for (size_t i = head; i < predicted_.size(); i += group_) {
-    sums.predicted.push_back(predicted_[i]);
-    sums.predicted.back().of_value /= unit_square;
-  }
+  sums.centre_square = centre_squares_[head];
+  for (size_t i = head; i < predicted_.size(); i += group_) sums.predicted.push_back(predicted_[i]);
   return sums;
 }
 
@@ -173,8 +169,9 @@ ResidualRows ValuePass::RowsOf(std::span<const uint32_t> tokens, Block& block) c
     const int64_t page = tokens[r] / kPageTokenCount - scores_.first_page();
     const auto slot = static_cast<int>(tokens[r] % kPageTokenCount);
     const std::byte* const of_page = PageOf(page);
-    ToFloat(DType::kBF16, of_page + layout_.value_centre_offset_bytes(), dim_,
-            block.centres.data() + r * dim_);
+    float* const centre = block.centres.data() + r * dim_;
+    ToFloat(DType::kBF16, of_page + layout_.value_centre_offset_bytes(), dim_, centre);
+    for (int i = 0; i < dim_; ++i) centre[i] *= inverse_unit_;
     const float factor = FromBf16(FactorsOf(page) + 2 * slot);
     for (int g = 0; g < group_; ++g) {
       const uint8_t level = LevelsOf(page, g)[slot];

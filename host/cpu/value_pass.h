@@ -20,13 +20,14 @@ namespace spillway {
 // threads. scores and keys must outlive it.
 class ValuePass {
  public:
-  // REQUIRES: scores.levels() is not null, and TakeHeavy() has returned.
-  ValuePass(const ScoredKeys& keys, const ScorePass& scores);
+  // value_unit: the unit of all results, a power of two. REQUIRES: scores.levels() is not null, and
+  // TakeHeavy() has returned.
+  ValuePass(const ScoredKeys& keys, const ScorePass& scores, float value_unit);
 
   // Sums x^ and x^ v^ over the tail, and what codes predict of the rows of each stratum. CANCELLED.
   absl::Status Sum(const Strata& strata);
-  // The sums of a query head; values are in units of value_unit.
-  CodeSums SumsOf(int head, double value_unit) const;
+  // The sums of a query head.
+  CodeSums SumsOf(int head) const;
 
   // What codes say about a block of at most kRowBlock rows, in memory of the caller.
   struct Block {
@@ -72,6 +73,7 @@ class ValuePass {
   const int group_;
   const int dim_;
   const int64_t page_count_;
+  const float inverse_unit_;
   std::vector<const std::byte*> codes_;  // index pages
   std::vector<PageWeights> pages_;  // [page][G]; `largest` is 0 if the page's codes are not summed
   std::array<double, kGroupMax> sums_{};  // of x^

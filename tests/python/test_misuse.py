@@ -154,6 +154,12 @@ BAD_SPECS = {
     "resident sample NaN": {"resident_sample_fraction": math.nan},
     "bits 0": {"hash_weights": models.HashWeights(rotation=models.RotationHash(bits_per_dim=0))},
     "bits 5": {"hash_weights": models.HashWeights(rotation=models.RotationHash(bits_per_dim=5))},
+    "value bits 4": {
+        "hash_weights": models.HashWeights(rotation=models.RotationHash(value_bits=4))
+    },
+    "value bits -1": {
+        "hash_weights": models.HashWeights(rotation=models.RotationHash(value_bits=-1))
+    },
     "hash bits 33": {"hash_weights": models.HashWeights(mlp=models.MlpHash(hash_bits=33))},
     "hash bits 0": {"hash_weights": models.HashWeights(mlp=models.MlpHash(hash_bits=0))},
     "hash bits 1056": {"hash_weights": models.HashWeights(mlp=models.MlpHash(hash_bits=1056))},

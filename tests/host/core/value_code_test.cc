@@ -57,9 +57,10 @@ TEST(CodeWeight, IsAShareOfTheLargest) {
   EXPECT_EQ(weight(1.5f, 3.0f), 64);  // 63.5, ties to even
   EXPECT_EQ(weight(0.01f, 3.0f), 0);
   EXPECT_EQ(weight(4.0f, 3.0f), 127);
-  // A page without mass, and one whose codes are too small to be summed.
-  for (const float largest : {0.0f, 1e-37f}) {
+  // A page without mass, and pages whose codes are too small or large to be summed.
+  for (const float largest : {0.0f, 1e-37f, 2e37f, std::numeric_limits<float>::infinity()}) {
     EXPECT_EQ(weight(1.0f, largest), 0);
+    EXPECT_EQ(weight(largest, largest), 0);
     EXPECT_EQ(CodeWeightUnit(largest), 0);
   }
   EXPECT_FLOAT_EQ(CodeWeightUnit(12.7f), 0.1f);

@@ -54,18 +54,17 @@ class Values : public ::testing::TestWithParam<std::tuple<int, int>> {
     EncodeValues(spec_, params, MeasureValues(spec_, rows_.data()), rows_.data(), page.data());
     return page;
   }
-  // u of a token's dimension, read by the description of the layout: groups of four tokens, parts of
-  // 2 and 1 bits, byte b of a word is token b, dimension p * words + j is field p of word j.
+  // u of a token's dimension, read by the description of the layout: groups of four tokens, parts
+  // of 2 and 1 bits, byte b of a word is token b, dimension p * words + j is field p of word j.
   int CodeOf(const std::vector<std::byte>& page, int t, int dimension) const {
     int code = 0, low = 0;
     const int bits = layout_.value_bits;
-    const auto* word = reinterpret_cast<const uint32_t*>(page.data() +
-                                                         layout_.value_code_offset_bytes()) +
-                       t / 4 * (d_ * bits / 8);
+    const auto* word =
+        reinterpret_cast<const uint32_t*>(page.data() + layout_.value_code_offset_bytes()) +
+        t / 4 * (d_ * bits / 8);
     for (int width : bits == 3 ? std::vector<int>{2, 1} : std::vector<int>{bits}) {
       const int words = d_ * width / 8;
-      const uint32_t field =
-          word[dimension % words] >> (8 * (t % 4) + width * (dimension / words));
+      const uint32_t field = word[dimension % words] >> (8 * (t % 4) + width * (dimension / words));
       code |= static_cast<int>(field & ((1u << width) - 1)) << low;
       low += width;
       word += words;
@@ -95,9 +94,8 @@ class Values : public ::testing::TestWithParam<std::tuple<int, int>> {
 
 // The codes are those of the definition, but for coordinates at a border between two.
 TEST_P(Values, EncodesByTheDefinition) {
-  const std::vector<std::byte> bytes = SameOnEveryTarget([&](std::vector<std::byte>& out) {
-    AppendBytes(Encode(), out);
-  });
+  const std::vector<std::byte> bytes =
+      SameOnEveryTarget([&](std::vector<std::byte>& out) { AppendBytes(Encode(), out); });
   std::vector<float> centre(d_);
   ToFloat(DType::kBF16, bytes.data() + layout_.value_centre_offset_bytes(), d_, centre.data());
   const std::vector<double> wide(centre.begin(), centre.end());
@@ -224,8 +222,8 @@ TEST_P(Values, FoldsResiduals) {
       DecodeValue(layout_, signs_, page.data(), t, code.data());
       codes[h].weights[t] = x;
       for (int i = 0; i < d_; ++i) {
-        codes[h].values[t].push_back(
-            x * centre[i] + double{code_weights[h * kPageTokenCount + t]} * code[i]);
+        codes[h].values[t].push_back(x * centre[i] +
+                                     double{code_weights[h * kPageTokenCount + t]} * code[i]);
       }
     }
   }
@@ -245,13 +243,13 @@ TEST_P(Values, FoldsResiduals) {
       for (int r = 0; r < count; ++r) {
         const uint32_t t = tokens[at + r];
         rows[r] = rows_.data() + t * spec_.row_bytes();
-        std::copy(centre.begin(), centre.end(), centres.begin() + r * d_);
+        for (int i = 0; i < d_; ++i) centres[r * d_ + i] = centre[i] / unit;
         DecodeValue(layout_, signs_, page.data(), static_cast<int>(t),
                     decoded.data() + r * kHeadDimMax);
         for (int h = 0; h < kHeads; ++h) {
           of_block[h * kRowBlock + r] = static_cast<float>(logits[h][t]);
           of_levels[h * kRowBlock + r] = h == 3 ? 0 : levels[h * kPageTokenCount + t];
-          weights[h * kRowBlock + r] = code_weights[h * kPageTokenCount + t];
+          weights[h * kRowBlock + r] = code_weights[h * kPageTokenCount + t] / unit;
         }
       }
       FoldResiduals(DType::kBF16, rows, count, kHeads, d_, of_block.data(),

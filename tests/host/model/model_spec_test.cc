@@ -66,6 +66,8 @@ INSTANTIATE_TEST_SUITE_P(
                 [](ModelSpec& s) { s.hash.bits_per_dim = 0; }},
         BadCase{"hash_weights.rotation.bits_per_dim",
                 [](ModelSpec& s) { s.hash.bits_per_dim = 5; }},
+        BadCase{"hash_weights.rotation.value_bits", [](ModelSpec& s) { s.hash.value_bits = -1; }},
+        BadCase{"hash_weights.rotation.value_bits", [](ModelSpec& s) { s.hash.value_bits = 4; }},
         BadCase{"hash_weights.mlp.hash_bits", [](ModelSpec& s) { Mlp(s), s.hash.hash_bits = 0; }},
         BadCase{"hash_weights.mlp.hash_bits", [](ModelSpec& s) { Mlp(s), s.hash.hash_bits = 48; }},
         BadCase{"hash_weights.mlp.hash_bits",

@@ -1,0 +1,128 @@
+"""Models with codes of values: their setting, memory, answers, and what they survive."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import spillway_kv
+from daemon_process import on_gpu
+from helpers import delete_model
+from spillway_kv import Client, Model, Policy, RotationHash, Sequence
+
+D, TOKENS = 64, 6000
+
+pytestmark = pytest.mark.transports("doorbell", "regions", "embedded")
+
+
+def create(client: Client, value_bits: int) -> Model:
+    return client.create_model(
+        layer_count=1,
+        query_head_count=4,
+        kv_head_count=2,
+        head_dim=D,
+        dtype="float32",
+        policy=Policy(seed=3),
+        hash_weights=RotationHash(value_bits=value_bits),
+    )
+
+
+@pytest.mark.skipif(not on_gpu(), reason="needs a GPU")
+def test_a_gpu_refuses_them_by_name(client: Client) -> None:
+    with pytest.raises(
+        spillway_kv.SpillwayError, match=r"value_bits = 2\) are served on a CPU only"
+    ):
+        create(client, 2)
+
+
+@pytest.fixture
+def models(client: Client) -> Iterator[dict[int, Model]]:
+    """A model for each number of bits."""
+    if on_gpu():
+        pytest.skip("a GPU does not serve value codes yet")
+    made = {bits: create(client, bits) for bits in range(4)}
+    yield made
+    for model in made.values():
+        delete_model(client, model)
+
+
+def contents() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """K, V [H_kv, n, d] with directions in common, and queries [8, H_q, d]."""
+    random = np.random.default_rng(5)
+    hidden = random.standard_normal((2, TOKENS, 8))
+    k = hidden @ random.standard_normal((2, 8, D)) * 0.6
+    v = hidden @ random.standard_normal((2, 8, D)) * 0.3 + random.standard_normal((2, 1, D))
+    noise = random.standard_normal((2, 2, TOKENS, D)) * 0.3
+    q = random.standard_normal((8, 4, D)) * 0.6
+    return tuple(x.astype(np.float32) for x in (k + noise[0], v + noise[1], q))
+
+
+def filled(client: Client, model: Model) -> Sequence:
+    sequence = client.create_sequence(model)
+    k, v, _ = contents()
+    sequence.append(0, 0, k, v)
+    return sequence
+
+
+def test_the_setting_comes_back(client: Client, models: dict[int, Model]) -> None:
+    for bits, model in models.items():
+        assert model.hash_weights == RotationHash(value_bits=bits)
+        assert client.get_model(model.name) == model
+
+
+def test_memory_is_that_of_codes_factors_and_centres(models: dict[int, Model]) -> None:
+    plain = models[0].index_bytes_per_token
+    for bits in (1, 2, 3):
+        # Codes, a factor of 2 bytes, and a centre of a page of 128 tokens in 2 bytes an element.
+        each = D * bits // 8 + 2 + 2 * D // 128
+        assert models[bits].index_bytes_per_token - plain == 2 * each
+
+
+def test_the_error_falls_with_the_bits_at_fewer_rows(
+    client: Client, models: dict[int, Model]
+) -> None:
+    _, _, q = contents()
+    errors, rows = {}, {}
+    for bits, model in models.items():
+        sequence = filled(client, model)
+        exact = [sequence.attend(0, x[None], policy=Policy(selector="all")).out for x in q]
+        results = [
+            sequence.attend(0, x[None], policy=Policy(seed=seed)) for x in q for seed in range(4)
+        ]
+        apart = [
+            np.linalg.norm(r.out - exact[i // 4], axis=-1) / np.linalg.norm(exact[i // 4], axis=-1)
+            for i, r in enumerate(results)
+        ]
+        errors[bits] = np.sqrt(np.mean(np.square(apart)))
+        rows[bits] = np.mean([r.touched_row_counts for r in results])
+        above = np.mean(
+            [a > r.certificate.relative_errors for a, r in zip(apart, results, strict=True)]
+        )
+        assert above < 0.15
+        assert {str(p) for r in results for p in r.certificate.promises.ravel()} == {"statistical"}
+        sequence.delete()
+    # At 2 and 3 bits each stratum's least number of rows is more than the bound needs.
+    assert errors[3] < errors[2] < errors[1]
+    assert rows[3] <= rows[2] < rows[0]
+    assert rows[1] < rows[0]
+
+
+def test_forks_and_loaded_sequences_answer_alike(
+    client: Client, models: dict[int, Model], tmp_path: Path
+) -> None:
+    k, v, q = contents()
+    sequence = filled(client, models[2])
+    before = sequence.attend(0, q[:1]).out
+    fork = sequence.fork()
+    fork.truncate(4000)
+    fork.append(0, 4000, k[:, 4000:], v[:, 4000:])
+    assert np.array_equal(fork.attend(0, q[:1]).out, before)
+    fork.delete()
+    name = str(tmp_path / "saved") if client.transport == "embedded" else "value-codes"
+    sequence.save(name)
+    loaded, _ = client.load_sequence(name)
+    assert np.array_equal(loaded.attend(0, q[:1]).out, before)
+    loaded.delete()
+    sequence.delete()
