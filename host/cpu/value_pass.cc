@@ -178,7 +178,8 @@ ResidualRows ValuePass::RowsOf(std::span<const uint32_t> tokens, Block& block) c
       const float largest = pages_[page * group_ + g].largest;
       const int weight = CodeWeight(LevelWeight(level) * factor, CodeWeightInverse(largest));
       block.levels[g * kRowBlock + r] = level;
-      block.code_weights[g * kRowBlock + r] = static_cast<float>(weight) * CodeWeightUnit(largest);
+      block.code_weights[g * kRowBlock + r] =
+          static_cast<float>(weight) * CodeWeightUnit(largest) * inverse_unit_;
     }
     DecodeValue(layout_, signs_, of_page, slot, block.codes.data() + r * kHeadDimMax);
   }
@@ -190,8 +191,9 @@ void ValuePass::AddPrediction(int64_t page, int slot, PredictedSums* sums) const
   const float key_factor = FromBf16(PageOf(page) + layout_.factor_offset_bytes() + 2 * slot);
   const float value_factor = FromBf16(FactorsOf(page) + 2 * slot);
   const float factor_square = std::min(key_factor * key_factor, kFactorSquareMax);
+  const float in_units = value_factor * inverse_unit_;
   const float value_square =
-      value_factor * value_factor * (static_cast<float>(dim_) * SquareOfFactor(layout_.value_bits));
+      in_units * in_units * (static_cast<float>(dim_) * SquareOfFactor(layout_.value_bits));
   const auto distortion = static_cast<float>(QuantiserDistortion(layout_.value_bits));
   for (int g = 0; g < group_; ++g) {
     const float variance = LogitVariance(factor_square, scores_.level_terms().shrinkage[g]);
