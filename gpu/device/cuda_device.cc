@@ -97,9 +97,9 @@ class CudaDevice final : public Device {
     const CurrentDevice current(ordinal_);
     RETURN_IF_ERROR(current.status());
     if (spec.value_bits() > 0) {
-      return absl::UnimplementedError(absl::StrCat(
-          "codes of values (hash_weights.rotation.value_bits = ", spec.value_bits(),
-          ") are served on a CPU only; on a GPU, value_bits is 0"));
+      return absl::UnimplementedError(
+          absl::StrCat("codes of values (hash_weights.rotation.value_bits = ", spec.value_bits(),
+                       ") are served on a CPU only; on a GPU, value_bits is 0"));
     }
     ASSIGN_OR_RETURN(std::unique_ptr<cuda::ModelMethods> methods,
                      cuda::CreateModelMethods(spec, safetensors));

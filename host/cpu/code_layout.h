@@ -21,10 +21,10 @@ namespace spillway {
 // A code of B bits per dimension is split into parts of 1, 2 or 4 bits (B = 3: the two low bits,
 // then the top bit), because a field of such a width can be masked out of its word and multiplied
 // in place. A word has 32 / width dimensions: dimension 4 i + b of the word is field i of byte b.
-// Codes of values are tiled for sums over tokens: a group is four neighbouring tokens, and byte b of
-// a word belongs to its token b. B bits are split into parts of 2 and 1 bits (B = 3: the two low
-// bits, then the top bit). A part of this width has d * width / 8 words, and dimension p * words + j
-// is field p of each byte of word j.
+// Codes of values are tiled for sums over tokens: a group is four neighbouring tokens, and byte b
+// of a word belongs to its token b. B bits are split into parts of 2 and 1 bits (B = 3: the two low
+// bits, then the top bit). A part of this width has d * width / 8 words; dimension p * words + j is
+// field p of each byte of word j.
 inline constexpr int kTileTokenCount = 16;
 inline constexpr int kTilesPerPage = kPageTokenCount / kTileTokenCount;
 inline constexpr int kValueGroupTokens = 4;
@@ -62,8 +62,7 @@ struct CodeLayout {
   int64_t factor_offset_bytes() const { return kTilesPerPage * tile_words() * 4; }
   int64_t norm_offset_bytes() const { return factor_offset_bytes() + 2 * kPageTokenCount; }
   int64_t centre_offset_bytes() const { return norm_offset_bytes() + kPageTokenCount; }
-  // Bits of a field of value codes, and the bits of the parts before; part 1 exists if value_bits is
-  // 3.
+  // Value codes: bits of a field of a part, and how many parts there are.
   int value_width(int part) const { return value_bits == 1 || part == 1 ? 1 : 2; }
   int value_parts() const { return value_bits == 3 ? 2 : 1; }
   int value_words(int part) const { return centre_dims * value_width(part) / 8; }

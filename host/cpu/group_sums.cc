@@ -39,8 +39,7 @@ absl::Status FoldTask(const AttendContext& context, int kv_head, const GroupQuer
   for (int64_t i = 0; i < std::min<int64_t>(kRowBlock, count); ++i) {
     PrefetchRow(buffers[0][i], rows.row_bytes());
   }
-  const auto block =
-      options.codes == nullptr ? nullptr : std::make_unique<ValuePass::Block>();
+  const auto block = options.codes == nullptr ? nullptr : std::make_unique<ValuePass::Block>();
   int current = 0;
   for (int64_t at = 0; at < count; at += kRowBlock, current ^= 1) {
     const int m = static_cast<int>(std::min<int64_t>(kRowBlock, count - at));

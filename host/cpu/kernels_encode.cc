@@ -250,9 +250,8 @@ void EncodeValueTileImpl(const CodeLayout& layout, const HadamardSigns& signs, D
     g = hn::IfThenElseZero(hn::And(hn::Gt(length, zero), hn::Gt(dot, zero)), g);
     HWY_ALIGN float wide[kTileTokenCount];
     hn::Store(g, d, wide);
-    FromFloatImpl(
-        DType::kBF16, wide, n,
-        page + layout.value_factor_offset_bytes() + 2 * (tile * kTileTokenCount + lane));
+    FromFloatImpl(DType::kBF16, wide, n,
+                  page + layout.value_factor_offset_bytes() + 2 * (tile * kTileTokenCount + lane));
   }
   constexpr int kGroups = kTileTokenCount / kValueGroupTokens;
   auto* words = reinterpret_cast<uint32_t*>(page + layout.value_code_offset_bytes()) +

@@ -56,7 +56,8 @@ def contents() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     v = hidden @ random.standard_normal((2, 8, D)) * 0.3 + random.standard_normal((2, 1, D))
     noise = random.standard_normal((2, 2, TOKENS, D)) * 0.3
     q = random.standard_normal((8, 4, D)) * 0.6
-    return tuple(x.astype(np.float32) for x in (k + noise[0], v + noise[1], q))
+    f32 = np.float32
+    return (k + noise[0]).astype(f32), (v + noise[1]).astype(f32), q.astype(f32)
 
 
 def filled(client: Client, model: Model) -> Sequence:

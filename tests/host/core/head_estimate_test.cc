@@ -226,8 +226,8 @@ TEST(EstimateHead, RowsCorrectTheAnswerOfCodes) {
   }
 }
 
-// A sampled row whose code overestimates it 10,000 times stands for six such rows, of which codes have
-// added one: D^ is below 0. Then the answer is that of exact rows and codes.
+// A sampled row whose code overestimates it 10,000 times stands for six such rows, of which codes
+// have added one: D^ is below 0. Then the answer is that of exact rows and codes.
 TEST(EstimateHead, AnswersFromCodesIfTheDenominatorIsUnclear) {
   const Rows rows = RandomRows(1000, 48, 5);
   reference::CodeTerms terms = NoisyCodes(rows, 40, 0, 0.3);
