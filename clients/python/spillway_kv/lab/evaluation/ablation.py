@@ -25,6 +25,8 @@ DELTA = 0.1
 BANDS = (0.0, 0.01, 0.0625)
 LAGS = (1, 8)
 TAIL_STRATUM = 3
+# The part with codes of values, which a GPU does not serve yet.
+VALUE_CODES = "bits of keys and values"
 # The daemon's default.
 DEFAULT_PILOT = 24
 # Heavy counts: of a group, chosen by the sum of scores; and of each head, whose sets are united.
@@ -76,18 +78,33 @@ def variants(head_dim: int) -> list[Variant]:
     return made
 
 
+def value_variants() -> list[Variant]:
+    """Returns the variants with codes of values, by bits of keys and values. On a CPU only."""
+    return [
+        Variant(
+            VALUE_CODES,
+            f"{keys} and {values}",
+            Case(Index(RotationHash(bits_per_dim=keys, value_bits=values)), Policy()),
+        )
+        for keys in (2, 3, 4)
+        for values in (0, 1, 2, 3)
+    ]
+
+
 def parts() -> list[str]:
-    """Returns the names that `--parts` accepts."""
+    """Returns the parts that are measured unless `--parts` names others."""
     return [*dict.fromkeys(variant.part for variant in variants(64)), "bands", "group"]
 
 
 def run(bench: Workbench, names: str = "") -> None:
     """Measures the variants and writes `ablation.json`."""
     wanted = names.split(",") if names else parts()
-    unknown = [name for name in wanted if name not in parts()]
+    known = [*parts(), VALUE_CODES]
+    unknown = [name for name in wanted if name not in known]
     if unknown:
-        raise ValueError(f"no part {', '.join(unknown)}; there are {', '.join(parts())}")
-    chosen = [v for v in variants(bench.shapes.head_dim) if v.part in wanted]
+        raise ValueError(f"no part {', '.join(unknown)}; there are {', '.join(known)}")
+    every = [*variants(bench.shapes.head_dim), *value_variants()]
+    chosen = [variant for variant in every if variant.part in wanted]
     outcomes = measure(bench, [variant.case for variant in chosen], "ablation") if chosen else []
     found: dict[str, Any] = {
         "variants": [

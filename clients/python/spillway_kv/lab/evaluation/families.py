@@ -315,6 +315,35 @@ def _duplicates(context: Context, random: Generator) -> None:
     context.keys = context.keys[random.integers(0, 64, len(context.keys))]
 
 
+def _wide_channels(context: Context, random: Generator) -> None:
+    channels = random.choice(context.values.shape[1], 3, replace=False)
+    context.values[:, channels] *= np.float32(50)
+
+
+def _spikes(context: Context, random: Generator) -> None:
+    n, d = context.values.shape
+    context.values[np.arange(n), random.integers(0, d, n)] += np.float32(30)
+
+
+def _cancelling(context: Context, random: Generator) -> None:
+    # What is left of the values' mean is as large as their spread divided by 30.
+    context.values[1::2] = -context.values[: len(context.values) // 2 * 2 : 2]
+    context.values += np.float32(np.linalg.norm(context.values, axis=1).mean() / 30) * _unit(
+        random, context.values.shape[1]
+    )
+
+
+def _loose_keys(context: Context, random: Generator) -> None:
+    # As far from their page's centre as a key may be that is not always read, where no query looks:
+    # their codes say little of the part that queries see.
+    axis = _unit(random, context.keys.shape[1])
+    usual = float(np.median(np.linalg.norm(context.keys - context.keys.mean(axis=0), axis=1)))
+    loose = _hot(0.02, context, random)
+    signs = random.choice((-1.0, 1.0), int(loose.sum())).astype(np.float32)
+    context.keys[loose] += np.float32(3.5 * usual) * signs[:, None] * axis
+    _orthogonal(context, axis)
+
+
 def _magnitude(size: float, context: Context, random: Generator) -> None:
     context.values *= np.float32(size)
 
@@ -396,7 +425,24 @@ def _registry() -> tuple[Family, ...]:
         ),
         Family("clusters", "32 tight clusters, each with its own value", _clusters),
         Family("duplicates", "64 different keys, each repeated with different values", _duplicates),
+        Family("wide-channels", "three channels of the values x50", _wide_channels),
+        Family("spikes", "each value has one element that is 30 larger", _spikes),
+        Family(
+            "cancelling",
+            "neighbouring values cancel but for a thirtieth of their norm",
+            _cancelling,
+        ),
+        Family(
+            "loose-keys",
+            "2 % of the keys are 3.5 times as far from their centre, where no query looks",
+            _loose_keys,
+        ),
     ]
+    for exponent in (-37, 37):
+        change = partial(_magnitude, math.pow(10, exponent))
+        made.append(
+            Family(f"values-1e{exponent}-bf16", f"values x1e{exponent}, rows in bf16", change)
+        )
     for exponent in (-30, -15, 15, 30):
         for dtype, short in (("float32", "f32"), ("bfloat16", "bf16")):
             change = partial(_magnitude, math.pow(10, exponent))
