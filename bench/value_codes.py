@@ -109,9 +109,7 @@ class Sums:
     def told(self, epsilon: float) -> dict[str, Any]:
         errors = np.concatenate([x.ravel() for x in self.errors])
         certified = np.concatenate([x.ravel() for x in self.certified])
-        by_head = [
-            (e > c).mean(axis=0) for e, c in zip(self.errors, self.certified, strict=True)
-        ]
+        by_head = [(e > c).mean(axis=0) for e, c in zip(self.errors, self.certified, strict=True)]
         return {
             "rows_over_the_link": float(np.mean(self.moved)),
             "heavy_rows": float(np.mean(self.heavy)),

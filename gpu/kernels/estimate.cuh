@@ -228,7 +228,8 @@ __global__ void __launch_bounds__(kEstimateThreads, kEstimateBlocksPerSm)
   const HeadCertificate certificate = WriteHead(shape, u, step, g, head, facts);
   if (!draws_again) return;
   if (threadIdx.x == 0) {
-    wants = facts.error_token == kNoToken && WantsMoreRows(u.terms, facts.limited, certificate);
+    wants = facts.error_token == kNoToken &&
+            WantsMoreRows(u.terms, facts.limited, certificate, /*from_codes=*/false);
     if (wants) atomicAdd(&s.heads_wanting, 1);
     u.terms.inflation *= kMoreInflation;
   }

@@ -135,8 +135,8 @@ SPILLWAY_HOST_DEVICE inline bool OutputIsLargeEnough(const HeadTotals& head) {
   return head.norm_sq > kOutputNormMin * kOutputNormMin * (head.denominator * head.denominator);
 }
 
-// A stratum as the budget computation takes it. floor: rows already drawn, the minimum of the
-// budget.
+// A stratum as the budget computation takes it. floor: the minimum of the budget: the rows already
+// drawn or, before the first draw of a tail with value codes, FirstDrawRows().
 SPILLWAY_HOST_DEVICE inline NeymanStratum BudgetStratum(const TailTerms& terms, int64_t token_count,
                                                         int64_t floor,
                                                         const StratumSpread& spread) {
@@ -175,7 +175,19 @@ SPILLWAY_HOST_DEVICE inline void HeadBudgets(const Walk& walk, const TailTerms& 
   NeymanAllot(walk, strata, least * least * head.norm_sq_unbiased, budgets);
 }
 
-// The same, sequentially.
+// The budgets that make D^ clear, for a head whose D^ is not. spreads: per stratum. strata: with
+// floors; deviations are set here.
+template <typename Walk>
+SPILLWAY_HOST_DEVICE inline void ClearBudgets(const Walk& walk, const TailTerms& terms,
+                                              const HeadTotals& head, const StratumSpread* spreads,
+                                              NeymanStratum* strata, int64_t* budgets) {
+  walk.ForEach(
+      [&](int h) { strata[h].deviation = terms.inflation * ::sqrt(spreads[h].variance_x); });
+  const double deviation = head.denominator / kClearDeviations;
+  NeymanAllot(walk, strata, deviation * deviation, budgets);
+}
+
+// HeadBudgets(), sequentially.
 inline void HeadBudgets(const TailTerms& terms, const HeadTotals& head, const StratumSpread& first,
                         std::span<const NeymanStratum> strata, std::span<int64_t> budgets) {
   HeadBudgets(StrataInTurn{static_cast<int>(strata.size())}, terms, head, first, strata.data(),
@@ -208,9 +220,11 @@ struct HeadCertificate {
 SPILLWAY_HOST_DEVICE inline HeadCertificate Certify(const TailTerms& terms, bool limited,
                                                     bool ranks_hold, int64_t drawn,
                                                     int64_t tail_count, const HeadTotals& head) {
-  const float tail_mass = static_cast<float>(1 - head.exact_denominator / head.denominator);
+  // D^ may be below its exact part, because terms x - x^ may be negative.
+  const double beyond = 1 - head.exact_denominator / head.denominator;
+  const float tail_mass = static_cast<float>(beyond < 0 ? 0.0 : beyond);
   if (!IsPlanned(terms.tail)) return {Promise::kNone, HUGE_VALF, tail_mass};
-  if (drawn == tail_count) return {Promise::kExact, 0.0f, tail_mass};
+  if (drawn == tail_count && !head.from_codes) return {Promise::kExact, 0.0f, tail_mass};
   if (drawn == 0) return {Promise::kNone, HUGE_VALF, std::bit_cast<float>(0x7FC00000u)};
   const bool known = !head.from_codes && OutputIsLargeEnough(head) &&
                      (ranks_hold || !RestsOnRanks(terms.tail, terms.bound));
@@ -221,18 +235,19 @@ SPILLWAY_HOST_DEVICE inline HeadCertificate Certify(const TailTerms& terms, bool
 }
 
 // Whether a third draw may give the head an error bound: its error after the second draw is above
-// epsilon, and nothing else prevents a bound. The third draw's budgets multiply the policy's
-// inflation by kMoreInflation, because the standard deviations were underestimated before.
+// epsilon, and nothing else prevents a bound. With value codes, an unclear D^ also asks for rows.
+// The third draw's budgets multiply the policy's inflation by kMoreInflation, because the standard
+// deviations were underestimated before.
 inline constexpr double kMoreInflation = 1.25;
 SPILLWAY_HOST_DEVICE inline bool WantsMoreRows(const TailTerms& terms, bool limited,
                                                const HeadCertificate& certificate,
-                                               bool from_codes = false) {
+                                               bool from_codes) {
   return terms.may_promise && !limited && certificate.promise == Promise::kNone &&
          (from_codes || certificate.relative_error < HUGE_VALF);
 }
 
 // With value codes, the first draw's budgets come from predicted variances
-// (host/core/value_code.h), and no pilot is drawn. A stratum gets at least kFirstDrawRows, so that
+// (host/core/value_code.h), and no pilot is drawn. A stratum gets at least FirstDrawRows(), so that
 // its variance can be estimated. The error's degrees of freedom are taken to be kPredictedDegrees;
 // those of trained models are higher.
 inline constexpr int64_t kFirstDrawRows = kStratumRowsMin;
@@ -255,10 +270,18 @@ SPILLWAY_HOST_DEVICE inline double WithPrediction(int64_t drawn, double estimate
   return mean > estimated ? mean : estimated;
 }
 
-// The rows of a stratum of token_count tokens that are drawn in any case. Small strata are taken
-// whole.
-SPILLWAY_HOST_DEVICE inline int64_t FirstDrawRows(int64_t token_count) {
-  return token_count > 2 * kFirstDrawRows ? kFirstDrawRows : token_count;
+// The rows of a stratum of token_count tokens that are drawn in any case: a third of a pilot, and
+// at least kFirstDrawRows. Small strata are taken whole.
+SPILLWAY_HOST_DEVICE inline int64_t FirstDrawRows(int64_t pilot_count, int64_t token_count) {
+  const int64_t third = pilot_count / 3;
+  const int64_t least = third > kFirstDrawRows ? third : kFirstDrawRows;
+  return token_count > 2 * least ? least : token_count;
+}
+
+// Whether the first draw does not suffice: the certificate's error is above epsilon, or unknown.
+SPILLWAY_HOST_DEVICE inline bool WantsSecondDraw(const TailTerms& terms, bool limited,
+                                                 const HeadCertificate& certificate) {
+  return !limited && !(certificate.relative_error <= terms.epsilon);
 }
 
 }  // namespace spillway

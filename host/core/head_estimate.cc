@@ -67,7 +67,7 @@ void AddKnown(const RowSums& exact, std::span<const float> exact_value, const Co
     for (size_t i = 0; i < e.numerator.size(); ++i) e.numerator[i] = f * exact_value[i];
   }
   e.denominator = e.exact_denominator;
-  if (codes.value.empty()) return;
+  if (!(codes.sum > 0)) return;
   const double f = std::exp(codes.reference - e.max);
   e.denominator += f * codes.sum;
   for (size_t i = 0; i < e.numerator.size(); ++i) e.numerator[i] += f * codes.value[i];
@@ -144,8 +144,11 @@ HeadEstimate EstimateHead(const RowSums& exact, std::span<const float> exact_val
   if (codes.sum > 0) e.max = std::max(e.max, codes.reference);
   AddKnown(exact, exact_value, codes, e);
   AddStrata(strata, e);
+  // Sums of fp32 are off by their rounding too.
+  const double rounding =
+      codes.sum > 0 ? std::exp(codes.reference - e.max) * codes.sum * 0x1p-20 : 0;
   if (!codes.value.empty() &&
-      !IsClearlyPositive(e.denominator, DenominatorVariance(strata, e.max))) {
+      !IsClearlyPositive(e.denominator, DenominatorVariance(strata, e.max) + rounding * rounding)) {
     e.from_codes = true;
     AddKnown(exact, exact_value, codes, e);
   }
@@ -157,9 +160,9 @@ HeadEstimate EstimateHead(const RowSums& exact, std::span<const float> exact_val
     const double unit = std::exp(codes.reference - e.max);
     const double centre_square = codes.MeanSquareFrom(output);
     for (size_t h = 0; h < strata.size(); ++h) {
-      e.spreads[h].trace_o =
-          WithPrediction(strata[h].sums.count, e.spreads[h].trace_o,
-                         unit * unit * codes.predicted[h].Variance(centre_square));
+      e.spreads[h].trace_o = WithPrediction(
+          strata[h].sums.count, e.spreads[h].trace_o,
+          codes.sum > 0 ? unit * unit * codes.predicted[h].Variance(centre_square) : 0.0);
     }
   }
   SampleVariance variance;

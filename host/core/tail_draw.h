@@ -28,9 +28,11 @@ struct TailDraw {
 
 enum class DrawVerdict : int { kTake, kDrawAgain };
 
-// Judges a pilot. counts[h]: number of tokens below the threshold of stratum h. If the result is
-// kDrawAgain, the thresholds have been changed.
-SPILLWAY_HOST_DEVICE inline DrawVerdict JudgePilot(const int64_t* counts, TailDraw& draw) {
+// Judges a pilot, or a first draw of predicted budgets. counts[h]: number of tokens below the
+// threshold of stratum h. If the result is kDrawAgain, the thresholds have been changed.
+// sixteenths: how much of a draw above the limit remains.
+SPILLWAY_HOST_DEVICE inline DrawVerdict JudgePilot(const int64_t* counts, TailDraw& draw,
+                                                   int sixteenths = 12) {
   if (draw.strata == 0 || draw.rows_left == 0 || draw.given_up) return DrawVerdict::kTake;
   constexpr uint64_t kAll = uint64_t{1} << 32;
   bool wider = false;
@@ -49,7 +51,7 @@ SPILLWAY_HOST_DEVICE inline DrawVerdict JudgePilot(const int64_t* counts, TailDr
   draw.limited = true;
   int64_t largest = 0;
   for (int h = 0; h < draw.strata; ++h) {
-    const int64_t less = draw.wanted[h] * 3 / 4;
+    const int64_t less = draw.wanted[h] * sixteenths / 16;
     draw.wanted[h] = less > 1 ? less : 1;
     if (draw.wanted[h] > largest) largest = draw.wanted[h];
   }
@@ -69,6 +71,11 @@ SPILLWAY_HOST_DEVICE inline uint64_t BudgetThreshold(int64_t wanted, int64_t tok
 }
 SPILLWAY_HOST_DEVICE inline uint64_t BudgetThreshold(const TailDraw& draw, int h) {
   return BudgetThreshold(draw.wanted[h], draw.token_count[h], draw.drawn_threshold[h]);
+}
+
+// Judges a first draw of predicted budgets: of a draw above the limit, 15/16 remain.
+SPILLWAY_HOST_DEVICE inline DrawVerdict JudgeFirst(const int64_t* counts, TailDraw& draw) {
+  return JudgePilot(counts, draw, 15);
 }
 
 // Judges a later draw. counts[h]: number of tokens that it adds to stratum h. Changes thresholds

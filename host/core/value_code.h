@@ -4,10 +4,9 @@
 #include <cmath>
 #include <cstdint>
 
-#include "host/base/limits.h"
 #include "host/core/exp.h"
 #include "host/core/host_device.h"
-#include "host/core/quantiser.h"
+#include "host/core/rank_error.h"
 
 // Value codes: what the index of a model with value_bits > 0 stores for the values of each closed
 // page, and how an answer is computed from codes alone.
@@ -129,8 +128,8 @@ struct PredictedTerms {
 
 // ||w||^2 / (g^2 d): E[t^2] / (1 - D) for a standard normal coordinate.
 constexpr float SquareOfFactor(int value_bits) {
-  constexpr float kSquare[] = {0.25f / 0.6362f, 0.8879f / 0.8807f, 2.8013f / 0.9622f};
-  return kSquare[value_bits - 1];
+  constexpr double kMeanSquare[] = {0.25, 0.8879, 2.8013};
+  return static_cast<float>(kMeanSquare[value_bits - 1] / (1 - QuantiserDistortion(value_bits)));
 }
 
 // estimate: x^ of a token. logit_variance: s^2, at most kLogitVarianceMax.

@@ -23,8 +23,8 @@ using VF = hn::Vec<DF>;
 using VI = hn::Vec<DI>;
 using VU = hn::Vec<DU>;
 
-// sum += the four byte products of each 32-bit lane. Bytes of fields are unsigned, and weights are
-// in [-30, 30]. So a pair of products fits 16 bits.
+// sum += the four byte products of each 32-bit lane. Bytes of fields are unsigned. A pair of
+// products fits 16 bits: weights are in [-30, 30], or fields are at most 3.
 HWY_INLINE VI DotBytes(VI sum, VU fields, int32_t weights) {
 #if HWY_TARGET == HWY_AVX3_DL
   // As assembly: Highway 1.0.3 checks the processor for AVX512-VNNI under this target but does not

@@ -1,9 +1,9 @@
 // Codes of values (host/core/value_code.h): their sums over a page, single codes, and the fold of
 // sampled rows whose estimates by codes are subtracted.
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <cstring>
+#include <type_traits>
 
 #include "host/core/value_code.h"
 #include "host/cpu/kernels.h"
@@ -15,7 +15,6 @@
 #include "hwy/foreach_target.h"
 //
 #include "host/cpu/code_products-inl.h"
-#include "host/cpu/simd_math-inl.h"
 #include "hwy/highway.h"
 
 HWY_BEFORE_NAMESPACE();

@@ -196,21 +196,24 @@ absl::Status SparseAttend::SampleTail() {
     predicted.inflation = PredictedInflation(terms_.inflation);
     SetBudgets(heads, predicted);
   }
-  RETURN_IF_ERROR(Draw(sampler, JudgePilot));
+  RETURN_IF_ERROR(Draw(sampler, [&](const int64_t* counts, TailDraw& draw) {
+    return codes_ != nullptr ? JudgeFirst(counts, draw) : JudgePilot(counts, draw);
+  }));
   if (draw_.given_up) return absl::OkStatus();
   EstimateHeads();
-  const auto keep_wanting = [&] {
-    std::erase_if(heads, [&](int g) {
-      return !WantsMoreRows(terms_, draw_.limited, Certified(g), estimates_[g].from_codes);
-    });
-    return !heads.empty();
-  };
   // Predicted budgets usually suffice.
-  if (codes_ != nullptr && !keep_wanting()) return absl::OkStatus();
+  if (codes_ != nullptr) {
+    std::erase_if(heads,
+                  [&](int g) { return !WantsSecondDraw(terms_, draw_.limited, Certified(g)); });
+    if (heads.empty()) return absl::OkStatus();
+  }
   SetBudgets(heads, terms_);
   RETURN_IF_ERROR(Draw(sampler, JudgeSample));
   EstimateHeads();
-  if (!keep_wanting()) return absl::OkStatus();
+  std::erase_if(heads, [&](int g) {
+    return !WantsMoreRows(terms_, draw_.limited, Certified(g), estimates_[g].from_codes);
+  });
+  if (heads.empty()) return absl::OkStatus();
   TailTerms more = terms_;
   more.inflation *= kMoreInflation;
   SetBudgets(heads, more);
@@ -274,10 +277,15 @@ void SparseAttend::SetBudgets(std::span<const int> heads, const TailTerms& terms
     const HeadEstimate& estimate = estimates_[g];
     for (int h = 0; h < strata; ++h) {
       const int64_t count = strata_.counts[h];
-      const int64_t floor = draw_.drawn[h] > 0 ? draw_.drawn[h] : FirstDrawRows(count);
+      const int64_t floor =
+          draw_.drawn[h] > 0 ? draw_.drawn[h] : FirstDrawRows(terms.pilot_count, count);
       asked[h] = BudgetStratum(terms, count, floor, estimate.spreads[h]);
     }
     HeadBudgets(terms, estimate, estimate.spreads[0], asked, of_head);
+    for (int h = 0; h < strata; ++h) budgets[h] = std::max(budgets[h], of_head[h]);
+    if (!estimate.from_codes) continue;
+    ClearBudgets(StrataInTurn{strata}, terms, estimate, estimate.spreads.data(), asked.data(),
+                 of_head.data());
     for (int h = 0; h < strata; ++h) budgets[h] = std::max(budgets[h], of_head[h]);
   }
   const int64_t total = std::accumulate(budgets.begin(), budgets.end(), int64_t{0});
@@ -328,7 +336,12 @@ void SparseAttend::WriteOutput() {
       }
       result.lse[at] = static_cast<float>(e.max + std::log(e.denominator));
     }
-    const HeadCertificate certificate = Certified(g);
+    HeadCertificate certificate = Certified(g);
+    // Attention to a selection does not have the codes' part of the answer.
+    if (c_.attend->select_only && codes_ != nullptr && certificate.promise != Promise::kExact) {
+      certificate.promise = Promise::kNone;
+      certificate.relative_error = HUGE_VALF;
+    }
     result.certificates[at] = {.visible_token_count = n_,
                                .heavy_token_count = static_cast<int64_t>(heavy_.size()),
                                .sampled_token_count = drawn,

@@ -85,11 +85,13 @@ void ValuePass::SumPages(int64_t begin, int64_t end, TaskSums& sums) const {
                 2 * int64_t{dim_});
     const PageWeights* const by_head = pages_.data() + page * group_;
     float page_sums[kGroupMax];
-    bool has_codes = false;
+    bool has_codes = false, has_mass = false;
     for (int g = 0; g < group_; ++g) {
       page_sums[g] = by_head[g].sum;
       has_codes |= by_head[g].largest > 0;
+      has_mass |= by_head[g].sum > 0;
     }
+    if (!has_mass) continue;
     const float square = AddCentre(of_page + layout_.value_centre_offset_bytes(), dim_,
                                    inverse_unit_, page_sums, group_, sums.centres.data());
     for (int g = 0; g < group_; ++g) {
@@ -196,12 +198,14 @@ void ValuePass::AddPrediction(int64_t page, int slot, PredictedSums* sums) const
       in_units * in_units * (static_cast<float>(dim_) * SquareOfFactor(layout_.value_bits));
   const auto distortion = static_cast<float>(QuantiserDistortion(layout_.value_bits));
   for (int g = 0; g < group_; ++g) {
+    ++sums[g].count;
+    const uint8_t level = LevelsOf(page, g)[slot];
+    if (level == 0) continue;
     const float variance = LogitVariance(factor_square, scores_.level_terms().shrinkage[g]);
     const PredictedTerms terms =
-        PredictTerms(LevelWeight(LevelsOf(page, g)[slot]), variance, value_square, distortion);
+        PredictTerms(LevelWeight(level), variance, value_square, distortion);
     sums[g].of_value += double{terms.of_value};
     sums[g].of_centre += double{terms.of_centre};
-    ++sums[g].count;
   }
 }
 
@@ -228,7 +232,10 @@ absl::Status ValuePass::Predict(const Strata& strata) {
       const uint16_t bin = *scores_.bins(from + positions[i]);
       if (bin < kNoBin) add(from + positions[i], bin);
     }
-    for (int64_t i = 0; i < reference.count; ++i) {
+    // The reference pages of this block.
+    const int64_t skipped = from / kPageTokenCount - reference.first;
+    for (int64_t i = skipped > 0 ? (skipped + reference.step - 1) / reference.step : 0;
+         i < reference.count && reference.page(i) * kPageTokenCount < to; ++i) {
       const int64_t first = reference.page(i) * kPageTokenCount;
       for (int64_t t = std::max(first, from); t < std::min(first + kPageTokenCount, to); ++t) {
         const uint16_t bin = *scores_.bins(t);

@@ -42,7 +42,6 @@ class ValuePass {
 
  private:
   static constexpr int64_t kTaskPages = 128;
-  using Heads = std::array<float, kGroupMax>;
   // Sums over the pages of a task.
   struct TaskSums {
     std::vector<float> centres;  // [G][d] sum of X c: of a page's sum of x^ times its centre

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -75,6 +76,7 @@ class ValueCodes : public HeavyTest {
     std::vector<Estimated> heads;
     for (int g = 0; g < spec_.group(); ++g) heads.push_back(EstimateLogits(g));
     const std::vector<bool> summed = PagesWithMass(heads, tail);
+    summed_pages_ = std::count(summed.begin(), summed.end(), true);
     const ProjectionSigns projection = ProjectionSigns::Of(policy_.seed);
     std::vector<double> signs;
     for (int i = 0; i < spec_.head_dim; ++i) signs.push_back(projection.negative(i) ? -1 : 1);
@@ -112,6 +114,7 @@ class ValueCodes : public HeavyTest {
   }
 
   double largest_difference_ = 0;
+  int64_t summed_pages_ = 0;
 
  private:
   // The tokens whose predictions count for each stratum: all, if it and those above have at most
@@ -121,7 +124,7 @@ class ValueCodes : public HeavyTest {
   std::vector<std::vector<uint32_t>> PredictedTokens(
       const std::vector<reference::SampledTokens>& strata, const std::vector<bool>& tail) {
     Policy whole = policy_;
-    whole.epsilon = 1e-6;
+    whole.pilot_token_count = 65536;
     const JobItem select = sequence_->Select(whole, q_);
     const Selection& all = select.result.selections[kv_head_];
     std::vector<std::vector<uint32_t>> tokens(strata.size());
@@ -184,16 +187,119 @@ TEST_P(ValueCodes, CorrectTheAnswerOfTheCodes) {
   }
 }
 
-// Pages without mass answer by their centres: here all pages but a few have nearly none.
+// Pages without mass answer by their centres: here those whose keys are moved away from the query,
+// by eight nats.
 TEST_P(ValueCodes, PagesWithoutMassAnswerByTheirCentres) {
-  Prepare(SpecOf(1, 2, 64, DType::kF32, 2), {}, [](reference::Context& context) {
+  Prepare(SpecOf(1, 1, 64, DType::kF32, 2), {}, [this](reference::Context& context) {
+    double square = 0;
+    for (const float x : q_) square += double{x} * x;
+    const auto away = static_cast<float>(8 / (context.spec.softmax_scale * square));
     for (int64_t t = 0; t < context.n; ++t) {
       if (t / 128 % 8 == 3) continue;
-      for (int i = 0; i < 64; ++i) context.k[t * 64 + i] *= 0.5f;
+      for (int i = 0; i < 64; ++i) context.k[t * 64 + i] -= away * q_[i];
     }
   });
   policy_ = DefaultPolicy(spec_);
   ExpectCorrected("few pages");
+  // Pages 3, 11, 19, ... and few others, of 46.
+  EXPECT_GE(summed_pages_, 3);
+  EXPECT_LE(summed_pages_, 20);
+}
+
+// Codes that say nothing at all: keys of a thousand times the usual size, across the query. The
+// attend succeeds as it does without value codes.
+TEST_P(ValueCodes, CodesThatSayNothing) {
+  for (const int key_bits : {1, 3}) {
+    for (const float size : {150.0f, 1000.0f}) {
+      HashSpec hash;
+      hash.bits_per_dim = key_bits;
+      hash.value_bits = 2;
+      const ModelSpec spec = MakeSpec(1, 1, 64, DType::kF32, hash);
+      reference::Context context = reference::GaussianContext(spec, 2500, 7);
+      for (int64_t t = 0; t < context.n; ++t) {
+        for (int i = 0; i < 64; ++i) context.k[t * 64 + i] *= i == 0 ? 0.1f : size;
+      }
+      std::vector<float> q(64, 0.0f);
+      q[0] = 1;
+      DeviceBench bench(GetParam(), spec);
+      BenchSequence sequence(bench);
+      ASSERT_TRUE(sequence.Append(context, 0, context.n).ok());
+      const JobItem item = sequence.Attend(DefaultPolicy(spec), q);
+      ASSERT_TRUE(item.status.ok()) << item.status;
+      for (const float x : item.result.out) ASSERT_TRUE(std::isfinite(x));
+      ASSERT_TRUE(std::isfinite(item.result.lse[0]));
+      const Certificate& c = item.result.certificates[0];
+      EXPECT_GE(c.tail_mass, 0);
+      EXPECT_LE(c.tail_mass, 1);
+    }
+  }
+}
+
+TEST_P(ValueCodes, SameBitsWithAnyNumberOfThreadsAndAloneOrWithOthers) {
+  const ModelSpec spec = SpecOf(2, 2, 64, DType::kBF16, 2);
+  const reference::Context context = reference::TraceContext(spec, 40000, 31);
+  const std::vector<float> q = reference::TraceQueries(context, 3, 32, 1.5);
+  const std::vector<float> one(q.begin() + 2 * 4 * 64, q.end());
+  std::vector<float> first;
+  for (const int threads : {1, 2, 4}) {
+    DeviceBench bench(GetParam(), spec, threads);
+    BenchSequence sequence(bench);
+    ASSERT_TRUE(sequence.Append(context, 0, context.n).ok());
+    const JobItem item = sequence.Attend(DefaultPolicy(spec), q);
+    ASSERT_TRUE(item.status.ok()) << item.status;
+    if (first.empty()) first = item.result.out;
+    EXPECT_EQ(item.result.out, first) << threads;
+    const std::vector<float> alone = sequence.Attend(DefaultPolicy(spec), one).result.out;
+    EXPECT_TRUE(std::equal(alone.begin(), alone.end(), first.begin() + 2 * 4 * 64)) << threads;
+  }
+}
+
+// A limit on the rows is kept and used, and takes the promise; with no row of the tail, the answer
+// is that of the codes.
+TEST_P(ValueCodes, LimitsOfRows) {
+  Prepare(SpecOf(2, 2, 64, DType::kBF16, 2));
+  policy_ = DefaultPolicy(spec_);
+  policy_.epsilon = 0.01;
+  const std::vector<float> exact = [&] {
+    Policy all;
+    all.selector = Selector::kAll;
+    return sequence_->Attend(all, q_).result.out;
+  }();
+  const auto rows = sequence_->Attend(policy_, q_).result.touched_row_counts;
+  const int64_t least = 64 + (kTokens - end()) + 64;
+  for (const int64_t limit : {least, least + 100, least + 300, least + 600}) {
+    if (limit * 5 / 4 > *std::min_element(rows.begin(), rows.end())) break;
+    policy_.row_count_max = limit;
+    int64_t most = 0;
+    for (policy_.seed = 0; policy_.seed < 8; ++policy_.seed) {
+      const JobItem item = sequence_->Attend(policy_, q_);
+      ASSERT_TRUE(item.status.ok()) << item.status;
+      for (int h = 0; h < 2; ++h) {
+        ASSERT_LE(item.result.touched_row_counts[h], limit);
+        most = std::max(most, item.result.touched_row_counts[h]);
+      }
+      for (const Certificate& c : item.result.certificates) ASSERT_EQ(c.promise, Promise::kNone);
+      for (int h = 0; h < 4; ++h) {
+        const std::vector<double> wanted(exact.begin() + h * 64, exact.begin() + (h + 1) * 64);
+        EXPECT_LT(reference::RelativeDistance(OutputOf(spec_, item.result, 0, h), wanted), 0.3)
+            << "limit " << limit;
+      }
+    }
+    EXPECT_GE(most, limit * 9 / 10) << limit;
+  }
+}
+
+// Attention to the selected rows alone is not what the attend answers.
+TEST_P(ValueCodes, SelectionsPromiseNothing) {
+  Prepare(SpecOf(1, 2, 64, DType::kBF16, 2));
+  policy_ = DefaultPolicy(spec_);
+  for (const Certificate& c : sequence_->Attend(policy_, q_).result.certificates) {
+    EXPECT_EQ(c.promise, Promise::kStatistical);
+  }
+  for (const Certificate& c : sequence_->Select(policy_, q_).result.certificates) {
+    EXPECT_EQ(c.promise, Promise::kNone);
+    EXPECT_EQ(c.relative_error, std::numeric_limits<float>::infinity());
+  }
 }
 
 // Selectors and tails of comparison methods are served as without value codes, bit for bit.

@@ -63,6 +63,7 @@ class Bench {
     spec.set_head_dim(options_.head_dim);
     spec.set_dtype(options_.dtype);
     spec.mutable_hash_weights()->mutable_rotation()->set_bits_per_dim(options_.bits_per_dim);
+    spec.mutable_hash_weights()->mutable_rotation()->set_value_bits(options_.value_bits);
     ASSIGN_OR_RETURN(v1::Model model, client_.CreateModel("", spec, call_));
     resources.OwnModel(model.name());
     v1::Sequence spec_of_sequence;
@@ -238,6 +239,7 @@ Json BenchJson(const BenchOptions& options, const Measurement& m) {
       {"head_dim", options.head_dim},
       {"dtype", DTypeName(options.dtype)},
       {"bits_per_dim", options.bits_per_dim},
+      {"value_bits", options.value_bits},
       {"token_count", options.token_count},
       {"query_count", options.query_count},
       {"logit_stddev", options.logit_stddev},

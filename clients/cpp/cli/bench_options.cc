@@ -71,6 +71,8 @@ void AddShapeOptions(CLI::App& command, BenchOptions& options) {
       {{"f32", v1::DTYPE_F32}, {"f16", v1::DTYPE_F16}, {"bf16", v1::DTYPE_BF16}});
   add("--bits-per-dim", options.bits_per_dim, "bits of the codes per dimension of a key")
       ->check(Range(1, 4));
+  add("--value-bits", options.value_bits, "bits of the codes per dimension of a value; 0: none")
+      ->check(Range(0, 3));
   add("--tokens", options.token_count, "tokens of the sequence")
       ->check(Range(int64_t{1}, int64_t{1} << 40));
   add("--queries", options.query_count, "query tokens of each attend")->check(Range(1, 1024));

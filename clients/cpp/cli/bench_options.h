@@ -27,6 +27,7 @@ struct BenchOptions {
   int32_t head_dim = 128;
   v1::DType dtype = v1::DTYPE_BF16;
   int32_t bits_per_dim = 3;
+  int32_t value_bits = 0;
   // Tokens appended before the measurement, and queries of each attend.
   int64_t token_count = 32768;
   int32_t query_count = 1;

@@ -12,7 +12,11 @@ namespace {
 std::string HashName(const v1::HashWeights& weights) {
   switch (weights.kind_case()) {
     case v1::HashWeights::kRotation:
-      return absl::StrCat("rotation:", weights.rotation().bits_per_dim());
+      // The bits of keys and, if there are codes of values, of values: rotation:3+2.
+      return absl::StrCat("rotation:", weights.rotation().bits_per_dim(),
+                          weights.rotation().value_bits() > 0
+                              ? absl::StrCat("+", weights.rotation().value_bits())
+                              : "");
     case v1::HashWeights::kMlp:
       return absl::StrCat("mlp:", weights.mlp().hash_bits());
     case v1::HashWeights::KIND_NOT_SET:

@@ -17,8 +17,8 @@ class RotationHash:
         raw_keys: Whether codes are computed from the keys themselves. Otherwise the centre of
             the page is subtracted first.
         value_bits: Bits per dimension of the codes of values, in [0, 3]. With them, the codes
-            answer for all tokens, and the rows that are read correct the answer. 0 means none.
-            On a GPU they are not served yet.
+            answer for all tokens, and the rows that are read correct the answer: fewer rows are
+            read, but on a CPU attends take longer. On a GPU they are not served yet. 0 means none.
     """
 
     bits_per_dim: int = 3

@@ -312,8 +312,9 @@ class Selection:
             rows.
         strata: 0 for sink, 1 for window, 2 for heavy, 3 and above for the strata of the tail,
             uint8. None if the client chose the rows.
-        certificate: Certificate that attention to these rows would have. None if the client
-            chose the rows.
+        certificate: Certificate that attention to these rows would have. Without a bound if the
+            model has codes of values: attention to the rows lacks their part of the answer. None
+            if the client chose the rows.
     """
 
     offsets: npt.NDArray[np.int64]

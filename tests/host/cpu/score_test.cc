@@ -11,6 +11,7 @@
 
 #include "host/core/exp.h"
 #include "host/core/histogram.h"
+#include "host/core/value_code.h"
 #include "host/cpu/kernels.h"
 #include "tests/host/cpu/score_case.h"
 #include "tests/host/cpu/targets.h"
@@ -101,8 +102,13 @@ TEST_P(Score, BinsAndRankSumsMatchAScalarRecomputation) {
         std::vector<uint16_t*> pointers;
         for (auto& h : heads) pointers.push_back(h.data());
         std::vector<RankSums<float>> sums(group), plain_sums(group);
+        // 7 where nothing is written. Shrinkages from nothing to more than a level can have.
+        std::vector<uint8_t> levels(group * kPageTokenCount, 7);
+        std::vector<float> shrinkage;
+        for (int g = 0; g < group; ++g) shrinkage.push_back(g % 4 == 3 ? 1e30f : 0.4f * (g % 4));
         AsymmetricBins(c.query, {c.page.data()}, centre_logits.data(), mask, tile_begin, tile_end,
-                       bins.data(), pointers.data(), {}, sums.data());
+                       bins.data(), pointers.data(), {levels.data(), shrinkage.data()},
+                       sums.data());
         AsymmetricBins(c.query, {c.page.data()}, centre_logits.data(), mask, tile_begin, tile_end,
                        plain.data(), nullptr, {}, plain_sums.data());
         EXPECT_EQ(bins, plain);
@@ -117,6 +123,9 @@ TEST_P(Score, BinsAndRankSumsMatchAScalarRecomputation) {
                 ExpectedLogit(c, g, t, centre_logits[g] - c.query.references.reference[g]);
             const float e = ScoreExp2(x);
             ASSERT_EQ(heads[g][i], std::bit_cast<uint32_t>(e) >> kScoreBinShift) << g << " " << i;
+            const float f_square = std::min(c.page.Factor(t) * c.page.Factor(t), 3.0e38f);
+            ASSERT_EQ(levels[g * kPageTokenCount + t], ValueLevel(x, f_square, shrinkage[g]))
+                << g << " " << i;
             score = std::fma(e, c.query.references.head_weight[g], score);
             if (mask.of_slot[t] == 0) continue;
             const float f = c.page.Factor(t);

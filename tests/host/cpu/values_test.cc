@@ -112,16 +112,16 @@ TEST_P(Values, EncodesByTheDefinition) {
       if (border > 1e-5) EXPECT_EQ(CodeOf(bytes, t, i), std::lround(level)) << t << " " << i;
     }
   }
-  // What a code says of a value is nearer to it than the centre is.
+  // What the page's codes say of its values is nearer to them than the centre is.
   constexpr double kDistortion[] = {0.3634, 0.1188, 0.03744};
   double squares = 0, errors = 0;
+  std::vector<float> code(kHeadDimMax + 16);
   for (int t = 0; t < kPageTokenCount; ++t) {
-    const reference::ValueCode code =
-        reference::EncodeValue(kv_.Value(t), wide, transform, layout_.value_bits);
+    DecodeValue(layout_, signs_, bytes.data(), t, code.data());
     for (int i = 0; i < d_; ++i) {
       const double w = kv_.Value(t)[i] - wide[i];
       squares += w * w;
-      errors += std::pow(w - code.factor * code.direction[i], 2);
+      errors += std::pow(w - double{FactorOf(bytes, t)} * code[i], 2);
     }
   }
   EXPECT_LT(errors / squares, 1.1 * kDistortion[layout_.value_bits - 1]);

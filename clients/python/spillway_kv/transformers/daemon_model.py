@@ -71,6 +71,9 @@ class DaemonModel:
         """Creates the model, or returns the one that a cache with the same settings created."""
         name = cast(DTypeName, str(dtype).removeprefix("torch."))
         weights = None if self._hash_weights is None else asdict(self._hash_weights)
+        if weights is not None and weights.get("value_bits") == 0:
+            # As of a client that does not know them, so that both share a model.
+            del weights["value_bits"]
         kind = type(self._hash_weights).__name__
         spec = json.dumps([asdict(self.shapes), name, scaling, kind, weights])
         return shared_model(
