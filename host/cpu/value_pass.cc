@@ -38,13 +38,8 @@ ValuePass::ValuePass(const ScoredKeys& keys, const ScorePass& scores, float valu
       dim_(keys.spec().head_dim),
       page_count_(scores.page_count()),
       inverse_unit_(1 / value_unit),
-      pages_(page_count_ * group_),
       values_(static_cast<size_t>(group_) * dim_),
-      centres_(values_.size()) {
-  for (int64_t page = 0; page < page_count_; ++page) {
-    codes_.push_back(keys.IndexPage(scores.first_page() + page));
-  }
-}
+      centres_(values_.size()) {}
 
 void ValuePass::WeighPages(int64_t begin, int64_t end) {
   for (int64_t page = begin; page < end; ++page) {
@@ -115,7 +110,22 @@ void ValuePass::SumPages(int64_t begin, int64_t end, TaskSums& sums) const {
   }
 }
 
+absl::Status ValuePass::Reserve(int strata) {
+  const int64_t tasks = (page_count_ + kTaskPages - 1) / kTaskPages;
+  const int64_t of_page = group_ * int64_t{sizeof(PageWeights)} + int64_t{sizeof(std::byte*)};
+  const int64_t of_task = int64_t{2} * group_ * dim_ * int64_t{sizeof(float)} +
+                          int64_t{strata} * group_ * int64_t{sizeof(PredictedSums)};
+  ASSIGN_OR_RETURN(reservation_,
+                   keys_.context->workspaces->Reserve(page_count_ * of_page + tasks * of_task));
+  pages_.resize(page_count_ * group_);
+  for (int64_t page = 0; page < page_count_; ++page) {
+    codes_.push_back(keys_.IndexPage(scores_.first_page() + page));
+  }
+  return absl::OkStatus();
+}
+
 absl::Status ValuePass::Sum(const Strata& strata) {
+  RETURN_IF_ERROR(Reserve(strata.size()));
   RETURN_IF_ERROR(SumValues());
   return Predict(strata);
 }

@@ -12,6 +12,7 @@
 #include "host/cpu/kernels.h"
 #include "host/cpu/key_scorer.h"
 #include "host/cpu/score_pass.h"
+#include "host/memory/memory_budget.h"
 
 namespace spillway {
 
@@ -24,7 +25,8 @@ class ValuePass {
   // TakeHeavy() has returned.
   ValuePass(const ScoredKeys& keys, const ScorePass& scores, float value_unit);
 
-  // Sums x^ and x^ v^ over the tail, and what codes predict of the rows of each stratum. CANCELLED.
+  // Sums x^ and x^ v^ over the tail, and what codes predict of the rows of each stratum. CANCELLED,
+  // RESOURCE_EXHAUSTED.
   absl::Status Sum(const Strata& strata);
   // The sums of a query head.
   CodeSums SumsOf(int head) const;
@@ -56,6 +58,7 @@ class ValuePass {
   const std::byte* FactorsOf(int64_t page) const {
     return PageOf(page) + layout_.value_factor_offset_bytes();
   }
+  absl::Status Reserve(int strata);
   absl::Status SumValues();
   absl::Status Predict(const Strata& strata);
   void WeighPages(int64_t begin, int64_t end);
@@ -73,6 +76,7 @@ class ValuePass {
   const int dim_;
   const int64_t page_count_;
   const float inverse_unit_;
+  MemoryReservation reservation_;        // of the members below, and of the sums of tasks
   std::vector<const std::byte*> codes_;  // index pages
   std::vector<PageWeights> pages_;  // [page][G]; `largest` is 0 if the page's codes are not summed
   std::array<double, kGroupMax> sums_{};  // of x^

@@ -49,6 +49,11 @@ class WorkspacePool {
   absl::StatusOr<Lease> Acquire(int64_t token_count, int head_count, int64_t histogram_count,
                                 int64_t level_count);
 
+  // Charges memory that an attend takes besides its workspace. RESOURCE_EXHAUSTED.
+  absl::StatusOr<MemoryReservation> Reserve(int64_t bytes) {
+    return budget_->Reserve(bytes, "the sums of an attend", MemoryUse::kWorkspaces);
+  }
+
  private:
   void Return(std::unique_ptr<SelectWorkspace> workspace);
 
