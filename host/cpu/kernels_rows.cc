@@ -24,16 +24,6 @@ namespace hn = hwy::HWY_NAMESPACE;
 using DF = hn::CappedTag<float, 16>;
 using VF = hn::Vec<DF>;
 
-template <typename T>
-HWY_INLINE VF LoadRow(const T* p) {
-  const DF df;
-  if constexpr (std::is_same_v<T, float>) {
-    return hn::LoadU(df, p);
-  } else {
-    return hn::PromoteTo(df, hn::LoadU(hn::Rebind<T, DF>(), p));
-  }
-}
-
 template <int kCount>
 HWY_INLINE void SumPairs(VF* v) {
   const DF df;
@@ -112,10 +102,10 @@ HWY_INLINE void LogitsHeads(const std::byte* const* rows, int count, const float
     VF acc[16];
     for (int i = 0; i < 16; ++i) acc[i] = hn::Zero(df);
     for (int c = 0; c < dim; c += n) {
-      const auto k0 = LoadRow(k[0] + c);
-      const auto k1 = LoadRow(k[1] + c);
-      const auto k2 = LoadRow(k[2] + c);
-      const auto k3 = LoadRow(k[3] + c);
+      const auto k0 = LoadWide(DF(), k[0] + c);
+      const auto k1 = LoadWide(DF(), k[1] + c);
+      const auto k2 = LoadWide(DF(), k[2] + c);
+      const auto k3 = LoadWide(DF(), k[3] + c);
       for (int h = 0; h < kHeads; ++h) {
         const auto qh = hn::LoadU(df, q + h * dim + c);
         acc[4 * h] = hn::MulAdd(k0, qh, acc[4 * h]);
@@ -306,7 +296,7 @@ HWY_INLINE void FoldColumns(const std::byte* const* rows, RowPrefetch& ahead, in
     const T* v = reinterpret_cast<const T*>(rows[r]) + dim + column;
     ahead.template Fetch<kLines>();
     VF vc[kColumns];
-    for (int c = 0; c < kColumns; ++c) vc[c] = LoadRow(v + c * n);
+    for (int c = 0; c < kColumns; ++c) vc[c] = LoadWide(DF(), v + c * n);
     for (int h = 0; h < kHeads; ++h) {
       const auto x = hn::Set(df, w.x[h * kRowBlock + r]);
       for (int c = 0; c < kColumns; ++c) first[h][c] = hn::MulAdd(vc[c], x, first[h][c]);
@@ -355,7 +345,7 @@ HWY_INLINE void ValueNorms(const std::byte* const* rows, int count, int dim, flo
       if (r + i >= count) continue;
       const T* v = reinterpret_cast<const T*>(rows[r + i]) + dim;
       for (int c = 0; c < dim; c += n) {
-        const auto x = hn::Mul(LoadRow(v + c), unit);
+        const auto x = hn::Mul(LoadWide(DF(), v + c), unit);
         sums[i] = hn::MulAdd(x, x, sums[i]);
       }
     }
@@ -376,7 +366,8 @@ HWY_INLINE void ProjectValues(const std::byte* const* rows, int count, int dim,
     for (int lane = 0; lane < kProjectionDims; lane += n) {
       auto sum = hn::Zero(df);
       for (int i = lane; i < dim; i += kProjectionDims) {
-        sum = hn::MulAdd(hn::Mul(LoadRow(v + i), unit), hn::LoadU(df, values.signs + i), sum);
+        sum =
+            hn::MulAdd(hn::Mul(LoadWide(DF(), v + i), unit), hn::LoadU(df, values.signs + i), sum);
       }
       hn::Store(sum, df, y + r * kProjectionDims + lane);
     }

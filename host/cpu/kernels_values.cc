@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <type_traits>
 
 #include "host/core/value_code.h"
 #include "host/cpu/kernels.h"
@@ -15,6 +14,7 @@
 #include "hwy/foreach_target.h"
 //
 #include "host/cpu/code_products-inl.h"
+#include "host/cpu/simd_math-inl.h"
 #include "hwy/highway.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -265,16 +265,6 @@ void DecodeValueImpl(const CodeLayout& layout, const HadamardSigns& signs, const
   UndoHadamardImpl(signs, dim, code);
 }
 
-template <typename T>
-HWY_INLINE VF LoadElements(const T* p) {
-  const DF df;
-  if constexpr (std::is_same_v<T, float>) {
-    return hn::LoadU(df, p);
-  } else {
-    return hn::PromoteTo(df, hn::LoadU(hn::Rebind<T, DF>(), p));
-  }
-}
-
 // x and x^ of the rows of a block for one head, in units of exp(max), and g x^ as rounded for
 // codes.
 struct ResidualWeights {
@@ -344,7 +334,7 @@ void FoldResidualsOf(const std::byte* const* rows, int count, int head_count, in
       auto norm = hn::Zero(df);
       for (int i = 0; i < dim; i += n) {
         // x v - x^ v^
-        auto a = hn::Mul(hn::Mul(LoadElements(v + i), unit), x);
+        auto a = hn::Mul(hn::Mul(LoadWide(df, v + i), unit), x);
         a = hn::MulAdd(hn::LoadU(df, centre + i), estimate, a);
         a = hn::MulAdd(hn::LoadU(df, code + i), of_code, a);
         hn::StoreU(hn::Add(hn::LoadU(df, value + i), a), df, value + i);

@@ -1,10 +1,12 @@
-// Highway versions of functions of host/core. Included once per SIMD target.
+// Loads, and Highway versions of functions of host/core. Included once per SIMD target.
 #if defined(SPILLWAY_SIMD_MATH_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef SPILLWAY_SIMD_MATH_INL_H_
 #undef SPILLWAY_SIMD_MATH_INL_H_
 #else
 #define SPILLWAY_SIMD_MATH_INL_H_
 #endif
+
+#include <type_traits>
 
 #include "host/core/exp.h"
 #include "host/core/score.h"
@@ -14,6 +16,16 @@ HWY_BEFORE_NAMESPACE();
 namespace spillway {
 namespace HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
+
+// Elements of rows (float, float16_t or bfloat16_t) as fp32, from any address.
+template <class D, typename T>
+HWY_INLINE hn::Vec<D> LoadWide(D d, const T* p) {
+  if constexpr (std::is_same_v<T, float>) {
+    return hn::LoadU(d, p);
+  } else {
+    return hn::PromoteTo(d, hn::LoadU(hn::Rebind<T, D>(), p));
+  }
+}
 
 // ExpF32() of each lane, with the same bits.
 template <class D, class V = hn::Vec<D>>
