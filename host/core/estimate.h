@@ -248,8 +248,8 @@ SPILLWAY_HOST_DEVICE inline bool WantsMoreRows(const TailTerms& terms, bool limi
 
 // With value codes, the first draw's budgets come from predicted variances
 // (host/core/value_code.h), and no pilot is drawn. A stratum gets at least FirstDrawRows(), so that
-// its variance can be estimated. The error's degrees of freedom are taken to be kPredictedDegrees;
-// those of trained models are higher.
+// its variance can be estimated. The error's degrees of freedom are not known before, and are taken
+// to be kPredictedDegrees.
 inline constexpr int64_t kFirstDrawRows = kStratumRowsMin;
 inline constexpr double kPredictedDegrees = 8;
 // The policy's inflation makes up for deviations that are estimated from few rows. Predicted ones
