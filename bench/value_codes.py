@@ -54,6 +54,16 @@ class Layer:
         for first in range(0, len(self.visible), QUERIES_PER_ATTEND):
             yield slice(first, first + QUERIES_PER_ATTEND)
 
+    def attend_exactly(self, sequence: Sequence) -> None:
+        """Sets `exact`, which does not depend on codes."""
+        whole = Policy(selector="all")
+        self.exact = torch.cat(
+            [
+                sequence.attend(0, self.queries[at], policy=whole, visible=self.visible[at]).out
+                for at in self.batches()
+            ]
+        )
+
     def append(self, client: Client, scale: float, seed: int, key_bits: int, bits: int) -> Sequence:
         model = client.create_model(
             layer_count=1,
@@ -133,17 +143,8 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         for key_bits in options.key_bits:
             for bits in options.value_bits:
                 sequence = layer.append(client, scale, number, key_bits, bits)
-                layer.exact = torch.cat(
-                    [
-                        sequence.attend(
-                            0,
-                            layer.queries[at],
-                            policy=Policy(selector="all"),
-                            visible=layer.visible[at],
-                        ).out
-                        for at in layer.batches()
-                    ]
-                )
+                if not len(layer.exact):
+                    layer.attend_exactly(sequence)
                 for epsilon in options.epsilons:
                     sums = found.setdefault((key_bits, bits, epsilon), Sums())
                     sums.add(layer, sequence, Policy(epsilon=epsilon))

@@ -176,25 +176,24 @@ absl::Status SparseAttend::SampleTail() {
     draw_.limited = true;
     return absl::OkStatus();
   }
-  for (int h = 0; h < strata; ++h) {
-    const int64_t count = strata_.counts[h];
-    draw_.token_count[h] = count;
-    draw_.drawn[h] = 0;
-    draw_.wanted[h] = PilotCount(terms_.pilot_count, draw_.rows_left, strata, count);
-    draw_.drawn_threshold[h] = 0;
-    draw_.threshold[h] = SampleThreshold(draw_.wanted[h], count);
-  }
   TailSampler sampler(scores_, strata_,
                       MakeSampleOrder(policy_.seed, c_.spec().first_layer + c_.layer,
                                       c_.spec().first_kv_head + kv_head_, n_,
                                       c_.spec().ResidentSample(policy_.seed)));
   std::vector<int> heads(group_);
   std::iota(heads.begin(), heads.end(), 0);
+  std::copy(strata_.counts.begin(), strata_.counts.end(), draw_.token_count);
   if (codes_ != nullptr) {
     EstimateHeads();
     TailTerms predicted = terms_;
     predicted.inflation = PredictedInflation(terms_.inflation);
     SetBudgets(heads, predicted);
+  } else {
+    for (int h = 0; h < strata; ++h) {
+      const int64_t count = strata_.counts[h];
+      draw_.wanted[h] = PilotCount(terms_.pilot_count, draw_.rows_left, strata, count);
+      draw_.threshold[h] = SampleThreshold(draw_.wanted[h], count);
+    }
   }
   RETURN_IF_ERROR(Draw(sampler, [&](const int64_t* counts, TailDraw& draw) {
     return codes_ != nullptr ? JudgeFirst(counts, draw) : JudgePilot(counts, draw);

@@ -111,12 +111,11 @@ void ValuePass::SumPages(int64_t begin, int64_t end, TaskSums& sums) const {
 }
 
 absl::Status ValuePass::Reserve(int strata) {
-  const int64_t tasks = (page_count_ + kTaskPages - 1) / kTaskPages;
   const int64_t of_page = group_ * int64_t{sizeof(PageWeights)} + int64_t{sizeof(std::byte*)};
   const int64_t of_task = int64_t{2} * group_ * dim_ * int64_t{sizeof(float)} +
                           int64_t{strata} * group_ * int64_t{sizeof(PredictedSums)};
-  ASSIGN_OR_RETURN(reservation_,
-                   keys_.context->workspaces->Reserve(page_count_ * of_page + tasks * of_task));
+  ASSIGN_OR_RETURN(reservation_, keys_.context->workspaces->Reserve(page_count_ * of_page +
+                                                                    task_count() * of_task));
   pages_.resize(page_count_ * group_);
   for (int64_t page = 0; page < page_count_; ++page) {
     codes_.push_back(keys_.IndexPage(scores_.first_page() + page));
@@ -131,9 +130,8 @@ absl::Status ValuePass::Sum(const Strata& strata) {
 }
 
 absl::Status ValuePass::SumValues() {
-  const int64_t tasks = (page_count_ + kTaskPages - 1) / kTaskPages;
   const auto for_tasks = [&](const auto& f) {
-    ParallelFor(int64_t{0}, tasks, [&](int64_t task) {
+    ParallelFor(int64_t{0}, task_count(), [&](int64_t task) {
       if (!keys_.context->CheckCancelled().ok()) return;
       f(task, task * kTaskPages, std::min(page_count_, (task + 1) * kTaskPages));
     });
@@ -141,7 +139,7 @@ absl::Status ValuePass::SumValues() {
   };
   RETURN_IF_ERROR(for_tasks([&](int64_t, int64_t begin, int64_t end) { WeighPages(begin, end); }));
   ChoosePages();
-  std::vector<TaskSums> sums(tasks);
+  std::vector<TaskSums> sums(task_count());
   RETURN_IF_ERROR(for_tasks(
       [&](int64_t task, int64_t begin, int64_t end) { SumPages(begin, end, sums[task]); }));
   std::vector<double> codes(values_.size());

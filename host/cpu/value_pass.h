@@ -58,6 +58,7 @@ class ValuePass {
   const std::byte* FactorsOf(int64_t page) const {
     return PageOf(page) + layout_.value_factor_offset_bytes();
   }
+  int64_t task_count() const { return (page_count_ + kTaskPages - 1) / kTaskPages; }
   absl::Status Reserve(int strata);
   absl::Status SumValues();
   absl::Status Predict(const Strata& strata);

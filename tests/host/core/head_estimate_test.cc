@@ -51,7 +51,10 @@ std::vector<float> Signs(int d) {
   return signs;
 }
 
-Sums SumRows(const Rows& rows, const std::vector<uint32_t>& tokens) {
+// With codes, whose sums are in units of exp(reference): x v - x^ v^ and x - x^ in place of x v and
+// x.
+Sums SumRows(const Rows& rows, const std::vector<uint32_t>& tokens,
+             const reference::CodeTerms* codes = nullptr) {
   const int d = rows.kv.d;
   double max = -std::numeric_limits<double>::infinity();
   for (uint32_t t : tokens) max = std::max(max, rows.logits[t]);
@@ -59,18 +62,22 @@ Sums SumRows(const Rows& rows, const std::vector<uint32_t>& tokens) {
   double sum = 0, sum_sq = 0, sum_sq_norm = 0;
   std::vector<double> value(d), value_sq(d), projected(kProjectionEntries);
   for (uint32_t t : tokens) {
+    const double unit = codes == nullptr ? 0 : std::exp(codes->reference - max);
     const double x = std::exp(rows.logits[t] - max);
-    sum += x;
-    sum_sq += x * x;
-    sum_sq_norm += x * x * reference::Dot(rows.kv.Value(t), rows.kv.Value(t));
-    for (int i = 0; i < d; ++i) {
-      value[i] += x * rows.kv.Value(t)[i];
-      value_sq[i] += x * x * rows.kv.Value(t)[i];
-    }
+    const double b = codes == nullptr ? x : x - unit * codes->weights[t];
+    sum += b;
+    sum_sq += b * b;
     double y[kProjectionDims] = {};
-    for (int i = 0; i < d; ++i) y[i % kProjectionDims] += Sign(i) * rows.kv.Value(t)[i];
+    for (int i = 0; i < d; ++i) {
+      const double v = codes == nullptr ? 0 : unit * codes->values[t][i];
+      const double a = x * rows.kv.Value(t)[i] - v;
+      sum_sq_norm += a * a;
+      value[i] += a;
+      value_sq[i] += b * a;
+      y[i % kProjectionDims] += Sign(i) * a;
+    }
     for (int i = 0; i < kProjectionEntries; ++i) {
-      projected[i] += x * x * y[i / kProjectionDims] * y[i % kProjectionDims];
+      projected[i] += y[i / kProjectionDims] * y[i % kProjectionDims];
     }
   }
   return {RowSums({static_cast<float>(max), static_cast<float>(sum), static_cast<float>(sum_sq),
@@ -131,41 +138,6 @@ TEST(EstimateHead, MatchesTwoPassMoments) {
   EXPECT_LT(want.degrees, 15);
 }
 
-// x v - x^ v^ and x - x^ of rows, added up in fp64; codes are in units of exp(reference).
-Sums SumResiduals(const Rows& rows, const reference::CodeTerms& codes,
-                  const std::vector<uint32_t>& tokens) {
-  const int d = rows.kv.d;
-  double max = -std::numeric_limits<double>::infinity();
-  for (uint32_t t : tokens) max = std::max(max, rows.logits[t]);
-  max = static_cast<float>(max);
-  double sum = 0, sum_sq = 0, sum_sq_norm = 0;
-  std::vector<double> value(d), value_sq(d), projected(kProjectionEntries);
-  for (uint32_t t : tokens) {
-    const double unit = std::exp(codes.reference - max);
-    const double x = std::exp(rows.logits[t] - max);
-    const double b = x - unit * codes.weights[t];
-    sum += b;
-    sum_sq += b * b;
-    double y[kProjectionDims] = {};
-    for (int i = 0; i < d; ++i) {
-      const double a = x * rows.kv.Value(t)[i] - unit * codes.values[t][i];
-      sum_sq_norm += a * a;
-      value[i] += a;
-      value_sq[i] += b * a;
-      y[i % kProjectionDims] += Sign(i) * a;
-    }
-    for (int i = 0; i < kProjectionEntries; ++i) {
-      projected[i] += y[i / kProjectionDims] * y[i % kProjectionDims];
-    }
-  }
-  return {RowSums({static_cast<float>(max), static_cast<float>(sum), static_cast<float>(sum_sq),
-                   static_cast<float>(sum_sq_norm)},
-                  static_cast<int64_t>(tokens.size())),
-          {value.begin(), value.end()},
-          {value_sq.begin(), value_sq.end()},
-          {projected.begin(), projected.end()}};
-}
-
 // Codes of all rows from `first` on: x^ is x times exp(bias) and noise, v^ is v with noise.
 reference::CodeTerms NoisyCodes(const Rows& rows, uint32_t first, double bias, double noise) {
   std::mt19937_64 random(77);
@@ -195,7 +167,7 @@ Corrected Correct(const Rows& rows, const reference::CodeTerms& terms) {
   const Sums kept = SumRows(rows, exact);
   const std::vector<float> signs = Signs(rows.kv.d);
   std::vector<Sums> sums;
-  for (const auto& s : samples) sums.push_back(SumResiduals(rows, terms, s.tokens));
+  for (const auto& s : samples) sums.push_back(SumRows(rows, s.tokens, &terms));
   std::vector<StratumSums> strata;
   for (size_t h = 0; h < samples.size(); ++h) {
     strata.push_back(sums[h].Stratum(samples[h].token_count));
