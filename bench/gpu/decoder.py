@@ -25,6 +25,10 @@ With --kernels, also the kernels of `graph` and `resident` by name: how long the
 long each of them keeps the others waiting. Kernels begin while those before them run, so the
 first is more than the layer's time in sum, and the second is that time.
 
+With --link-load, a copy engine copies to the GPU all the time, so that rows have what is left
+of the link. The rate of these copies is printed as `load_gb_per_s`. Only ways whose rows cross
+the link are timed then.
+
 KV heads of 64 are halves of those of the data, KV heads of 256 are two of them. A group of
 more than four takes the queries of further tokens too.
 
@@ -35,6 +39,7 @@ more than four takes the queries of further tokens too.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import re
 import statistics
@@ -200,7 +205,7 @@ class Eager(Way):
 
     def step(self) -> tuple[list[torch.Tensor], float]:
         inputs = [self.inputs(layer, "cuda") for layer in range(self.layer_count)]
-        torch.cuda.synchronize()
+        torch.cuda.current_stream().synchronize()
         begin = time.perf_counter()
         self.decoder.next()
         self.next_us.append((time.perf_counter() - begin) * 1e6)
@@ -247,7 +252,7 @@ class Captured(Way):
         for layer in range(self.layer_count):
             for to, new in zip(self.held[layer], self.inputs(layer, "cuda"), strict=True):
                 to.copy_(new)
-        torch.cuda.synchronize()
+        torch.cuda.current_stream().synchronize()
         self.step_count += 1
 
     def step(self) -> tuple[list[torch.Tensor], float]:
@@ -364,6 +369,41 @@ class Sdpa:
         return timed(self.graph.replay) / len(self.layers)
 
 
+class LinkLoad:
+    """Copies from pinned memory to the GPU, beside whatever is timed."""
+
+    BYTES = 256 << 20
+
+    def __init__(self) -> None:
+        self.stream = torch.cuda.Stream()
+        self.source = torch.empty(self.BYTES, dtype=torch.uint8, pin_memory=True)
+        self.target = torch.empty(self.BYTES, dtype=torch.uint8, device="cuda")
+        self.rates: list[float] = []
+
+    def beside(self, step: Callable[[], float]) -> list[float]:
+        """What STEPS steps return. Copies begin before them and end after them."""
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        step()
+        # Twice as much as could be copied in that time at the link's whole rate.
+        count = int(2 * STEPS * (time.perf_counter() - begin) * 60e9 / self.BYTES) + 2
+        marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+        ended = torch.cuda.Event(enable_timing=True)
+        with torch.cuda.stream(self.stream):
+            for mark in marks:
+                mark.record()
+                self.target.copy_(self.source, non_blocking=True)
+        result = [step() for _ in range(STEPS)]
+        ended.record()
+        ended.synchronize()
+        assert not marks[-1].query(), "the copies ended before the steps"
+        torch.cuda.synchronize()
+        for before, after in itertools.pairwise(marks):
+            if after.elapsed_time(ended) > 0:
+                self.rates.append(self.BYTES / before.elapsed_time(after) / 1e6)
+        return result
+
+
 def exact(trace: Trace, layer: int, tokens: int) -> torch.Tensor:
     """Attention [H_q, d] of the layer's query over the first `tokens` tokens, float32."""
     q, k, v = (x.cuda() for x in trace.layer(layer))
@@ -430,10 +470,17 @@ def measure(
         way.attend_us.clear()
     ways["job"].moved_row_counts.clear()
     times: dict[str, list[float]] = {name: [] for name in (*ways, "sdpa")}
+    load = LinkLoad() if options.link_load else None
     for _ in range(ROUNDS):
         for name, way in ways.items():
-            times[name] += [way.step()[1] for _ in range(STEPS)]
-        times["sdpa"] += [sdpa.step() for _ in range(STEPS)]
+
+            def once(way: Any = way) -> float:
+                return way.step()[1]
+
+            times[name] += load.beside(once) if load else [once() for _ in range(STEPS)]
+        if load is None:
+            times["sdpa"] += [sdpa.step() for _ in range(STEPS)]
+    times = {name: of_way for name, of_way in times.items() if of_way}
     job = statistics.median(times["job"])
     moved_rows = statistics.median(ways["job"].moved_row_counts)
     moved_bytes = moved_rows * 4 * shape.dim
@@ -460,6 +507,7 @@ def measure(
             **(
                 {"top": policy.heavy.fraction} if isinstance(policy.heavy, spillway_kv.TopK) else {}
             ),
+            **({"load_gb_per_s": round(statistics.median(load.rates), 1)} if load else {}),
             rounds=ROUNDS,
             steps=STEPS,
         )
@@ -492,6 +540,7 @@ def main() -> None:
     parser.add_argument("--exact", action="store_true", help="all rows, in place of the default")
     parser.add_argument("--room", type=int, help="tokens for which decoders are opened")
     parser.add_argument("--gpu-memory", help="of the engine without copies of rows, like 1GiB")
+    parser.add_argument("--link-load", action="store_true", help="share the link with copies")
     parser.add_argument("--device", default="cuda:0")
     arguments = parser.parse_args()
     policy = spillway_kv.Policy()
@@ -505,6 +554,10 @@ def main() -> None:
     if shape.heads % shape.kv_heads != 0:
         raise SystemExit(f"--heads {shape.heads} is not a multiple of --kv-heads {shape.kv_heads}")
     report(gpu=torch.cuda.get_device_name(), torch=torch.__version__)
+    if arguments.link_load and arguments.kernels:
+        raise SystemExit("--link-load: not with --kernels, whose steps would be too many")
+    if arguments.link_load and {"resident", "auto"} & set(arguments.ways):
+        raise SystemExit("--link-load: choose --ways whose rows cross the link, like graph")
     ways = ["job", *(name for name in WAYS[1:] if name in arguments.ways)]
     for tokens in arguments.tokens:
         # Room for all rows of the largest batch, in whole slabs of each sequence.

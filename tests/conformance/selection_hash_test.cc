@@ -3,6 +3,9 @@
 // selection_hashes.inc, where a review sees which cases moved. SPILLWAY_SELECTION_HASHES=FILE
 // writes the new text of the table to FILE. SPILLWAY_OUTPUT_HASHES=FILE writes hashes of the bits
 // of outputs and certificates, to compare two builds on one machine.
+//
+// Budgets rest on sums whose last bits depend on the device. So no budget of a case may change when
+// the squared norms that it follows from change by 1e-5 of themselves.
 #include <gtest/gtest.h>
 
 #include <bit>
@@ -150,8 +153,8 @@ std::vector<Case> Cases(const ModelSpec& spec, const std::vector<Selector>& sele
       p.epsilon = 0.02;
     });
   }
-  add("at most 600 rows of a pilot of 300", first, [&](Policy& p) {
-    p.row_count_max = 600;
+  add("at most 620 rows of a pilot of 300", first, [&](Policy& p) {
+    p.row_count_max = 620;
     p.pilot_token_count = 300;
   });
   add("at most 500 rows by fraction", first, [&](Policy& p) {
@@ -184,7 +187,7 @@ void AddStages(const ModelSpec& spec, std::vector<Case>& cases) {
       policy.selector = second;
       policy.tail = tail;
       policy.bound = Bound::kPaper;
-      policy.candidate_count = 500;
+      policy.candidate_count = 510;
       cases.push_back({std::string(name) + (tail == Tail::kUniform ? ", uniform" : ""), policy});
       policy.candidate_count = 0;
       policy.heavy_kind = HeavyKind::kMass;
