@@ -25,6 +25,9 @@ With --kernels, also the kernels of `graph` and `resident` by name: how long the
 long each of them keeps the others waiting. Kernels begin while those before them run, so the
 first is more than the layer's time in sum, and the second is that time.
 
+With --shared N, all sequences are forks of one that has the first N tokens, and each of four has a
+query of its own.
+
 With --link-load, a copy engine copies to the GPU all the time, so that rows have what is left
 of the link. The rate of these copies is printed as `load_gb_per_s`. Only ways whose rows cross
 the link are timed then.
@@ -39,10 +42,10 @@ more than four takes the queries of further tokens too.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import re
 import statistics
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -104,6 +107,7 @@ class Trace:
         if shape.kv_heads > len(self.k):
             raise SystemExit(f"--kv-heads: the data has {len(self.k)} of {shape.dim}")
         self.q = of_heads
+        self.queries = q
         self.tokens = tokens
         self.shape = shape
 
@@ -111,6 +115,13 @@ class Trace:
         """q [H_q, d], k and v [H_kv, N, d]."""
         q, k, v = (x.roll(layer, 0)[: self.shape.kv_heads] for x in (self.q, self.k, self.v))
         return q.reshape(self.shape.heads, self.shape.dim), k, v
+
+    def query(self, layer: int, at: int) -> torch.Tensor:
+        """The at-th query [H_q, d] of a layer; they repeat."""
+        group = self.shape.group
+        first = at % (self.queries.shape[1] // group) * group
+        of_heads = self.queries.roll(layer, 0)[: self.shape.kv_heads, first : first + group]
+        return of_heads.reshape(self.shape.heads, self.shape.dim)
 
 
 def _of_dim(x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -147,22 +158,41 @@ class Way:
         count: int,
         policy: spillway_kv.Policy,
         room: int | None,
+        shared: int = 0,
     ) -> None:
         self.client = client
         self.room = room
         self.layer_count = trace.shape.layers
-        self.sequences = [client.create_sequence(model, policy=policy) for _ in range(count)]
-        self.new: list[tuple[torch.Tensor, ...]] = []  # per layer: q, and k and v of all steps
         start = trace.tokens - DECODED
+        first = client.create_sequence(model, policy=policy)
+        if shared > 0:
+            self._append([first], trace, 0, shared)
+            self.sequences = [first, *(first.fork() for _ in range(count - 1))]
+        else:
+            others = range(count - 1)
+            self.sequences = [
+                first,
+                *(client.create_sequence(model, policy=policy) for _ in others),
+            ]
+        self._append(self.sequences, trace, shared, start)
+        self.new: list[tuple[torch.Tensor, ...]] = []  # per layer: q, and k and v of all steps
         for layer in range(self.layer_count):
-            q, k, v = trace.layer(layer)
-            for sequence in self.sequences:
-                sequence.append(layer, 0, k[:, :start], v[:, :start])
-            new = q[None, None], k[None, :, start:], v[None, :, start:]
-            self.new.append(tuple(x.expand(count, -1, -1, -1) for x in new))
+            _, k, v = trace.layer(layer)
+            qs = [trace.query(layer, i if shared > 0 else 0) for i in range(count)]
+            new = (x[None, :, start:].expand(count, -1, -1, -1) for x in (k, v))
+            self.new.append((torch.stack(qs)[:, None], *new))
         self.step_count = 0
         self.next_us: list[float] = []
         self.attend_us: list[float] = []
+
+    @staticmethod
+    def _append(
+        sequences: Sequence[spillway_kv.Sequence], trace: Trace, begin: int, end: int
+    ) -> None:
+        for layer in range(trace.shape.layers):
+            _, k, v = trace.layer(layer)
+            for sequence in sequences:
+                sequence.append(layer, begin, k[:, begin:end], v[:, begin:end])
 
     def inputs(self, layer: int, device: str) -> tuple[torch.Tensor, ...]:
         q, k, v = self.new[layer]
@@ -229,6 +259,8 @@ class Captured(Way):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.decoder = self.client.open_decoder(self.sequences, token_count_max=self.room)
+        # No step waits for the link before its attends.
+        self.new = [tuple(x.cuda() for x in of_layer) for of_layer in self.new]
         self.held = [self.inputs(layer, "cuda") for layer in range(self.layer_count)]
         self.graph = torch.cuda.CUDAGraph()
         self.outs: list[torch.Tensor] = []
@@ -372,7 +404,9 @@ class Sdpa:
 class LinkLoad:
     """Copies from pinned memory to the GPU, beside whatever is timed."""
 
-    BYTES = 256 << 20
+    # Small, so that the uploads of a step need not wait for long.
+    BYTES = 1 << 20
+    COPIES = 64  # between two marks
 
     def __init__(self) -> None:
         self.stream = torch.cuda.Stream()
@@ -381,26 +415,36 @@ class LinkLoad:
         self.rates: list[float] = []
 
     def beside(self, step: Callable[[], float]) -> list[float]:
-        """What STEPS steps return. Copies begin before them and end after them."""
+        """What STEPS steps return, with copies under way all the time."""
+        marks: list[torch.cuda.Event] = []
+
+        def copy() -> None:
+            with torch.cuda.stream(self.stream):
+                for _ in range(self.COPIES):
+                    self.target.copy_(self.source, non_blocking=True)
+                marks.append(torch.cuda.Event(enable_timing=True))
+                marks[-1].record()
+
+        def keep_busy() -> None:
+            while not done.is_set():
+                if len(marks) < 4 or marks[-4].query():
+                    copy()
+                time.sleep(1e-4)
+
+        done = threading.Event()
+        copies = threading.Thread(target=keep_busy)
+        copies.start()
+        try:
+            step()
+            first = len(marks)
+            result = [step() for _ in range(STEPS)]
+            last = len(marks)
+        finally:
+            done.set()
+            copies.join()
         torch.cuda.synchronize()
-        begin = time.perf_counter()
-        step()
-        # Twice as much as could be copied in that time at the link's whole rate.
-        count = int(2 * STEPS * (time.perf_counter() - begin) * 60e9 / self.BYTES) + 2
-        marks = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
-        ended = torch.cuda.Event(enable_timing=True)
-        with torch.cuda.stream(self.stream):
-            for mark in marks:
-                mark.record()
-                self.target.copy_(self.source, non_blocking=True)
-        result = [step() for _ in range(STEPS)]
-        ended.record()
-        ended.synchronize()
-        assert not marks[-1].query(), "the copies ended before the steps"
-        torch.cuda.synchronize()
-        for before, after in itertools.pairwise(marks):
-            if after.elapsed_time(ended) > 0:
-                self.rates.append(self.BYTES / before.elapsed_time(after) / 1e6)
+        copied = (last - first - 1) * self.COPIES * self.BYTES
+        self.rates.append(copied / marks[first].elapsed_time(marks[last - 1]) / 1e6)
         return result
 
 
@@ -444,7 +488,8 @@ def measure(
             continue
         engine = name if name in engines else "plain"
         kind = kinds.get(name, Captured)
-        ways[name] = kind(engines[engine], models[engine], trace, count, policy, options.room)
+        of_engine = engines[engine], models[engine]
+        ways[name] = kind(*of_engine, trace, count, policy, options.room, options.shared)
     streams = [name for name in ways if name not in ("job", "auto")]
     rows_bytes = _row_bytes(shape) * trace.tokens * count
     for name in ("resident", "auto"):
@@ -507,6 +552,7 @@ def measure(
             **(
                 {"top": policy.heavy.fraction} if isinstance(policy.heavy, spillway_kv.TopK) else {}
             ),
+            **({"shared": options.shared} if options.shared else {}),
             **({"load_gb_per_s": round(statistics.median(load.rates), 1)} if load else {}),
             rounds=ROUNDS,
             steps=STEPS,
@@ -540,6 +586,7 @@ def main() -> None:
     parser.add_argument("--exact", action="store_true", help="all rows, in place of the default")
     parser.add_argument("--room", type=int, help="tokens for which decoders are opened")
     parser.add_argument("--gpu-memory", help="of the engine without copies of rows, like 1GiB")
+    parser.add_argument("--shared", type=int, default=0, help="tokens of a common prefix")
     parser.add_argument("--link-load", action="store_true", help="share the link with copies")
     parser.add_argument("--device", default="cuda:0")
     arguments = parser.parse_args()

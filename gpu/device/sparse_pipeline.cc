@@ -96,6 +96,9 @@ void SparsePipeline::LayOutWave(const Policy& policy, int64_t unit_count, UnitWa
   }
   wave.device_requests = workspace.Take<UnitRequest>(unit_count);
   wave.device_q = workspace.Take<float>(unit_count * width);
+  wave.shared.slots = static_cast<uint32_t>(unit_count) * kSharedRowSlots;
+  wave.shared.keys = workspace.Take<unsigned long long>(wave.shared.slots);
+  wave.shared.places = workspace.Take<std::byte*>(wave.shared.slots);
   if (const ModelMethods* methods = context_->model().methods(); methods != nullptr) {
     wave.methods = methods->LayOut(policy, unit_count, requests, workspace);
   }
@@ -114,7 +117,8 @@ int64_t SparsePipeline::StagingRows(const AttendShape& shape, int64_t n, int64_t
   // A step keeps its memory, so it takes no more. It takes less, down to a sixteenth of the rows,
   // if then all units fit into one wave.
   const int64_t of_wave = 2 * int64_t{sizeof(UnitRequest)} +
-                          2 * int64_t{shape.group} * shape.head_dim * int64_t{sizeof(float)};
+                          2 * int64_t{shape.group} * shape.head_dim * int64_t{sizeof(float)} +
+                          int64_t{kSharedRowSlots} * kSharedRowBytes;
   const int64_t units = (unit_count_ + lanes_max_ - 1) / lanes_max_;
   const int64_t room = lane_bytes / units - taken - of_wave - 8 * kLaneAlignment;
   const int64_t fits = room / (shape.row_bytes + int64_t{sizeof(std::byte*)});
@@ -171,6 +175,19 @@ void SparsePipeline::LayOutUnit(const UnitWave& wave, int64_t i, const Unit& uni
                                       {context_->layer(), unit.kv_head, centre}, r, workspace);
 }
 
+bool SparsePipeline::SharesRows(const UnitWave& wave) const {
+  std::vector<const std::byte*> firsts;
+  const Unit* before = nullptr;
+  for (const Unit& unit : wave.units) {
+    if (before == nullptr || before->item != unit.item || before->query != unit.query) {
+      firsts.push_back(context_->attend(unit.item).rows->Row(0, 0));
+    }
+    before = &unit;
+  }
+  std::ranges::sort(firsts);
+  return std::ranges::adjacent_find(firsts) != firsts.end();
+}
+
 UnitRequest SparsePipeline::Request(size_t item, int64_t query) const {
   const AttendQuery& w = context_->attend(item);
   const Policy& p = w.policy;
@@ -212,8 +229,11 @@ void SparsePipeline::Add(size_t item, int64_t query) {
   const ModelMethods* const methods = context_->model().methods();
   const bool whole = methods != nullptr && methods->TakesWholeQueries(policy);
   const int heads = spec().kv_head_count;
-  const auto units_max = static_cast<size_t>(lanes_ > 1 ? (unit_count_ + lanes_ - 1) / lanes_
-                                                        : std::numeric_limits<int64_t>::max());
+  // Units of one KV head may share rows, so lanes have KV heads of their own where they can.
+  const bool by_heads = lanes_ > 1 && heads % lanes_ == 0;
+  const auto units_max =
+      static_cast<size_t>(lanes_ > 1 && !by_heads ? (unit_count_ + lanes_ - 1) / lanes_
+                                                  : std::numeric_limits<int64_t>::max());
   const auto fits = [&](const UnitWave& wave, int units) {
     return wave.units.size() + static_cast<size_t>(units) <= units_max &&
            wave.shape == alone.shape && wave.first == alone.first &&
@@ -222,12 +242,18 @@ void SparsePipeline::Add(size_t item, int64_t query) {
   };
   for (int h = 0; h < heads; ++h) {
     const bool may_split = !whole || h == 0;
-    if (waves_.empty() || (may_split && !fits(waves_.back(), whole ? heads : 1))) {
-      alone.lane = static_cast<int>(waves_.size()) % lanes_;
+    const int lane = by_heads ? h * lanes_ / heads : -1;
+    // The last wave, by heads the last one of the lane.
+    const auto last = std::find_if(waves_.rbegin(), waves_.rend(), [&](const UnitWave& wave) {
+      return !by_heads || wave.lane == lane;
+    });
+    const bool new_wave = last == waves_.rend() || (may_split && !fits(*last, whole ? heads : 1));
+    if (new_wave) {
+      alone.lane = by_heads ? lane : static_cast<int>(waves_.size()) % lanes_;
       waves_.push_back(alone);
       waves_.back().units.reserve(heads);
     }
-    UnitWave& wave = waves_.back();
+    UnitWave& wave = new_wave ? waves_.back() : *last;
     wave.units.push_back({item, query, h});
     wave.bytes_max += bytes;
     wave.unit_bytes += own.bytes();
@@ -299,6 +325,7 @@ void SparsePipeline::Address(const Unit& unit, UnitRequest& r) const {
 
 void SparsePipeline::Fill(const UnitWave& wave, Carver& workspace) const {
   const int64_t width = int64_t{spec().group()} * spec().head_dim;
+  const SharedRows shared = SharesRows(wave) ? wave.shared : SharedRows{};
   UnitRequest of_query{};
   TailTerms terms{};
   for (size_t i = 0; i < wave.units.size(); ++i) {
@@ -317,6 +344,7 @@ void SparsePipeline::Fill(const UnitWave& wave, Carver& workspace) const {
     r.terms = terms;
     r.terms.may_promise = w.MayPromise(spec(), unit.kv_head, unit.query);
     Address(unit, r);
+    r.shared = shared;
     LayOutUnit(wave, static_cast<int64_t>(i), unit, r, workspace);
     r.result = wave.results + i;
     r.out = wave.select_only || wave.out == nullptr ? nullptr : wave.out + i * width;
@@ -362,23 +390,25 @@ absl::Status SparsePipeline::LaunchLanes() {
   for (size_t i = 0; i < others.size() && !crosses_link_ && status.ok(); ++i) {
     status = ToStatus(cudaEventRecord(others[i].begins.get(), first), "cudaEventRecord");
   }
-  size_t begun = 0;  // of the other lanes
-  for (size_t i = 0; i < waves_.size() && status.ok(); ++i) {
-    const UnitWave& wave = waves_[i];
-    if (i > 0 && i <= others.size()) {
-      const StepLane& lane = others[i - 1];
-      status = ToStatus(cudaStreamWaitEvent(lane.stream.get(), lane.begins.get()),
-                        "cudaStreamWaitEvent");
-      if (!status.ok()) break;
-      begun = i;
+  size_t begun = 0;  // lanes, in their order
+  for (const UnitWave& wave : waves_) {
+    const auto lane = static_cast<size_t>(wave.lane);
+    const bool begins = lane == begun;
+    if (begins && lane > 0) {
+      status = ToStatus(
+          cudaStreamWaitEvent(others[lane - 1].stream.get(), others[lane - 1].begins.get()),
+          "cudaStreamWaitEvent");
     }
-    step.stream = wave.lane == 0 ? first : others[wave.lane - 1].stream.get();
-    const bool begins_next = crosses_link_ && i < others.size();
-    status = Launch(wave, {}, begins_next ? others[i].begins.get() : nullptr);
+    if (!status.ok()) break;
+    if (begins) ++begun;
+    step.stream = lane == 0 ? first : others[lane - 1].stream.get();
+    const bool begins_next = begins && crosses_link_ && lane < others.size();
+    status = Launch(wave, {}, begins_next ? others[lane].begins.get() : nullptr);
+    if (!status.ok()) break;
   }
   step.stream = first;
   // Also after an error: the stream waits until what was launched has ended.
-  for (const StepLane& lane : others.first(begun)) {
+  for (const StepLane& lane : others.first(begun > 0 ? begun - 1 : 0)) {
     status.Update(ToStatus(cudaEventRecord(lane.ends.get(), lane.stream.get()), "cudaEventRecord"));
     status.Update(ToStatus(cudaStreamWaitEvent(first, lane.ends.get()), "cudaStreamWaitEvent"));
   }

@@ -65,6 +65,7 @@ class SparsePipeline {
     // In the workspace.
     UnitRequest* device_requests = nullptr;
     float* device_q = nullptr;
+    SharedRows shared{};
     WaveMethods methods;
   };
 
@@ -97,6 +98,9 @@ class SparsePipeline {
   void LayOutUnit(const UnitWave& wave, int64_t i, const Unit& unit, UnitRequest& request,
                   Carver& workspace) const;
 
+  // Whether units of a wave may read the same rows: because two are of one KV head of one item, or
+  // because two sequences have their first page in common.
+  bool SharesRows(const UnitWave& wave) const;
   // The request for a query's units, without tails and addresses.
   UnitRequest Request(size_t item, int64_t query) const;
   // Sets where a unit's rows and codes are, and in which order they are sampled.

@@ -153,6 +153,7 @@ struct UnitState {
   // row gather_first on: none if the rows are few, do not fit or belong to the third draw. Then the
   // fold reads them in host memory.
   int64_t moved_count;  // of all phases so far, gathered or not
+  unsigned long long shared_count;  // of these, rows that another unit of the wave brings
   int64_t gather_first;
   int64_t gather_count;
   int32_t staged;  // whether the phase's rows are gathered
@@ -187,6 +188,16 @@ struct UnitResult {
   uint64_t moments[kWaveMoments] = {};
 };
 static_assert(kGroupMax <= kStepReportHeads);
+
+// Rows that the units of a wave have brought to staging buffers, by their addresses in host memory: a
+// hash table with kSharedRowSlots slots for each unit of the wave.
+inline constexpr uint32_t kSharedRowSlots = 2048;
+inline constexpr int kSharedRowBytes = 2 * sizeof(void*);  // of a slot
+struct SharedRows {
+  unsigned long long* keys;  // [slots] addresses; 0: free
+  std::byte** places;        // [slots] in a staging buffer; null until it is known
+  uint32_t slots;            // 0: no two units of the wave have a row in common
+};
 
 // What the host asks of a unit. Pointers are device addresses unless marked otherwise. Made with
 // {}, so that fields that are not set are 0.
@@ -236,7 +247,9 @@ struct UnitRequest {
   const std::byte** sources;  // [n] addresses where the list's rows are read
   std::byte* staging;         // [staging_rows] rows
   int64_t staging_rows;
-  const std::byte** gather;  // [staging_rows] rows in host memory, in token order
+  // [staging_rows] rows in host memory, in token order; null: another unit brings the row.
+  const std::byte** gather;
+  SharedRows shared;
   float* partials;           // [kPhases][kSplitMax][PartialFloats()]
   UnitState* state;
   UnitResult* result;  // pinned

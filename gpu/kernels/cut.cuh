@@ -1,6 +1,7 @@
 #pragma once
 
 #include "gpu/kernels/bin_sums.cuh"
+#include "gpu/kernels/shared_rows.cuh"
 #include "host/core/sample_limit.h"
 #include "host/core/tail_plan.h"
 
@@ -114,6 +115,7 @@ __device__ inline void BeginTail(const UnitRequest& u, const TailCut& cut, int h
   state.limited = strata > 0 && rows_left == 0;
   state.drawing = strata > 0 && rows_left > 0;
   state.list_count = 0;
+  state.shared_count = 0;
   state.near_bin = near_bin;
   state.limit_of_class[kClassTie] = state.limit_of_class[kClassHeavy] = kSampleLimitAll;
   state.limit_of_class[kClassNever] = 0;
@@ -131,6 +133,7 @@ __global__ void __launch_bounds__(kCutThreads, 1)
   if (!u.by_mass) NoteMoment(u.result, kCutBegins);
   const int bins = shape.bin_count;
   for (int i = threadIdx.x; i < bins; i += blockDim.x) above[i] = u.histogram[i];
+  ClearSharedRows(u.shared, static_cast<int>(blockIdx.x));
   // If it is known, RankTotalsKernel has set it.
   if (!u.knows_rank_error && threadIdx.x < shape.group) u.state->rank_variance[threadIdx.x] = 0;
   __syncthreads();

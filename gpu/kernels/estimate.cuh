@@ -169,7 +169,7 @@ __device__ inline void LoadFacts(const UnitRequest& u, const CallerTensors& step
   facts.drawn = drawn;
   facts.tail_count = s.tail_count;
   facts.heavy_count = static_cast<int64_t>(s.heavy_count);
-  facts.moved_count = s.moved_count;
+  facts.moved_count = s.moved_count - static_cast<int64_t>(s.shared_count);
   facts.step_holds = step.check.header != nullptr && StepHolds(step.check, u.place.item);
   const bool can_be_sampled =
       u.statistics == nullptr || ValuesCanBeSampled(u.statistics->value_floor);

@@ -44,7 +44,7 @@ struct GatherLists {
     }
     __syncthreads();
   }
-  // Where row `at` of all lists comes from and goes to. unit: 0 at first, then as the last call
+  // Where row `at` of all lists comes from and goes to; from: null if another unit brings it. unit: 0 at first, then as the last call
   // left it; `at` must not decrease.
   __device__ void Find(int64_t at, int64_t row_bytes, int& unit, const std::byte*& from,
                        std::byte*& to) const {
@@ -145,21 +145,22 @@ __global__ void __launch_bounds__(kBulkWarps * 32, 1)
   const std::byte* from = nullptr;  // of the run that is copied in next
   std::byte* to = nullptr;
   const auto look_up = [&](int64_t i) {
+    from = nullptr;
     if (i < own && lane < rows_of(i)) {
       lists.Find((first + i * step) * run_rows + lane, row_bytes, unit, from, to);
     }
   };
   const auto fill = [&](int64_t i) {
     const int s = static_cast<int>(i % kBulkStages);
-    const int rows = rows_of(i);
-    state.targets[s][lane] = to;
+    const int rows = __popc(__ballot_sync(kFullWarp, from != nullptr));
+    state.targets[s][lane] = from != nullptr ? to : nullptr;
     if (lane == 0) {
       ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared,
                                      &state.barriers[s], rows * row_bytes);
     }
     // The bytes must be announced before the first one arrives.
     __syncwarp();
-    if (lane < rows) {
+    if (from != nullptr) {
       ptx::cp_async_bulk(ptx::space_cluster, ptx::space_global,
                          ring + s * kBulkStageBytes + lane * row_bytes, from, row_bytes,
                          &state.barriers[s]);
@@ -176,7 +177,7 @@ __global__ void __launch_bounds__(kBulkWarps * 32, 1)
     const int s = static_cast<int>(i % kBulkStages);
     while (!ptx::mbarrier_try_wait_parity(&state.barriers[s], i / kBulkStages % 2)) {
     }
-    if (lane < rows_of(i)) {
+    if (state.targets[s][lane] != nullptr) {
       ptx::cp_async_bulk(ptx::space_global, ptx::space_shared, state.targets[s][lane],
                          ring + s * kBulkStageBytes + lane * row_bytes, row_bytes);
     }

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "gpu/kernels/filter.cuh"
+#include "gpu/kernels/shared_rows.cuh"
 
 // The list of a phase's rows, and the address from which each row is read.
 namespace spillway::cuda {
@@ -37,8 +38,15 @@ __global__ void __launch_bounds__(kPlaceThreads)
   // For a row that the GPU does not hold: the turn-th one of the phase.
   const auto bring = [&](uint32_t token, int64_t place, int64_t turn) {
     const std::byte* from = RowAddress(u.row_pages, row_bytes, token);
-    if (staged) u.gather[turn] = from;
-    put(token, place, staged ? staging + turn * row_bytes : from);
+    if (!staged) {
+      put(token, place, from);
+      return;
+    }
+    std::byte* const own = staging + turn * row_bytes;
+    const std::byte* const at = u.shared.slots == 0 ? own : PlaceSharedRow(u.shared, from, own);
+    u.gather[turn] = at == own ? from : nullptr;
+    if (at != own) atomicAdd(&u.state->shared_count, 1ull);
+    put(token, place, at);
   };
   const int64_t missed_sink = MissedSink(u);
   if (phase == 0 && blockIdx.x == 0) {

@@ -199,7 +199,8 @@ __device__ inline void LayOut(const UnitRequest& u, int phase, int64_t direct_ro
       int64_t missed = totals[kMissedColumn];
       if (phase == 0) missed += MissedSink(u) + MissedWindow(u);
       // The third phase is rare and has few rows, so it has no gather.
-      s.staged = (phase == 1 || (phase == 0 && missed > direct_rows_max)) &&
+      const int64_t direct_rows = u.shared.slots == 0 ? direct_rows_max : 0;
+      s.staged = (phase == 1 || (phase == 0 && missed > direct_rows)) &&
                  draw.gathered + missed <= u.staging_rows;
       s.moved_count = missed + (phase == 0 ? 0 : s.moved_count);
       s.gather_first = draw.gathered;
