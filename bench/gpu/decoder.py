@@ -25,6 +25,8 @@ With --kernels, also the kernels of `graph` and `resident` by name: how long the
 long each of them keeps the others waiting. Kernels begin while those before them run, so the
 first is more than the layer's time in sum, and the second is that time.
 
+--value-bits N gives the model codes of its values.
+
 With --shared N, all sequences are forks of one that has the first N tokens, and each of four has a
 query of its own.
 
@@ -478,6 +480,7 @@ def measure(
             kv_head_count=shape.kv_heads,
             head_dim=shape.dim,
             dtype="bfloat16",
+            hash_weights=spillway_kv.RotationHash(value_bits=options.value_bits),
         )
         for name, engine in engines.items()
     }
@@ -552,6 +555,7 @@ def measure(
             **(
                 {"top": policy.heavy.fraction} if isinstance(policy.heavy, spillway_kv.TopK) else {}
             ),
+            value_bits=options.value_bits,
             **({"shared": options.shared} if options.shared else {}),
             **({"load_gb_per_s": round(statistics.median(load.rates), 1)} if load else {}),
             rounds=ROUNDS,
@@ -559,7 +563,8 @@ def measure(
         )
     for name in ("graph", "resident", "auto") if options.kernels else ():
         for row in ways[name].kernels() if name in ways else ():
-            report(tokens=trace.tokens, sequences=count, way=name, **row)
+            where = {"tokens": trace.tokens, "sequences": count, "way": name}
+            report(**where, value_bits=options.value_bits, **row)
     for way in ways.values():
         way.close()
     for name, engine in engines.items():
@@ -586,6 +591,7 @@ def main() -> None:
     parser.add_argument("--exact", action="store_true", help="all rows, in place of the default")
     parser.add_argument("--room", type=int, help="tokens for which decoders are opened")
     parser.add_argument("--gpu-memory", help="of the engine without copies of rows, like 1GiB")
+    parser.add_argument("--value-bits", type=int, default=0, choices=range(4))
     parser.add_argument("--shared", type=int, default=0, help="tokens of a common prefix")
     parser.add_argument("--link-load", action="store_true", help="share the link with copies")
     parser.add_argument("--device", default="cuda:0")

@@ -96,11 +96,6 @@ class CudaDevice final : public Device {
                                                            const CancelToken* cancel) override {
     const CurrentDevice current(ordinal_);
     RETURN_IF_ERROR(current.status());
-    if (spec.value_bits() > 0) {
-      return absl::UnimplementedError(
-          absl::StrCat("codes of values (hash_weights.rotation.value_bits = ", spec.value_bits(),
-                       ") are served on a CPU only; on a GPU, value_bits is 0"));
-    }
     ASSIGN_OR_RETURN(std::unique_ptr<cuda::ModelMethods> methods,
                      cuda::CreateModelMethods(spec, safetensors));
     return CudaModel::Create(spec, arena_.get(), copy_limit_.get(), &budget_, std::move(methods),

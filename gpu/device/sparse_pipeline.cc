@@ -164,6 +164,9 @@ void SparsePipeline::LayOutUnit(const UnitWave& wave, int64_t i, const Unit& uni
   r.segment_table = workspace.Take<uint32_t>(segments * kSegmentColumns);
   r.list = workspace.Take<uint32_t>(n);
   r.sources = workspace.Take<const std::byte*>(n);
+  if (context_->attend(unit.item).policy.AnswersFromCodes(spec(), Tail::kStratified)) {
+    LayOutCodes(shape, n, r, workspace);
+  }
   r.partials = workspace.Take<float>(kPhases * kSplitMax * PartialFloats(group, shape.head_dim));
   r.state = workspace.Take<UnitState>(1);
   r.staging_rows = StagingRows(shape, n, workspace.bytes() - before);
@@ -186,6 +189,19 @@ bool SparsePipeline::SharesRows(const UnitWave& wave) const {
   }
   std::ranges::sort(firsts);
   return std::ranges::adjacent_find(firsts) != firsts.end();
+}
+
+void SparsePipeline::LayOutCodes(const AttendShape& shape, int64_t n, UnitRequest& r,
+                                 Carver& workspace) {
+  const int group = shape.group;
+  const int64_t pages = (n + kPageTokenCount - 1) / kPageTokenCount;
+  const int64_t spans = (pages + kSpanPages - 1) / kSpanPages;
+  r.codes.levels = workspace.Take<uint8_t>(pages * group * kPageTokenCount);
+  r.codes.weights = workspace.Take<PageWeights>(pages * group);
+  r.codes.predicted = workspace.Take<PredictedPart>(spans * kStrataMax * group);
+  r.codes.sums = workspace.Take<float>(spans * group *
+                                       SpanFloats(shape.head_dim, shape.tiling.value_parts()));
+  r.codes.totals = workspace.Take<std::byte>(group * CodeTotalsBytes(shape.head_dim));
 }
 
 UnitRequest SparsePipeline::Request(size_t item, int64_t query) const {
@@ -346,6 +362,7 @@ void SparsePipeline::Fill(const UnitWave& wave, Carver& workspace) const {
     Address(unit, r);
     r.shared = shared;
     LayOutUnit(wave, static_cast<int64_t>(i), unit, r, workspace);
+    if (!w.policy.AnswersFromCodes(spec(), terms.tail)) r.codes = {};
     r.result = wave.results + i;
     r.out = wave.select_only || wave.out == nullptr ? nullptr : wave.out + i * width;
     wave.requests[i] = r;
@@ -440,6 +457,8 @@ Wave SparsePipeline::View(const UnitWave& wave, const StepAppend& append) const 
                                             ? ReferenceTokensMax(GridTokens(r.n)) / kPageTokenCount
                                             : RoundUp(reference_pages, kReferencePagesStep));
     w.has_tail |= r.terms.tail != Tail::kNone;
+    w.has_coded |= r.coded();
+    w.has_uncoded |= r.terms.tail != Tail::kNone && !r.coded();
   }
   w.tail_kernels = wave.tail_kernels;
   w.methods = wave.methods;
@@ -541,6 +560,11 @@ void SparsePipeline::Collect(const UnitWave& wave) const {
       c.relative_error = r.certificates[g].relative_error;
       c.tail_mass = r.certificates[g].tail_mass;
       c.promise = r.certificates[g].promise;
+      // Attention to a selection does not have the codes' part of the answer.
+      if (wave.select_only && wave.requests[i].coded() && c.promise != Promise::kExact) {
+        c.promise = Promise::kNone;
+        c.relative_error = std::numeric_limits<float>::infinity();
+      }
       if (item.attend->select_only || wave.out == nullptr) continue;
       std::copy_n(wave.out + (static_cast<int64_t>(i) * group + g) * d, d,
                   result.out.data() + at * d);

@@ -94,6 +94,9 @@ class SparsePipeline {
                   Carver& results, Carver& workspace) const;
   // Rows that a unit of n tokens gathers in GPU memory. taken: bytes of its other own memory.
   int64_t StagingRows(const AttendShape& shape, int64_t n, int64_t taken) const;
+  // Takes what a coded unit of up to n tokens has besides.
+  static void LayOutCodes(const AttendShape& shape, int64_t n, UnitRequest& request,
+                          Carver& workspace);
   // Takes the own memory of unit i. n, begin and end of the request are set.
   void LayOutUnit(const UnitWave& wave, int64_t i, const Unit& unit, UnitRequest& request,
                   Carver& workspace) const;

@@ -518,6 +518,7 @@ absl::Status CudaStreamStep::EnqueueRest(LayerRun& run, cudaStream_t stream, boo
     EncodeWork shape;
     shape.head_dim = spec().head_dim;
     shape.kv_head_count = spec().kv_head_count;
+    shape.tiling = home_.model->tiling();
     SPILLWAY_CUDA_RETURN_IF_ERROR(LaunchStepEncode(run.context.Uploaded(run.encodes), count, shape,
                                                    home_.model->rotation(run.job.layer), overlap,
                                                    stream));

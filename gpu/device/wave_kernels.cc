@@ -60,6 +60,7 @@ absl::Status LaunchWave(const Wave& wave, JobContext& context, cudaEvent_t score
   if (wave.shape.by_mass) stage("mass", LaunchMassSets(wave, stream));
   stage("cut", LaunchCut(wave, stream));
   stage("pilot", LaunchSample(wave, 0, stream));
+  if (wave.has_coded) stage("code sums", LaunchCodeSums(wave, stream));
   stage("pilot gather", LaunchGather(wave, 0, stream));
   stage("pilot fold", LaunchFold(wave, 0, stream));
   if (wave.tail_kernels != nullptr) {

@@ -22,6 +22,7 @@
 #include "host/core/softmax_sums.h"
 #include "host/core/tail.h"
 #include "host/core/tail_plan.h"
+#include "host/core/value_code.h"
 
 // What the kernels of a sparse attend share. The host waits for no result between the kernels:
 // counts and budgets stay in UnitState, in GPU memory. Terms:
@@ -43,6 +44,9 @@
 //   split      a run of the list that one block folds
 //   sample     the rows drawn from the tail: by the pilot, a second and, rarely, a third draw
 //   candidate  a token that the first selection found
+//   coded unit a unit whose tail is answered by codes, which sampled rows correct
+//              (host/core/value_code.h): it has no pilot, and its first draw is that of phase 1
+//   span       kSpanPages pages of a coded unit, whose codes one block sums
 namespace spillway::cuda {
 
 // Tokens of a segment. The filter keeps their order.
@@ -57,7 +61,13 @@ inline constexpr int kClassCount = kClassTie + 3;
 inline constexpr int kMissedColumn = 1 + kTailStrataMax;
 inline constexpr int kSegmentColumns = kMissedColumn + 1;
 // Phases: 0 the exact rows and the pilot, 1 the second draw (by budgets), 2 a third draw if needed.
+// Of a coded unit: 0 the exact rows, 1 the first draw (by predicted budgets), 2 a second if needed.
 inline constexpr int kPhases = 3;
+// Pages of a span, in parts: a warp weighs or sums one part.
+inline constexpr int kSpanParts = 8;
+inline constexpr int kSpanPages = 64;
+// Most strata of a tail, see CutStrata().
+inline constexpr int kStrataMax = kStratumEdgeCount + 1;
 // Splits of one phase: about kSplitsWanted of at least kSplitRowsMin rows. Each set of rows may add
 // a shorter one, because a split has rows of one set only.
 inline constexpr int kSplitRowsMin = 32;
@@ -142,6 +152,9 @@ struct UnitState {
   uint32_t heads_done;             // heads that have set their budgets
   uint32_t heads_finished;         // heads that are finished after the second draw
   uint32_t heads_wanting;          // of these, the heads that want a third draw
+  // Of a coded unit.
+  double code_sum[kGroupMax];  // sum of x^ over the tail
+  uint32_t spans_weighed;      // spans whose sums are in code_sum, once it is all of them
   // The list: the exact rows, then the drawn rows of each phase by stratum.
   int64_t exact_count;
   int64_t list_count;
@@ -152,7 +165,7 @@ struct UnitState {
   // Rows that cross the link. The phase gathers gather_count rows to the staging buffer, from its
   // row gather_first on: none if the rows are few, do not fit or belong to the third draw. Then the
   // fold reads them in host memory.
-  int64_t moved_count;  // of all phases so far, gathered or not
+  int64_t moved_count;              // of all phases so far, gathered or not
   unsigned long long shared_count;  // of these, rows that another unit of the wave brings
   int64_t gather_first;
   int64_t gather_count;
@@ -189,8 +202,8 @@ struct UnitResult {
 };
 static_assert(kGroupMax <= kStepReportHeads);
 
-// Rows that the units of a wave have brought to staging buffers, by their addresses in host memory: a
-// hash table with kSharedRowSlots slots for each unit of the wave.
+// Rows that the units of a wave have brought to staging buffers, by their addresses in host memory:
+// a hash table with kSharedRowSlots slots for each unit of the wave.
 inline constexpr uint32_t kSharedRowSlots = 2048;
 inline constexpr int kSharedRowBytes = 2 * sizeof(void*);  // of a slot
 struct SharedRows {
@@ -198,6 +211,46 @@ struct SharedRows {
   std::byte** places;        // [slots] in a staging buffer; null until it is known
   uint32_t slots;            // 0: no two units of the wave have a row in common
 };
+
+// What codes of values say about a page and a query head.
+struct PageWeights {
+  float sum;      // of x^ over the tail
+  float largest;  // the largest g x^; 0: the page's codes are not summed
+};
+
+// What codes predict of a stratum's rows, for one query head.
+struct PredictedPart {
+  float of_value;  // see PredictedSums
+  float of_centre;
+  uint32_t count;
+};
+
+// What the codes of a coded unit give for one query head, and behind it value [d] = sum x^ v^ and
+// centre [d] = sum x^ c, as floats.
+struct CodeTotals {
+  double reference;      // sums are in units of exp(reference)
+  double sum;            // of x^
+  double centre_square;  // sum x^ ||c||^2
+  PredictedSums predicted[kStrataMax];
+};
+SPILLWAY_HOST_DEVICE inline int64_t CodeTotalsBytes(int head_dim) {
+  return int64_t{sizeof(CodeTotals)} + int64_t{2} * head_dim * int64_t{sizeof(float)};
+}
+
+// Where a coded unit's codes are summed; null otherwise. Pages are numbered from the first of the
+// sequence, spans from the first scored page.
+struct CodeAnswer {
+  uint8_t* levels;           // [pages][G][128], by CodeTiling::factor_index()
+  PageWeights* weights;      // [pages][G]
+  PredictedPart* predicted;  // [spans][kStrataMax][G]
+  // [spans][G] of centre [d], sum x^ ||c||^2 and three unused, then for each part of the codes
+  // their sum [d], in Hadamard's coordinates.
+  float* sums;
+  std::byte* totals;  // [G] of CodeTotalsBytes()
+};
+SPILLWAY_HOST_DEVICE inline int64_t SpanFloats(int head_dim, int value_parts) {
+  return int64_t{1 + value_parts} * head_dim + 4;
+}
 
 // What the host asks of a unit. Pointers are device addresses unless marked otherwise. Made with
 // {}, so that fields that are not set are 0.
@@ -250,7 +303,8 @@ struct UnitRequest {
   // [staging_rows] rows in host memory, in token order; null: another unit brings the row.
   const std::byte** gather;
   SharedRows shared;
-  float* partials;           // [kPhases][kSplitMax][PartialFloats()]
+  CodeAnswer codes;
+  float* partials;  // [kPhases][kSplitMax][PartialFloats()]
   UnitState* state;
   UnitResult* result;  // pinned
   float* out;          // pinned, [G][d]; null: selection only, or to step.out
@@ -263,6 +317,10 @@ struct UnitRequest {
   SPILLWAY_HOST_DEVICE int64_t scored_page_end() const {
     return (end + kPageTokenCount - 1) / kPageTokenCount;
   }
+  SPILLWAY_HOST_DEVICE int64_t spans() const {
+    return (scored_page_end() - scored_page_begin() + kSpanPages - 1) / kSpanPages;
+  }
+  SPILLWAY_HOST_DEVICE bool coded() const { return codes.levels != nullptr; }
 };
 
 // The second moments of projected values are a symmetric matrix. Of its kProjectedPairs entries,
@@ -321,8 +379,11 @@ struct Wave {
   // Whether the kernel before it on the stream may be that of the append, and not that of another
   // wave, which uses the same workspace.
   bool follows_append = false;
-  // Whether any unit has a tail that is sampled.
+  // Whether any unit has a tail that is sampled; whether any unit is coded, and whether any of the
+  // sampled ones is not.
   bool has_tail = false;
+  bool has_coded = false;
+  bool has_uncoded = false;
   // The kernels that replace the second draw, or null.
   const TailKernels* tail_kernels = nullptr;
   WaveMethods methods;
@@ -338,6 +399,9 @@ struct Wave {
 // (gpu/kernels/methods.h).
 // Heavy sets by mass: finds each head's set and marks the tokens of their union.
 cudaError_t LaunchMassSets(const Wave& wave, cudaStream_t stream);
+// Of coded units: sums what codes give for the tails, and predicts variances. REQUIRES: phase 0 has
+// been drawn.
+cudaError_t LaunchCodeSums(const Wave& wave, cudaStream_t stream);
 // Computes the heavy threshold, the strata and the pilot's thresholds.
 cudaError_t LaunchCut(const Wave& wave, cudaStream_t stream);
 // Draws and lists the rows of a phase: 0 the exact rows and the pilot, 1 what the budgets ask for,
@@ -345,7 +409,8 @@ cudaError_t LaunchCut(const Wave& wave, cudaStream_t stream);
 cudaError_t LaunchSample(const Wave& wave, int phase, cudaStream_t stream);
 // Copies the rows of the phase's list that are in host memory to the staging buffer.
 cudaError_t LaunchGather(const Wave& wave, int phase, cudaStream_t stream);
-// Computes the sums over each of the phase's splits.
+// Computes the sums over each of the phase's splits. Of coded units, those of sampled rows less
+// their estimates by codes.
 cudaError_t LaunchFold(const Wave& wave, int phase, cudaStream_t stream);
 // Computes the budgets of phase 1.
 cudaError_t LaunchBudget(const Wave& wave, cudaStream_t stream);

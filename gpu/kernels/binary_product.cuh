@@ -208,6 +208,7 @@ struct HeadTerms {
   float coefficient;
   float reference;
   float weight;
+  float shrinkage;  // LevelShrinkage()
 };
 
 }  // namespace spillway::cuda

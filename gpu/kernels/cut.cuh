@@ -91,7 +91,8 @@ __device__ inline void BeginTail(const UnitRequest& u, const TailCut& cut, int h
   int near_bin = min(heavy_bin, INT16_MAX);
   for (int h = threadIdx.x; h < strata; h += 32) {
     const int64_t count = cut.stratum_count[h];
-    const int64_t pilot = PilotCount(u.terms.pilot_count, rows_left, strata, count);
+    // A coded unit has no pilot.
+    const int64_t pilot = u.coded() ? 0 : PilotCount(u.terms.pilot_count, rows_left, strata, count);
     const uint64_t threshold = rows_left != 0 ? SampleThreshold(pilot, count) : 0;
     const uint16_t limit = HashLimit(u.order, threshold);
     if (limit > 0) near_bin = min(near_bin, int{cut.lowest_bin[h]});

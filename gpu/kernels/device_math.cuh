@@ -216,6 +216,9 @@ __device__ inline int BinIndex(int bin, int bin_count) {
   return bin < bin_count ? bin : bin_count + (bin & 1);
 }
 
+// Bytes of class_of_bin, in whole uint4.
+__host__ __device__ inline int ClassBytes(int bin_count) { return (bin_count + 2 + 15) / 16 * 16; }
+
 // The stratum of a tail token's bin. Strata descend; lowest_bin of the last is 0.
 __device__ inline int StratumOf(const uint16_t* lowest_bin, int bin) {
   int h = 0;

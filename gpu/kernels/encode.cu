@@ -35,8 +35,8 @@ cudaError_t RunPages(const EncodeWork& work, const RotationWeights& weights, con
   const auto shared = static_cast<size_t>(EncodePageSharedBytes(work.head_dim));
   if (const cudaError_t error = PreferShared(EncodePageKernel); error != cudaSuccess) return error;
   return Launch<EncodePageKernel>({{pages, kv_heads}, kPageThreads, shared}, stream, work, weights,
-                                  Quantiser::Of(work.head_dim, weights.bits_per_dim), heads, radii,
-                                  value_centres);
+                                  PageCoding::Of(work.tiling, work.head_dim, weights.bits_per_dim),
+                                  heads, radii, value_centres);
 }
 
 cudaError_t RunFirstPages(const EncodeWork& work, const RotationWeights& weights,
@@ -96,8 +96,9 @@ cudaError_t LaunchStepEncode(const StepEncode* encodes, int item_count, const En
   if (const cudaError_t error = PreferShared(StepEncodeKernel); error != cudaSuccess) return error;
   const dim3 grid(static_cast<unsigned>(shape.kv_head_count), static_cast<unsigned>(item_count));
   const auto shared = static_cast<size_t>(EncodePageSharedBytes(shape.head_dim));
-  return Launch<StepEncodeKernel>({grid, kPageThreads, shared, overlap}, stream, encodes, weights,
-                                  Quantiser::Of(shape.head_dim, weights.bits_per_dim));
+  return Launch<StepEncodeKernel>(
+      {grid, kPageThreads, shared, overlap}, stream, encodes, weights,
+      PageCoding::Of(shape.tiling, shape.head_dim, weights.bits_per_dim));
 }
 
 cudaError_t LaunchStepLengths(const StepLength* lengths, int item_count, const StepCheck& check,

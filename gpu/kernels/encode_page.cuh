@@ -2,6 +2,7 @@
 
 #include "gpu/kernels/page_norms.cuh"
 #include "gpu/kernels/page_rotation.cuh"
+#include "gpu/kernels/page_values.cuh"
 
 // Encodes closed pages. Each row is read once: a block keeps a page's keys in shared memory while
 // it finds their centre, normalises and rotates them. It reads keys again only if some are far from
@@ -14,6 +15,21 @@ struct FirstPage {
   float* value_centre;  // [d]
 };
 
+// What codes are made with.
+struct PageCoding {
+  static PageCoding Of(const CodeTiling& tiling, int head_dim, int key_bits) {
+    PageCoding coding;
+    coding.keys = Quantiser::Of(head_dim, key_bits);
+    if (tiling.value_bits > 0) coding.values = Quantiser::Of(head_dim, tiling.value_bits);
+    coding.hadamard_scale = HadamardScale(head_dim);
+    return coding;
+  }
+
+  Quantiser keys;
+  Quantiser values;  // with value codes
+  float hadamard_scale = 0;
+};
+
 // Bytes of two slices of P^T and of the keys [d][128].
 inline constexpr int EncodePageSharedBytes(int head_dim) {
   return (2 * kSliceFloats + head_dim * kPageTokenCount) * static_cast<int>(sizeof(float));
@@ -23,7 +39,7 @@ inline constexpr int EncodePageSharedBytes(int head_dim) {
 // the keys' radii and the value centre there. A block of kPageThreads. Shared memory:
 // EncodePageSharedBytes().
 __device__ inline void EncodePage(const EncodeWork& work, const RotationWeights& weights,
-                                  const Quantiser& quantiser, const HeadIndex& heads,
+                                  const PageCoding& coding, const HeadIndex& heads,
                                   const FirstPage* first, int64_t page_index, int head) {
   extern __shared__ float4 shared[];
   __shared__ __align__(16) float radius[kPageTokenCount];
@@ -65,18 +81,28 @@ __device__ inline void EncodePage(const EncodeWork& work, const RotationWeights&
       first->value_centre[i] = scratch.value_centre[i];
     }
   }
-  StoreCodes(work, weights.transposed, quantiser, slices, x, radius, page);
+  if (work.tiling.value_bits > 0) {
+    auto* const centre =
+        reinterpret_cast<uint16_t*>(page + work.tiling.value_centre_offset_bytes());
+    for (int i = threadIdx.x; i < dim; i += kPageThreads) {
+      centre[i] = FloatToBFloat16(scratch.value_centre[i]);
+    }
+  }
+  StoreCodes(work, weights.transposed, coding.keys, slices, x, radius, page);
+  if (work.tiling.value_bits > 0) {
+    StoreValueCodes(work, coding.values, coding.hadamard_scale, rows, x, radius, scratch, page);
+  }
 }
 
 // One block per page: blockIdx.x counts pages from that of work.begin, blockIdx.y is the KV head.
 // radii: null, or [H][pages][128] with value_centres [H][pages][d], see EncodePage().
 __global__ void __launch_bounds__(kPageThreads, 2)
-    EncodePageKernel(EncodeWork work, RotationWeights weights, Quantiser quantiser, HeadIndex heads,
+    EncodePageKernel(EncodeWork work, RotationWeights weights, PageCoding coding, HeadIndex heads,
                      float* radii, float* value_centres) {
   const int head = blockIdx.y;
   const int64_t at = int64_t{head} * gridDim.x + blockIdx.x;
   const FirstPage first = {radii + at * kPageTokenCount, value_centres + at * work.head_dim};
-  EncodePage(work, weights, quantiser, heads, radii == nullptr ? nullptr : &first,
+  EncodePage(work, weights, coding, heads, radii == nullptr ? nullptr : &first,
              work.begin / kPageTokenCount + blockIdx.x, head);
 }
 

@@ -9,7 +9,8 @@
 #include "host/core/tail_plan.h"
 
 // Evaluates a unit's sums: budgets after the pilot, output and certificate after the second draw,
-// budgets of a third for heads that want it. One block per query head.
+// budgets of a third for heads that want it. Of a coded unit: budgets before the first draw, output
+// and certificate after it, budgets of a second. One block per query head.
 namespace spillway::cuda {
 
 static_assert(kEstimatedStrataMax <= 32);  // one lane per stratum
@@ -58,11 +59,18 @@ __device__ inline void SetHeadBudgets(const UnitRequest& u, const HeadSums& head
   const StrataByLane walk{strata};
   walk.ForEach([&](int h) {
     const RowSet& set = head.sets[1 + h];
-    asked[h] = BudgetStratum(u.terms, set.token_count, set.drawn, head.spreads[h]);
+    const int64_t floor = u.coded() && set.drawn == 0
+                              ? FirstDrawRows(u.terms.pilot_count, set.token_count)
+                              : set.drawn;
+    asked[h] = BudgetStratum(u.terms, set.token_count, floor, head.spreads[h]);
   });
   __syncwarp();
   HeadBudgets(walk, u.terms, head, head.spreads[0], asked, allotted);
   walk.ForEach([&](int h) { budgets[h] = allotted[h]; });
+  if (!head.from_codes) return;
+  __syncwarp();
+  ClearBudgets(walk, u.terms, head, head.spreads, asked, allotted);
+  walk.ForEach([&](int h) { budgets[h] = max(budgets[h], allotted[h]); });
 }
 
 // Lane h sets budget and threshold of stratum h in UnitState. The budget is the largest of the
@@ -120,8 +128,8 @@ __device__ inline void SettleBudgets(const AttendShape& shape, const UnitRequest
   }
 }
 
-// Computes the budgets of phase 1. Grid (heads, units); the last block of a unit settles them.
-// Shared memory: HeadSumsBytes().
+// Computes the budgets of phase 1; of coded units, from what codes predict. Grid (heads, units);
+// the last block of a unit settles them. Shared memory: HeadSumsBytes().
 __global__ void __launch_bounds__(kEstimateThreads, kEstimateBlocksPerSm)
     BudgetKernel(AttendShape shape, const UnitRequest* units) {
   extern __shared__ __align__(16) float totals[];
@@ -130,9 +138,12 @@ __global__ void __launch_bounds__(kEstimateThreads, kEstimateBlocksPerSm)
   Begin(units + blockIdx.y, u);
   NoteMoment(u.result, kSampleBegins);
   UnitState& s = *u.state;
+  if (threadIdx.x == 0 && u.coded()) u.terms.inflation = PredictedInflation(u.terms.inflation);
+  TotalCodes(shape, u, blockIdx.x);
   EstimateHead(shape, u, blockIdx.x, 1, totals, head);
   // If not, there is nothing to draw, or the attend fails anyway.
-  const bool sampled = s.error_token == kNoToken && DrawnRows(s) > 0;
+  const bool draws = u.coded() ? s.strata > 0 && s.rows_left > 0 : DrawnRows(s) > 0;
+  const bool sampled = s.error_token == kNoToken && draws;
   if (!sampled) {
     if (blockIdx.x == 0) SettleBudgets(shape, u, false);
     return;
@@ -229,9 +240,10 @@ __global__ void __launch_bounds__(kEstimateThreads, kEstimateBlocksPerSm)
   if (!draws_again) return;
   if (threadIdx.x == 0) {
     wants = facts.error_token == kNoToken &&
-            WantsMoreRows(u.terms, facts.limited, certificate, /*from_codes=*/false);
+            (u.coded() ? s.strata > 0 && WantsSecondDraw(u.terms, facts.limited, certificate)
+                       : WantsMoreRows(u.terms, facts.limited, certificate));
     if (wants) atomicAdd(&s.heads_wanting, 1);
-    u.terms.inflation *= kMoreInflation;
+    if (!u.coded()) u.terms.inflation *= kMoreInflation;
   }
   __syncthreads();
   if (wants) {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "gpu/kernels/code_totals.cuh"
 #include "gpu/kernels/head_sums.cuh"
 
 // Adds up the sums of the folds' splits for one query head: vectors in fp32, all else in fp64,
@@ -15,6 +16,11 @@ struct HeadScratch {
   int16_t set_of[kAllSplitsMax];  // of the split at a place; -1: no split
   SoftmaxSums sums[kAllSplitsMax];
   double factors[kAllSplitsMax];  // exp(split's max - set's max)
+  // Of a coded unit.
+  HeadCodes codes;
+  double code_factor;                       // exp(codes' reference - M); 0 if they give nothing
+  double centre_square;                     // the mean of ||c - o||^2 over the tail, weighted by x^
+  double x_variances[kEstimatedStrataMax];  // what strata add to the variance of D^
   StratumProjection projections[kEstimatedStrataMax];
   double output_projection[kProjectionDims];
   double slices[kSpreadSlices][kProjectedPairs];
@@ -28,7 +34,8 @@ class HeadEstimate {
   // totals: HeadSumsBytes() of shared memory.
   __device__ HeadEstimate(const AttendShape& shape, const UnitRequest& u, int g, float* totals,
                           HeadScratch& scratch, HeadSums& head)
-      : u_(u),
+      : shape_(shape),
+        u_(u),
         scratch_(scratch),
         head_(head),
         sets_(head.sets),
@@ -46,8 +53,10 @@ class HeadEstimate {
     MarkSplits(own);
     ScaleToMax(own);
     AddVectors();
-    const double denominator = AddDenominators(own);
+    double denominator = AddDenominators(own);
+    if (IsCoded()) denominator = ClearDenominator(denominator);
     const double norm_sq = MakeOutput(denominator);
+    if (IsCoded()) MeasureCentres();
     MeasureStrata(norm_sq / (denominator * denominator));
     const TwoSums covariance = AddCovariance();
     if (warp_ == 0) AddVariances(covariance);
@@ -79,6 +88,7 @@ class HeadEstimate {
   }
 
   __device__ void LoadSets() {
+    if (threadIdx.x == kSetsMax) scratch_.codes = CodesOf(shape_, u_, g_);
     if (threadIdx.x >= kSetsMax) return;
     const UnitState& s = *u_.state;
     RowSet set{};
@@ -118,6 +128,8 @@ class HeadEstimate {
     __syncthreads();
     double max = sets_[0].max;
     for (int i = 1; i <= strata_; ++i) max = fmax(max, static_cast<double>(sets_[i].max));
+    const HeadCodes& codes = scratch_.codes;
+    if (codes.sum > 0) max = fmax(max, codes.reference);
     if (threadIdx.x <= strata_) {
       sets_[threadIdx.x].factor = exp(static_cast<double>(sets_[threadIdx.x].max) - max);
     }
@@ -125,7 +137,10 @@ class HeadEstimate {
       scratch_.factors[own.place] =
           exp(static_cast<double>(scratch_.sums[own.place].max) - sets_[own.set].max);
     }
-    if (threadIdx.x == 0) head_.max = max;
+    if (threadIdx.x == 0) {
+      head_.max = max;
+      scratch_.code_factor = codes.sum > 0 ? exp(codes.reference - max) : 0.0;
+    }
     __syncthreads();
   }
 
@@ -183,11 +198,43 @@ class HeadEstimate {
       part = set.rate * set.factor * scratch_.factors[own.place] * scratch_.sums[own.place].sum;
     }
     const TwoSums sums = BlockSums(part, own.set == 0 ? part : 0.0);
+    const double all = sums.first + CodeSum();
     if (threadIdx.x == 0) {
-      head_.denominator = sums.first;
+      head_.denominator = all;
       head_.exact_denominator = sums.second;
+      head_.from_codes = false;
     }
-    return sums.first;
+    return all;
+  }
+
+  // What codes add to D^.
+  __device__ double CodeSum() const { return scratch_.code_factor * scratch_.codes.sum; }
+
+  // Returns D^ if it is clearly positive. Otherwise the answer is that of exact rows and codes, and
+  // so is the result.
+  __device__ double ClearDenominator(double denominator) {
+    for (int h = warp_; h < strata_; h += kWarps) {
+      const RowSet& set = sets_[1 + h];
+      const StratumMoments m = SumsOfX(set);
+      if (lane_ != 0) continue;
+      SampleVariance variance;
+      variance.Add(set.drawn, set.token_count, SpreadOf(set.drawn, set.token_count, m, 0));
+      scratch_.x_variances[h] = variance.of_denominator;
+    }
+    __syncthreads();
+    double variance = 0;
+    for (int h = 0; h < strata_; ++h) variance += scratch_.x_variances[h];
+    // Sums of fp32 are off by their rounding too.
+    const double rounding = CodeSum() * 0x1p-20;
+    if (IsClearlyPositive(denominator, variance + rounding * rounding)) return denominator;
+    const double known = head_.exact_denominator + CodeSum();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      head_.denominator = known;
+      head_.from_codes = true;
+    }
+    __syncthreads();
+    return known;
   }
 
   // Sets the output and the squared norm of its numerator, and returns the latter.
@@ -195,7 +242,11 @@ class HeadEstimate {
     double norm_sq = 0;
     if (threadIdx.x < d_) {
       double numerator = 0;
-      for (int i = 0; i <= strata_; ++i) {
+      if (scratch_.codes.sum > 0) {
+        numerator = scratch_.code_factor * scratch_.codes.value[threadIdx.x];
+      }
+      const int sets = IsCoded() && head_.from_codes ? 1 : 1 + strata_;
+      for (int i = 0; i < sets; ++i) {
         numerator += sets_[i].rate * sets_[i].factor * totals_[i * SetFloats(d_) + threadIdx.x];
       }
       head_.outputs[threadIdx.x] = numerator / denominator;
@@ -204,6 +255,41 @@ class HeadEstimate {
     norm_sq = BlockSums(norm_sq, 0).first;
     if (threadIdx.x == 0) head_.norm_sq = norm_sq;
     return norm_sq;
+  }
+
+  // Whether codes answer for the tail.
+  __device__ bool IsCoded() const { return scratch_.codes.predicted != nullptr; }
+
+  __device__ void MeasureCentres() {
+    const HeadCodes& codes = scratch_.codes;
+    double product = 0, square = 0;
+    if (threadIdx.x < d_) {
+      const double o = head_.outputs[threadIdx.x];
+      product = codes.centre[threadIdx.x] * o;
+      square = o * o;
+    }
+    const TwoSums sums = BlockSums(product, square);
+    if (threadIdx.x == 0 && codes.sum > 0) {
+      scratch_.centre_square =
+          fmax((codes.centre_square - 2 * sums.first) / codes.sum + sums.second, 0.0);
+    }
+    __syncthreads();
+  }
+
+  // The sums of x and x^2 over a stratum's rows; of a coded unit, of x - x^ and its square. All
+  // lanes get them.
+  __device__ StratumMoments SumsOfX(const RowSet& set) const {
+    StratumMoments m{};
+    ForSplits(set.splits, lane_, [&](int j) {
+      const double f = set.factor * scratch_.factors[j];
+      m.sum_x += f * scratch_.sums[j].sum;
+      m.sum_xx += f * f * scratch_.sums[j].sum_sq;
+      m.sum_xxvv += f * f * scratch_.sums[j].sum_sq_norm;
+    });
+    m.sum_x = WarpSum(m.sum_x);
+    m.sum_xx = WarpSum(m.sum_xx);
+    m.sum_xxvv = WarpSum(m.sum_xxvv);
+    return m;
   }
 
   // Sets the strata's spreads and projections. One warp per stratum.
@@ -216,16 +302,7 @@ class HeadEstimate {
     const RowSet& set = sets_[1 + h];
     const float* own = totals_ + (1 + h) * SetFloats(d_);
     const double factor_sq = set.factor * set.factor;
-    StratumMoments m{};
-    ForSplits(set.splits, lane_, [&](int j) {
-      const double f = set.factor * scratch_.factors[j];
-      m.sum_x += f * scratch_.sums[j].sum;
-      m.sum_xx += f * f * scratch_.sums[j].sum_sq;
-      m.sum_xxvv += f * f * scratch_.sums[j].sum_sq_norm;
-    });
-    m.sum_x = WarpSum(m.sum_x);
-    m.sum_xx = WarpSum(m.sum_xx);
-    m.sum_xxvv = WarpSum(m.sum_xxvv);
+    StratumMoments m = SumsOfX(set);
     double deviation = 0, xxy = 0, oy = 0;  // of y_m, m = lane % 16
     for (int i = lane_; i < d_; i += 32) {
       const double o = head_.outputs[i];
@@ -258,7 +335,15 @@ class HeadEstimate {
           sampled ? SpreadFactor(set.drawn, set.token_count) / static_cast<double>(set.drawn - 1)
                   : 0.0;
       projection.xx = m.sum_xx;
-      head_.spreads[h] = SpreadOf(set.drawn, set.token_count, m, o_norm_sq);
+      StratumSpread spread = SpreadOf(set.drawn, set.token_count, m, o_norm_sq);
+      if (IsCoded()) {
+        const double unit = scratch_.code_factor;
+        const double predicted =
+            unit > 0 ? unit * unit * scratch_.codes.predicted[h].Variance(scratch_.centre_square)
+                     : 0.0;
+        spread.trace_o = WithPrediction(set.drawn, spread.trace_o, predicted);
+      }
+      head_.spreads[h] = spread;
     }
   }
 
@@ -311,16 +396,20 @@ class HeadEstimate {
   // rest.
   __device__ void AddVariances(const TwoSums& covariance) {
     SampleVariance variance{};
+    bool drawn = false;
     for (int h = lane_; h < strata_; h += 32) {
       variance.Add(sets_[1 + h].drawn, sets_[1 + h].token_count, head_.spreads[h]);
+      drawn |= sets_[1 + h].drawn > 0;
     }
+    drawn = __any_sync(kFullWarp, drawn);
     variance.of_output = WarpSum(variance.of_output);
     variance.of_numerator = WarpSum(variance.of_numerator);
     if (lane_ != 0) return;
     head_.norm_sq_unbiased = UnbiasedNormSq(head_.norm_sq, variance.of_numerator);
     head_.variance = variance.of_output;
-    head_.from_codes = false;
-    head_.degrees = DegreesOfFreedom(d_, variance.of_output, covariance.first, covariance.second);
+    head_.degrees = IsCoded() && !drawn ? kPredictedDegrees
+                                        : DegreesOfFreedom(d_, variance.of_output, covariance.first,
+                                                           covariance.second);
   }
 
   // Where arrays [G][width] begin in a split's partial sums.
@@ -331,6 +420,7 @@ class HeadEstimate {
   static constexpr int kWarps = kEstimateThreads / 32;
   static constexpr int kChains = 4;
 
+  const AttendShape& shape_;
   const UnitRequest& u_;
   HeadScratch& scratch_;
   HeadSums& head_;

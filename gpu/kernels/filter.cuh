@@ -95,9 +95,6 @@ struct BinTable {
 
   __device__ int ClassOf(int bin) const { return class_of_bin[BinIndex(bin, bin_count)]; }
 };
-// Bytes of class_of_bin, in whole uint4.
-__host__ __device__ inline int ClassBytes(int bin_count) { return (bin_count + 2 + 15) / 16 * 16; }
-
 // Fills `table`; all threads call it, the caller synchronises. limits: [kClassCount].
 __device__ inline void LoadBins(const UnitRequest& u, int bin_count, uint8_t* class_of_bin,
                                 const uint16_t* limits, BinTable& table) {

@@ -1,5 +1,6 @@
 #include "gpu/kernels/dense.cuh"
 #include "gpu/kernels/dense_warp.cuh"
+#include "gpu/kernels/fold_coded.cuh"
 #include "gpu/kernels/fold_launch.cuh"
 #include "gpu/kernels/fold_tensor.cuh"
 
@@ -58,10 +59,28 @@ cudaError_t LaunchDenseWarps(const DenseWave& wave, int64_t splits, cudaStream_t
                                     : of_type.template operator()<DType::kF16>();
 }
 
+cudaError_t LaunchCodedFold(const Wave& wave, int phase, cudaStream_t stream) {
+  const int quartets = (wave.shape.group + kCodedHeads - 1) / kCodedHeads;
+  const int share = (2 * kCodedBlocksPerSm * wave.sm_count + wave.unit_count - 1) / wave.unit_count;
+  const dim3 grid(std::min<int>(kSplitMax, share), wave.unit_count, quartets);
+  const LaunchShape shape = {grid, kCodedThreads, CodedFoldBytes(wave.shape.head_dim),
+                             wave.overlap};
+  const auto launch = [&]<int kLaneDims>() {
+    return Launch<FoldCodedKernel<kLaneDims>>(shape, stream, wave.shape, phase, wave.units);
+  };
+  return wave.shape.head_dim <= 64    ? launch.template operator()<2>()
+         : wave.shape.head_dim <= 128 ? launch.template operator()<4>()
+                                      : launch.template operator()<8>();
+}
+
 }  // namespace
 
 cudaError_t LaunchFold(const Wave& wave, int phase, cudaStream_t stream) {
   const AttendShape& shape = wave.shape;
+  if (phase > 0 && wave.has_coded) {
+    const cudaError_t error = LaunchCodedFold(wave, phase, stream);
+    if (error != cudaSuccess || !wave.has_uncoded) return error;
+  }
   if (!TensorFits(shape.dtype, shape.head_dim, shape.group, /*moments=*/true,
                   wave.block_shared_bytes)) {
     return LaunchFoldOf<PlainLogits>(wave, phase, {}, stream);

@@ -215,7 +215,7 @@ __global__ void FoldKernel(AttendShape shape, typename Weigh::Context context, i
   if constexpr (!Weigh::kGathered) NoteMoment(u.result, kSampleFoldBegins);
   UnitState& state = *u.state;
   const int d = shape.head_dim;
-  if (blockIdx.x >= state.split_count[phase]) return;
+  if (blockIdx.x >= state.split_count[phase] || (phase > 0 && u.coded())) return;
   float* queries = memory;
   float* rest = queries + kRows * d;
   for (int i = threadIdx.x; i < shape.group * d; i += blockDim.x) {

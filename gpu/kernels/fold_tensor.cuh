@@ -533,6 +533,7 @@ __global__ void __launch_bounds__(kTensorThreads, kDimTiles <= 2 ? kMomentBlocks
   extern __shared__ __align__(128) std::byte fold_memory[];
   __shared__ UnitRequest u;
   Begin(units + blockIdx.y, u);
+  if (phase > 0 && u.coded()) return;
   const ListedRows rows{shape, u, *u.state, phase};
   FoldOnTensorCores<kDType, kHeads, kDimTiles>(
       {shape.head_dim, shape.group, shape.scale, 1 / ValueUnit(u), &u.signs}, rows,

@@ -44,8 +44,8 @@ struct GatherLists {
     }
     __syncthreads();
   }
-  // Where row `at` of all lists comes from and goes to; from: null if another unit brings it. unit: 0 at first, then as the last call
-  // left it; `at` must not decrease.
+  // Where row `at` of all lists comes from and goes to; from: null if another unit brings it. unit:
+  // 0 at first, then as the last call left it; `at` must not decrease.
   __device__ void Find(int64_t at, int64_t row_bytes, int& unit, const std::byte*& from,
                        std::byte*& to) const {
     while (at >= ends[unit]) ++unit;

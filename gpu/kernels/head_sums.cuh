@@ -15,7 +15,7 @@ inline constexpr int kEstimateBlocksPerSm = 2;
 inline constexpr int kAllSplitsMax = kPhases * kSplitMax;
 static_assert(kAllSplitsMax <= kEstimateThreads && kHeadDimMax <= kEstimateThreads);
 // Sets of rows: the exact rows, and at most as many strata as CutStrata() makes.
-inline constexpr int kEstimatedStrataMax = kStratumEdgeCount + 1;
+inline constexpr int kEstimatedStrataMax = kStrataMax;
 inline constexpr int kSetsMax = 1 + kEstimatedStrataMax;
 
 // Floats of a set's sums over its splits, relative to the set's maximum: sum x v [d]; for a stratum

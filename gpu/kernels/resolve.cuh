@@ -136,6 +136,13 @@ struct DrawState : TailDraw {
   int64_t gathered;  // rows that earlier phases gather
 };
 
+// Judges a phase's draw; counts: of the strata.
+__device__ inline DrawVerdict Judge(bool coded, int phase, const int64_t* counts, TailDraw& draw) {
+  if (!coded) return phase == 0 ? JudgePilot(counts, draw) : JudgeSample(counts, draw);
+  if (phase == 0) return DrawVerdict::kTake;
+  return phase == 1 ? JudgeFirst(counts, draw) : JudgeSample(counts, draw);
+}
+
 // All threads of the block; the caller synchronises.
 __device__ inline void LoadDraw(const UnitRequest& u, int phase, DrawState& draw) {
   const UnitState& s = *u.state;
@@ -273,7 +280,7 @@ __global__ void __launch_bounds__(kResolveThreads)
   }
   for (;;) {
     if (threadIdx.x == 0) {
-      verdict = phase == 0 ? JudgePilot(totals + 1, draw) : JudgeSample(totals + 1, draw);
+      verdict = Judge(u.coded(), phase, totals + 1, draw);
       collect = false;
       for (int h = 0; h < draw.strata && verdict == DrawVerdict::kDrawAgain; ++h) {
         if (draw.threshold[h] <= collected[h]) continue;

@@ -70,19 +70,21 @@ __device__ inline void LoadHeadTerms(const AttendShape& shape, const UnitRequest
                                      HeadTerms (&heads)[kGroupMax]) {
   const int g = threadIdx.x;
   if (g >= kGroupMax) return;
-  HeadTerms terms = {0, 0, 0, 0};
+  HeadTerms terms = {0, 0, 0, 0, 0};
   if (g < shape.group) {
     const UnitState& state = *u.state;
     terms = {state.offset[g], state.coefficient[g], FromOrderedBits(state.reference[g]),
-             again ? state.head_weight[g] : ScoreHeadWeight(state.mass[g])};
+             again ? state.head_weight[g] : ScoreHeadWeight(state.mass[g]),
+             LevelShrinkage(state.rank_error_scale[g])};
   }
   heads[g] = terms;
 }
 
 // Computes the score bin of every token (same bits as on the CPU device), the unit's histogram,
-// and the RankSums of each page. Grid (blocks, units); one warp per page. Shared memory: histogram
-// [kScoreBinCount], query planes, and one PageRing per warp. again: scores only units whose heads
-// are weighted again, with the new weights. See PageScorer for kMass and kOneQuartet.
+// the RankSums of each page and, of a coded unit, the levels of x^. Grid (blocks, units); one warp
+// per page. Shared memory: histogram [kScoreBinCount], query planes, and one PageRing per warp.
+// again: scores only units whose heads are weighted again, with the new weights. See PageScorer for
+// kMass and kOneQuartet.
 template <int kPlanes, int kFragments, bool kMass, bool kOneQuartet>
 __global__ void __launch_bounds__(kScoreThreads, 1)
     ScoreAsymmetricKernel(AttendShape shape, bool again, const UnitRequest* units) {
@@ -95,6 +97,9 @@ __global__ void __launch_bounds__(kScoreThreads, 1)
   if (again) {
     GridDependencyWait();
     if (!u.state->reweighed) return;
+    // The first pass has written the levels.
+    if (threadIdx.x == 0) u.codes.levels = nullptr;
+    __syncthreads();
   }
   const int warps = blockDim.x / 32;
   const int warp = threadIdx.x / 32;

@@ -5,6 +5,7 @@
 #include "host/core/page_score.h"
 #include "host/core/rank_error.h"
 #include "host/core/score.h"
+#include "host/core/value_code.h"
 
 // Scores a page of codes: the bins of its tokens, and sums for the errors of ranks. One warp a
 // page.
@@ -107,16 +108,16 @@ struct ScoredTiles {
     }
   }
 
-  // Sets e to exp(logit - reference) of the lane's tokens of tile first + a for query head
+  // Sets x to logit - reference, in octaves, of the lane's tokens of tile first + a for query head
   // lane % 4. shift: what the page's centre adds to the logits, less the reference.
-  __device__ void Exponentials(int a, const Quartet<kFragments>& quartet, float shift,
-                               float (&e)[4]) const {
+  __device__ void Logits(int a, const Quartet<kFragments>& quartet, float shift,
+                         float (&x)[4]) const {
     int32_t totals[4];
     TileTotals<kPlanes, kFragments>(codes[a], ones[a], quartet.query, quartet.terms.offset, totals);
 #pragma unroll
     for (int t = 0; t < 4; ++t) {
-      e[t] = ScoreExp2(
-          EstimatedLogit(ScaledTotal(totals[t], quartet.terms.coefficient), factors[a][t], shift));
+      x[t] =
+          EstimatedLogit(ScaledTotal(totals[t], quartet.terms.coefficient), factors[a][t], shift);
     }
   }
 };
@@ -193,7 +194,10 @@ class PageScorer {
 #pragma unroll
     for (int a = 0; a < kAhead; ++a) {
       float e[4];
-      tiles.Exponentials(a, quartet, shift, e);
+      tiles.Logits(a, quartet, shift, e);
+      if (u_.coded()) StoreLevels(page, tiles.first + a, quartet, e, tiles.squares[a]);
+#pragma unroll
+      for (float& x : e) x = ScoreExp2(x);
       AddToChains(page, tiles.first + a, e, tiles.squares[a], chains);
       ExchangeHeads(e, lane_);
       // Heads beyond the group have weight 0, and their e is finite.
@@ -203,6 +207,32 @@ class PageScorer {
       }
       if (kMass) StoreHeadBins(page, tiles.first + a, quartet.index, tiles.norm[a], e);
     }
+  }
+
+  // x: logits of query head lane % 4, by the lane's tokens.
+  __device__ void StoreLevels(const ScoredPage& page, int tile, const Quartet<kFragments>& quartet,
+                              const float (&x)[4], const float (&squares)[4]) {
+    const int head = quartet.index * 4 + lane_ % 4;
+    if (head >= shape_.group) return;
+    uint32_t counted = 0xFu;
+    if (!page.whole) {
+      const uint32_t own_norms = LoadNorms(shape_.tiling, page.codes, tile, lane_);
+      counted = 0;
+#pragma unroll
+      for (int t = 0; t < 4; ++t) {
+        const int slot = tile * kCodeTileTokens + t * 8 + lane_ / 4;
+        if (page.slots.Scored(slot) && !IsStrayNorm(own_norms, t)) counted |= 1u << t;
+      }
+    }
+    uint32_t levels = 0;
+#pragma unroll
+    for (int t = 0; t < 4; ++t) {
+      const uint32_t level = ValueLevel(x[t], squares[t], quartet.terms.shrinkage);
+      if ((counted >> t & 1u) != 0) levels |= level << (8 * t);
+    }
+    auto* const to = reinterpret_cast<uint32_t*>(
+        u_.codes.levels + (page.index * shape_.group + head) * kPageTokenCount);
+    to[tile * (kCodeTileTokens / 4) + lane_ / 4] = levels;
   }
 
   // e: of query head lane % 4, by the lane's tokens.

@@ -84,14 +84,14 @@ __global__ void TensorAppendKernel(TensorAppend a) {
 
 // blockIdx.x: KV head; blockIdx.y: item. Shared memory: EncodePageSharedBytes().
 __global__ void __launch_bounds__(kPageThreads, 2)
-    StepEncodeKernel(const StepEncode* encodes, RotationWeights weights, Quantiser quantiser) {
+    StepEncodeKernel(const StepEncode* encodes, RotationWeights weights, PageCoding coding) {
   GridDependencyWait();
   TriggerDependents();
   const StepEncode& encode = encodes[blockIdx.y];
   if (encode.work.begin >= encode.work.end) return;
   const EncodeWork work = encode.work;
-  EncodePage(work, weights, quantiser, encode.heads, /*first=*/nullptr,
-             work.begin / kPageTokenCount, blockIdx.x);
+  EncodePage(work, weights, coding, encode.heads, /*first=*/nullptr, work.begin / kPageTokenCount,
+             blockIdx.x);
 }
 
 }  // namespace spillway::cuda

@@ -235,15 +235,13 @@ SPILLWAY_HOST_DEVICE inline HeadCertificate Certify(const TailTerms& terms, bool
 }
 
 // Whether a third draw may give the head an error bound: its error after the second draw is above
-// epsilon, and nothing else prevents a bound. With value codes, an unclear D^ also asks for rows.
-// The third draw's budgets multiply the policy's inflation by kMoreInflation, because the standard
+// epsilon, and nothing else prevents a bound. The third draw's budgets multiply the policy's inflation by kMoreInflation, because the standard
 // deviations were underestimated before.
 inline constexpr double kMoreInflation = 1.25;
 SPILLWAY_HOST_DEVICE inline bool WantsMoreRows(const TailTerms& terms, bool limited,
-                                               const HeadCertificate& certificate,
-                                               bool from_codes) {
+                                               const HeadCertificate& certificate) {
   return terms.may_promise && !limited && certificate.promise == Promise::kNone &&
-         (from_codes || certificate.relative_error < HUGE_VALF);
+         certificate.relative_error < HUGE_VALF;
 }
 
 // With value codes, the first draw's budgets come from predicted variances

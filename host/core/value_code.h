@@ -89,12 +89,12 @@ SPILLWAY_HOST_DEVICE inline float LevelLogit(uint8_t level, float reference) {
 // H: signs, then a Walsh-Hadamard transform. Its length is the largest power of two m <= d. If
 // m < d, it transforms dimensions [0, m), and then [d - m, d) with other signs. After each
 // transform, entries are multiplied by HadamardScale(). H^T is the reverse.
-constexpr int HadamardSize(int dim) {
+SPILLWAY_HOST_DEVICE constexpr int HadamardSize(int dim) {
   return static_cast<int>(std::bit_floor(static_cast<unsigned>(dim)));
 }
-constexpr int HadamardCount(int dim) { return HadamardSize(dim) == dim ? 1 : 2; }
-inline float HadamardScale(int dim) {
-  return static_cast<float>(1 / std::sqrt(static_cast<double>(HadamardSize(dim))));
+SPILLWAY_HOST_DEVICE constexpr int HadamardCount(int dim) { return HadamardSize(dim) == dim ? 1 : 2; }
+SPILLWAY_HOST_DEVICE inline float HadamardScale(int dim) {
+  return static_cast<float>(1 / ::sqrt(static_cast<double>(HadamardSize(dim))));
 }
 
 // The signs of transform `part`: whether entry i of its range is negated before it. They are fixed:
@@ -127,7 +127,7 @@ struct PredictedTerms {
 };
 
 // ||w||^2 / (g^2 d): E[t^2] / (1 - D) for a standard normal coordinate.
-constexpr float SquareOfFactor(int value_bits) {
+SPILLWAY_HOST_DEVICE constexpr float SquareOfFactor(int value_bits) {
   constexpr double kMeanSquare[] = {0.25, 0.8879, 2.8013};
   return static_cast<float>(kMeanSquare[value_bits - 1] / (1 - QuantiserDistortion(value_bits)));
 }

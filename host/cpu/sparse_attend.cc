@@ -22,13 +22,6 @@
 namespace spillway {
 namespace {
 
-// Whether the answer for the tail is that of codes, which the sampled rows correct: if the model
-// has value codes, the selector estimates logits of all tokens, and the tail is stratified.
-bool AnswersFromCodes(const ModelSpec& spec, const Policy& policy, Tail tail) {
-  return spec.value_bits() > 0 && policy.selector == Selector::kAsymmetric &&
-         !policy.candidate_selector.has_value() && tail == Tail::kStratified;
-}
-
 class SparseAttend {
  public:
   SparseAttend(const AttendContext& context, int64_t query, int kv_head, StageClock* clock)
@@ -52,7 +45,7 @@ class SparseAttend {
         values_can_be_sampled_(statistics() == nullptr ||
                                ValuesCanBeSampled(statistics()->value_floor)),
         scores_(keys_, policy_.selector, policy_.heavy_kind == HeavyKind::kMass,
-                AnswersFromCodes(context.spec(), policy_, terms_.tail)),
+                policy_.AnswersFromCodes(context.spec(), terms_.tail)),
         exact_(group_, context.spec().head_dim, /*moments=*/false) {}
 
   absl::Status Run();
@@ -209,9 +202,10 @@ absl::Status SparseAttend::SampleTail() {
   SetBudgets(heads, terms_);
   RETURN_IF_ERROR(Draw(sampler, JudgeSample));
   EstimateHeads();
-  std::erase_if(heads, [&](int g) {
-    return !WantsMoreRows(terms_, draw_.limited, Certified(g), estimates_[g].from_codes);
-  });
+  // With codes, a third draw is needed so seldom that it is not worth its kernels on a GPU.
+  if (codes_ != nullptr) return absl::OkStatus();
+  std::erase_if(heads,
+                [&](int g) { return !WantsMoreRows(terms_, draw_.limited, Certified(g)); });
   if (heads.empty()) return absl::OkStatus();
   TailTerms more = terms_;
   more.inflation *= kMoreInflation;

@@ -196,6 +196,11 @@ bool Policy::KnowsRankError() const {
   return !candidate_selector.has_value() && IsExactOrEstimated(selector);
 }
 
+bool Policy::AnswersFromCodes(const ModelSpec& spec, Tail tail) const {
+  return spec.value_bits() > 0 && selector == Selector::kAsymmetric &&
+         !candidate_selector.has_value() && tail == Tail::kStratified;
+}
+
 int64_t Policy::ScoredEnd(const ModelSpec& spec, int64_t n) const {
   const int64_t end = n - window_token_count;
   const bool by_pages = spec.hash.kind == HashKind::kRotation &&

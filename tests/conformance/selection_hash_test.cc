@@ -303,7 +303,6 @@ TEST_P(SelectionHash, OfTheDefaultWay) {
 }
 
 TEST_P(SelectionHash, WithValueCodes) {
-  if (GetParam().name != "cpu") GTEST_SKIP() << "a GPU does not serve value codes yet";
   for (const int value_bits : {1, 2, 3}) {
     const ModelSpec spec =
         MakeSpec(2, 4, 128, DType::kBF16, {.bits_per_dim = 3, .seed = 3, .value_bits = value_bits});

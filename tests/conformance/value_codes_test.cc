@@ -340,13 +340,7 @@ TEST_P(ValueCodes, DoNotDependOnHowRowsCame) {
   EXPECT_EQ(chunks.Attend(policy_, q_).result.out, at_once);
 }
 
-INSTANTIATE_TEST_SUITE_P(Devices, ValueCodes, ::testing::ValuesIn([] {
-                           // A GPU does not serve them yet.
-                           std::vector<DeviceFactory> factories = DeviceFactories();
-                           std::erase_if(factories,
-                                         [](const DeviceFactory& f) { return f.name != "cpu"; });
-                           return factories;
-                         }()),
+INSTANTIATE_TEST_SUITE_P(Devices, ValueCodes, ::testing::ValuesIn(DeviceFactories()),
                          [](const auto& info) { return info.param.name; });
 
 }  // namespace

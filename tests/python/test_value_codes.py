@@ -7,8 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import spillway_kv
-from daemon_process import on_gpu
 from helpers import delete_model
 from spillway_kv import Client, Model, Policy, RotationHash, Sequence
 
@@ -29,19 +27,9 @@ def create(client: Client, value_bits: int) -> Model:
     )
 
 
-@pytest.mark.skipif(not on_gpu(), reason="needs a GPU")
-def test_a_gpu_refuses_them_by_name(client: Client) -> None:
-    with pytest.raises(
-        spillway_kv.SpillwayError, match=r"value_bits = 2\) are served on a CPU only"
-    ):
-        create(client, 2)
-
-
 @pytest.fixture
 def models(client: Client) -> Iterator[dict[int, Model]]:
     """A model for each number of bits."""
-    if on_gpu():
-        pytest.skip("a GPU does not serve value codes yet")
     made = {bits: create(client, bits) for bits in range(4)}
     yield made
     for model in made.values():

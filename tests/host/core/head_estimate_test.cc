@@ -224,8 +224,7 @@ TEST(EstimateHead, AnswersFromCodesIfTheDenominatorIsUnclear) {
   const HeadCertificate certificate = Certify(promising, false, true, 200, 960, got);
   EXPECT_EQ(certificate.promise, Promise::kNone);
   EXPECT_EQ(certificate.relative_error, std::numeric_limits<float>::infinity());
-  EXPECT_TRUE(WantsMoreRows(promising, false, certificate, got.from_codes));
-  EXPECT_FALSE(WantsMoreRows(promising, true, certificate, got.from_codes));
+  EXPECT_FALSE(WantsSecondDraw(promising, true, certificate));
   EXPECT_TRUE(WantsSecondDraw(promising, false, certificate));
   // Even if every row is drawn.
   EXPECT_EQ(Certify(promising, false, true, 960, 960, got).promise, Promise::kNone);
