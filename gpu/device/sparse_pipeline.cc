@@ -178,19 +178,6 @@ void SparsePipeline::LayOutUnit(const UnitWave& wave, int64_t i, const Unit& uni
                                       {context_->layer(), unit.kv_head, centre}, r, workspace);
 }
 
-bool SparsePipeline::SharesRows(const UnitWave& wave) const {
-  std::vector<const std::byte*> firsts;
-  const Unit* before = nullptr;
-  for (const Unit& unit : wave.units) {
-    if (before == nullptr || before->item != unit.item || before->query != unit.query) {
-      firsts.push_back(context_->attend(unit.item).rows->Row(0, 0));
-    }
-    before = &unit;
-  }
-  std::ranges::sort(firsts);
-  return std::ranges::adjacent_find(firsts) != firsts.end();
-}
-
 void SparsePipeline::LayOutCodes(const AttendShape& shape, int64_t n, UnitRequest& r,
                                  Carver& workspace) {
   const int group = shape.group;
@@ -245,8 +232,8 @@ void SparsePipeline::Add(size_t item, int64_t query) {
   const ModelMethods* const methods = context_->model().methods();
   const bool whole = methods != nullptr && methods->TakesWholeQueries(policy);
   const int heads = spec().kv_head_count;
-  // Units of one KV head may share rows, so lanes have KV heads of their own where they can.
-  const bool by_heads = lanes_ > 1 && heads % lanes_ == 0;
+  // Units of one KV head may share rows. Then lanes have KV heads of their own, if they can.
+  const bool by_heads = lanes_ > 1 && shares_rows_ && heads % lanes_ == 0;
   const auto units_max =
       static_cast<size_t>(lanes_ > 1 && !by_heads ? (unit_count_ + lanes_ - 1) / lanes_
                                                   : std::numeric_limits<int64_t>::max());
@@ -279,12 +266,25 @@ void SparsePipeline::Add(size_t item, int64_t query) {
 void SparsePipeline::ChooseLanes() {
   unit_count_ = context_->unit_count();
   crosses_link_ = MayCrossLink();
+  shares_rows_ = crosses_link_ && MayShareRows();
   lanes_max_ = 1;
   if (context_->step() != nullptr && unit_count_ >= kLaneUnits) {
     const int64_t parts = (unit_count_ + kLaneUnits / 2) / kLaneUnits;
     lanes_max_ = static_cast<int>(std::clamp<int64_t>(parts, 2, kStepLanesMax));
   }
   lanes_ = crosses_link_ ? lanes_max_ : std::min(lanes_max_, kLinklessLanesMax);
+}
+
+bool SparsePipeline::MayShareRows() const {
+  if (context_->step() != nullptr && context_->step()->measures) return false;
+  std::vector<const std::byte*> first_pages;
+  for (const JobItem& item : context_->job().items) {
+    if (!item.attend.has_value()) continue;
+    if (item.attend->query_count > 1) return true;
+    first_pages.push_back(item.attend->rows->Page(0, 0));
+  }
+  std::ranges::sort(first_pages);
+  return std::ranges::adjacent_find(first_pages) != first_pages.end();
 }
 
 bool SparsePipeline::MayCrossLink() const {
@@ -341,7 +341,7 @@ void SparsePipeline::Address(const Unit& unit, UnitRequest& r) const {
 
 void SparsePipeline::Fill(const UnitWave& wave, Carver& workspace) const {
   const int64_t width = int64_t{spec().group()} * spec().head_dim;
-  const SharedRows shared = SharesRows(wave) ? wave.shared : SharedRows{};
+  const SharedRows shared = shares_rows_ ? wave.shared : SharedRows{};
   UnitRequest of_query{};
   TailTerms terms{};
   for (size_t i = 0; i < wave.units.size(); ++i) {

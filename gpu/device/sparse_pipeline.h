@@ -80,6 +80,9 @@ class SparsePipeline {
   void ChooseLanes();
   // Whether any rows of the items may be in host memory alone.
   bool MayCrossLink() const;
+  // Whether units may read the same rows: because two are of one KV head of one item, or because two
+  // sequences have their first page in common.
+  bool MayShareRows() const;
   bool uses_lanes() const { return waves_.size() > 1 && lanes_ > 1; }
   // Bytes of workspace for each lane.
   std::array<int64_t, kStepLanesMax> LaneBytes() const;
@@ -101,9 +104,6 @@ class SparsePipeline {
   void LayOutUnit(const UnitWave& wave, int64_t i, const Unit& unit, UnitRequest& request,
                   Carver& workspace) const;
 
-  // Whether units of a wave may read the same rows: because two are of one KV head of one item, or
-  // because two sequences have their first page in common.
-  bool SharesRows(const UnitWave& wave) const;
   // The request for a query's units, without tails and addresses.
   UnitRequest Request(size_t item, int64_t query) const;
   // Sets where a unit's rows and codes are, and in which order they are sampled.
@@ -125,6 +125,7 @@ class SparsePipeline {
   // From the first Add() on:
   int64_t unit_count_ = 0;    // of the context
   bool crosses_link_ = true;  // MayCrossLink()
+  bool shares_rows_ = false;  // whether it does, and MayShareRows()
   int lanes_max_ = 1;         // lanes for which the step has memory
   int lanes_ = 1;
   int64_t unit_bytes_max_ = 0;               // of a unit alone in a wave

@@ -65,7 +65,7 @@ inline constexpr int kSegmentColumns = kMissedColumn + 1;
 inline constexpr int kPhases = 3;
 // Pages of a span, in parts: a warp weighs or sums one part.
 inline constexpr int kSpanParts = 8;
-inline constexpr int kSpanPages = 64;
+inline constexpr int kSpanPages = 32;
 // Most strata of a tail, see CutStrata().
 inline constexpr int kStrataMax = kStratumEdgeCount + 1;
 // Splits of one phase: about kSplitsWanted of at least kSplitRowsMin rows. Each set of rows may add

@@ -6,11 +6,14 @@ namespace {
 
 template <int kWidth, int kHeads>
 cudaError_t LaunchPart(const Wave& wave, int part, unsigned spans, cudaStream_t stream) {
-  constexpr int kWords = CodeSummer<kWidth, kHeads>::kWordTiles * 8;
+  constexpr int kWords = SummedPage<kWidth>::kRunWords;
   const auto runs =
       static_cast<unsigned>((wave.shape.tiling.value_words(part) + kWords - 1) / kWords);
   return Launch<SumCodesKernel<kWidth, kHeads>>(
-      {{spans, static_cast<unsigned>(wave.unit_count), runs}, kSpanThreads, 0, wave.overlap},
+      {{spans, static_cast<unsigned>(wave.unit_count), runs},
+       kSpanThreads,
+       SumBytes<kWidth, kHeads>(wave.shape.group),
+       wave.overlap},
       stream, wave.shape, part, wave.units);
 }
 

@@ -90,19 +90,23 @@ class PageWeigher {
     for (int quartet = 0; quartet * 4 < shape_.group; ++quartet) {
       uint32_t levels[4];
       LoadLevels(page, quartet, mask, levels);
+      float sums[4], largest[4];
 #pragma unroll
       for (int h = 0; h < 4; ++h) {
-        float sum = 0, largest = 0;
+        sums[h] = largest[h] = 0;
 #pragma unroll
         for (int o = 0; o < 4; ++o) {
           const float weight = LevelWeight(LevelOf(levels[h], o));
-          sum += weight;
-          largest = fmaxf(largest, weight * factors[o]);
+          sums[h] += weight;
+          largest[h] = fmaxf(largest[h], weight * factors[o]);
         }
-        const PageWeights weights = {WarpSum(sum), WarpMax(largest)};
-        if (lane_ == 0 && quartet * 4 + h < shape_.group) {
-          u_.codes.weights[page * shape_.group + quartet * 4 + h] = weights;
-        }
+      }
+      const PageWeights weights = {
+          ReduceByLane(sums, [](float a, float b) { return a + b; }),
+          ReduceByLane(largest, [](float a, float b) { return fmaxf(a, b); })};
+      const int head = quartet * 4 + lane_ / 8;
+      if (lane_ % 8 == 0 && head < shape_.group) {
+        u_.codes.weights[page * shape_.group + head] = weights;
       }
       Predict(page, codes, own, factors, quartet, levels);
     }
@@ -131,48 +135,73 @@ class PageWeigher {
     return from >= 0 && from % reference_.step == 0 && from / reference_.step < reference_.count;
   }
 
-  // Adds the page's tokens that count to the predictions. Tokens of a stratum follow each other.
+  // Adds the page's tokens that count to the predictions, stratum by stratum.
   __device__ void Predict(int64_t page, const std::byte* codes, const OwnSlots& own,
                           const float (&factors)[4], int quartet, const uint32_t (&levels)[4]) {
+    constexpr int kNone = INT32_MAX;
     const bool all = IsReference(page);
+    int stratum[4];  // of tokens that count
     bool any = false;
 #pragma unroll
-    for (int o = 0; o < 4; ++o) any |= Counts(own.stratum[o], all);
+    for (int o = 0; o < 4; ++o) {
+      stratum[o] = Counts(own.stratum[o], all) ? own.stratum[o] : kNone;
+      any |= stratum[o] != kNone;
+    }
     if (!__any_sync(kFullWarp, any)) return;
+    float of_value[4][4], of_centre[4][4];  // by octet and head
     float key_factors[4];
     LoadOwnFactors(codes + shape_.tiling.factor_offset_bytes(), lane_, key_factors);
 #pragma unroll
     for (int o = 0; o < 4; ++o) {
-      const int stratum = own.stratum[o];
-      const bool counts = Counts(stratum, all);
       const float factor_square = fminf(key_factors[o] * key_factors[o], kFactorSquareMax);
       const float in_units = factors[o] * inverse_unit_;
       const float value_square = in_units * in_units * square_of_factor_;
-      for (unsigned left = __ballot_sync(kFullWarp, counts); left != 0;) {
-        const int h = __shfl_sync(kFullWarp, stratum, __ffs(left) - 1);
-        const bool member = counts && stratum == h;
-        const unsigned members = __ballot_sync(kFullWarp, member);
-        left &= ~members;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int g = quartet * 4 + i;
-          if (g >= shape_.group) break;
-          PredictedTerms terms = {0, 0};
-          const uint8_t level = LevelOf(levels[i], o);
-          if (member && level != 0) {
-            terms = PredictTerms(LevelWeight(level), LogitVariance(factor_square, shrinkage_[g]),
-                                 value_square, distortion_);
-          }
-          terms.of_value = WarpSum(terms.of_value);
-          terms.of_centre = WarpSum(terms.of_centre);
-          if (lane_ == 0) {
-            PredictedPart& part = predicted_[h * shape_.group + g];
-            part.of_value += terms.of_value;
-            part.of_centre += terms.of_centre;
-            part.count += __popc(members);
-          }
+      for (int h = 0; h < 4; ++h) {
+        PredictedTerms terms = {0, 0};
+        const uint8_t level = LevelOf(levels[h], o);
+        if (stratum[o] != kNone && level != 0) {
+          terms = PredictTerms(LevelWeight(level),
+                               LogitVariance(factor_square, shrinkage_[quartet * 4 + h]),
+                               value_square, distortion_);
+        }
+        of_value[o][h] = terms.of_value;
+        of_centre[o][h] = terms.of_centre;
+      }
+    }
+    for (int last = -1;;) {
+      int own_next = kNone;
+#pragma unroll
+      for (int o = 0; o < 4; ++o) {
+        if (stratum[o] > last) own_next = min(own_next, stratum[o]);
+      }
+      const int next = __reduce_min_sync(kFullWarp, own_next);
+      if (next == kNone) break;
+      float sums[8] = {};
+      uint32_t count = 0;
+#pragma unroll
+      for (int o = 0; o < 4; ++o) {
+        const bool member = stratum[o] == next;
+        count += __popc(__ballot_sync(kFullWarp, member));
+#pragma unroll
+        for (int h = 0; h < 4; ++h) {
+          sums[h] += member ? of_value[o][h] : 0.0f;
+          sums[4 + h] += member ? of_centre[o][h] : 0.0f;
         }
       }
+      const float sum = ReduceByLane(sums, [](float a, float b) { return a + b; });
+      const int at = lane_ / 4;  // among the sums
+      const int head = quartet * 4 + at % 4;
+      if (lane_ % 4 == 0 && head < shape_.group) {
+        PredictedPart& part = predicted_[next * shape_.group + head];
+        if (at < 4) {
+          part.of_value += sum;
+          part.count += count;
+        } else {
+          part.of_centre += sum;
+        }
+      }
+      last = next;
     }
   }
   __device__ bool Counts(int stratum, bool all) const {
@@ -279,94 +308,86 @@ struct SpanPages {
   int count;
 };
 
+// Where a warp has what it reads of a page: the codes of a run of dimensions, [32] rows; the
+// factors [32] rows; the levels [G]. Rows and heads are padded, so that lanes read different banks.
+template <int kWidth>
+struct SummedPage {
+  static constexpr int kFields = 8 / kWidth;
+  static constexpr int kWordTiles = kSummedDims / (8 * kFields);
+  static constexpr int kRunWords = kWordTiles * 8;
+  static constexpr int kRowWords = kRunWords + 8;
+  static constexpr int kHeadWords = 32 + 4;
+  static constexpr int kRows = kPageTokenCount / 4;
+
+  __host__ __device__ static int Words(int group) {
+    return kRows * kRowWords + 2 * kRows + group * kHeadWords;
+  }
+  __device__ explicit SummedPage(uint32_t* memory)
+      : codes(memory),
+        factors(reinterpret_cast<uint2*>(memory + kRows * kRowWords)),
+        levels(memory + kRows * kRowWords + 2 * kRows) {}
+
+  uint32_t* codes;
+  uint2* factors;
+  uint32_t* levels;
+};
+
+template <int kBytes>
+__device__ inline void CopyAhead(void* to, const void* from) {
+  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+  if constexpr (kBytes == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(from));
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(address), "l"(from));
+  }
+}
+
 // Sums the codes of a part of a span: one warp. kWidth: bits of a field. kHeads: 8 or 16.
 template <int kWidth, int kHeads>
 class CodeSummer {
  public:
-  static constexpr int kFields = 8 / kWidth;
-  static constexpr int kWordTiles = kSummedDims / (8 * kFields);
+  using Page = SummedPage<kWidth>;
+  static constexpr int kFields = Page::kFields;
+  static constexpr int kWordTiles = Page::kWordTiles;
   static constexpr int kHalves = kHeads / 8;
+  static constexpr int kDepth = 2;
 
   // part: of the codes. first_word: of the part's words, from where kSummedDims dimensions are
-  // summed.
-  __device__ CodeSummer(const AttendShape& shape, const UnitRequest& u, int part, int first_word)
+  // summed. first_page: of the span. memory: kDepth pages of the warp, in shared memory.
+  __device__ CodeSummer(const AttendShape& shape, const UnitRequest& u, const SpanPages& pages,
+                        int64_t first_page, int part, int first_word, uint32_t* memory)
       : shape_(shape),
         u_(u),
+        pages_(pages),
+        first_page_(first_page),
+        memory_(memory),
         words_(shape.tiling.value_words(part)),
         row_words_(shape.tiling.value_row_words()),
         first_word_(first_word),
         codes_at_(shape.tiling.value_code_offset_bytes() / 4 +
-                  (part == 1 ? shape.tiling.value_words(0) : 0)),
+                  (part == 1 ? shape.tiling.value_words(0) : 0) + first_word),
         below_(part == 1 ? 2 : 0),
         middle_(part == 1 ? 0 : (1 << shape.tiling.value_bits) - 1),
         inverse_unit_(1 / ValueUnit(u)) {}
 
-  __device__ void Add(const SpanPages& pages, int at, int64_t page) {
-    const std::byte* const code_page = pages.codes[at];
-    const auto* const words = reinterpret_cast<const uint32_t*>(code_page) + codes_at_;
-    const auto* const factors =
-        reinterpret_cast<const uint2*>(code_page + shape_.tiling.value_factor_offset_bytes());
-    int32_t products[kWordTiles][kFields][4] = {};
-    float inverse[kHalves];
-    const uint32_t* levels[kHalves];
-    int32_t weight_sum[kHalves] = {};
-#pragma unroll
-    for (int half = 0; half < kHalves; ++half) {
-      const int head = half * 8 + lane_ / 4;
-      const bool present = head < shape_.group;
-      inverse[half] = present ? CodeWeightInverse(pages.largest[at][head]) : 0.0f;
-      levels[half] = reinterpret_cast<const uint32_t*>(
-          u_.codes.levels + (page * shape_.group + (present ? head : 0)) * kPageTokenCount);
+  // Starts to copy the warp's first page. Neighbouring pages have mass together, so warps take
+  // turns.
+  __device__ void Begin() {
+    at_ = Next(static_cast<int>(threadIdx.x) / 32);
+    Bring(at_, 0);
+  }
+  // Adds all of the warp's pages.
+  __device__ void AddAll() {
+    for (int stage = 0; at_ < pages_.count; stage ^= 1) {
+      const int after = Next(at_ + kSpanParts);
+      Bring(after, stage ^ 1);
+      asm volatile("cp.async.wait_group 1;" ::: "memory");
+      __syncwarp();
+      Add(at_, Page(memory_ + stage * Page::Words(shape_.group)));
+      __syncwarp();
+      at_ = after;
     }
-#pragma unroll
-    for (int tile = 0; tile < kCodeTilesPerPage; ++tile) {
-      uint32_t low[kWordTiles], high[kWordTiles];  // words of rows lane % 4 and lane % 4 + 4
-      const int row = tile * 8 + lane_ % 4;
-#pragma unroll
-      for (int j = 0; j < kWordTiles; ++j) {
-        const int word = first_word_ + j * 8 + lane_ / 4;
-        const bool present = word < words_;
-        low[j] = present ? words[row * row_words_ + word] : 0;
-        high[j] = present ? words[(row + 4) * row_words_ + word] : 0;
-      }
-      uint32_t a[4] = {0, 0, 0, 0};
-#pragma unroll
-      for (int half = 0; half < kHalves; ++half) {
-        a[half] = Weights(levels[half][row], factors[row], inverse[half]);
-        a[2 + half] = Weights(levels[half][row + 4], factors[row + 4], inverse[half]);
-        weight_sum[half] = __dp4a(static_cast<int>(a[half]), 0x01010101, weight_sum[half]);
-        weight_sum[half] = __dp4a(static_cast<int>(a[2 + half]), 0x01010101, weight_sum[half]);
-      }
-#pragma unroll
-      for (int j = 0; j < kWordTiles; ++j) {
-#pragma unroll
-        for (int p = 0; p < kFields; ++p) {
-          constexpr uint32_t kMask = ((1u << kWidth) - 1) * 0x01010101u;
-          MultiplyBytes(products[j][p], a, low[j] >> (kWidth * p) & kMask,
-                        high[j] >> (kWidth * p) & kMask);
-        }
-      }
-    }
-#pragma unroll
-    for (int half = 0; half < kHalves; ++half) {
-      weight_sum[half] += __shfl_xor_sync(kFullWarp, weight_sum[half], 1);
-      weight_sum[half] += __shfl_xor_sync(kFullWarp, weight_sum[half], 2);
-      const int head = half * 8 + lane_ / 4;
-      const float unit =
-          head < shape_.group ? CodeWeightUnit(pages.largest[at][head]) * 0.5f * inverse_unit_ : 0;
-      const int32_t offset = middle_ * weight_sum[half];
-#pragma unroll
-      for (int j = 0; j < kWordTiles; ++j) {
-#pragma unroll
-        for (int p = 0; p < kFields; ++p) {
-#pragma unroll
-          for (int c = 0; c < 2; ++c) {
-            const int32_t twice = (products[j][p][2 * half + c] << (1 + below_)) - offset;
-            sums_[j][p][half][c] = fmaf(static_cast<float>(twice), unit, sums_[j][p][half][c]);
-          }
-        }
-      }
-    }
+    asm volatile("cp.async.wait_group 0;" ::: "memory");
   }
 
   // Adds the warp's sums to sums [kHeads][kHeadDimMax].
@@ -389,6 +410,105 @@ class CodeSummer {
   }
 
  private:
+  // The warp's next page with mass from `at` on; beyond the span if there is none.
+  __device__ int Next(int at) const {
+    while (at < pages_.count && !pages_.has_mass[at]) at += kSpanParts;
+    return at;
+  }
+
+  // Starts to copy a page, if it is one of the span.
+  __device__ void Bring(int at, int stage) {
+    if (at < pages_.count) {
+      const Page to(memory_ + stage * Page::Words(shape_.group));
+      const std::byte* const page = pages_.codes[at];
+      const auto* const codes = reinterpret_cast<const uint32_t*>(page) + codes_at_;
+      const int words = min(Page::kRunWords, words_ - first_word_);
+      if (row_words_ % 4 == 0 && words % 4 == 0 && codes_at_ % 4 == 0) {
+        BringCodes<16>(to, codes, words);
+      } else {
+        BringCodes<8>(to, codes, words);
+      }
+      const std::byte* const factors = page + shape_.tiling.value_factor_offset_bytes();
+      if (lane_ < 16) CopyAhead<16>(to.factors + 2 * lane_, factors + 16 * lane_);
+      const uint8_t* const levels =
+          u_.codes.levels + (first_page_ + at) * shape_.group * kPageTokenCount;
+      for (int i = lane_; i < shape_.group * 8; i += 32) {
+        CopyAhead<16>(to.levels + i / 8 * Page::kHeadWords + i % 8 * 4, levels + 16 * i);
+      }
+    }
+    asm volatile("cp.async.commit_group;" ::: "memory");
+  }
+  template <int kBytes>
+  __device__ void BringCodes(const Page& to, const uint32_t* codes, int words) {
+    constexpr int kChunkWords = kBytes / 4;
+    constexpr int kChunks = Page::kRunWords / kChunkWords;  // of a row
+#pragma unroll 4
+    for (int i = lane_; i < Page::kRows * kChunks; i += 32) {
+      const int row = i / kChunks;
+      const int word = i % kChunks * kChunkWords;
+      if (word >= words) continue;
+      CopyAhead<kBytes>(to.codes + row * Page::kRowWords + word, codes + row * row_words_ + word);
+    }
+  }
+
+  __device__ void Add(int at, const Page& page) {
+    int32_t products[kWordTiles][kFields][4] = {};
+    float inverse[kHalves];
+    int32_t weight_sum[kHalves] = {};
+    const uint32_t* levels[kHalves];
+#pragma unroll
+    for (int half = 0; half < kHalves; ++half) {
+      const int head = half * 8 + lane_ / 4;
+      const bool present = head < shape_.group;
+      inverse[half] = present ? CodeWeightInverse(pages_.largest[at][head]) : 0.0f;
+      levels[half] = page.levels + (present ? head : 0) * Page::kHeadWords;
+    }
+#pragma unroll
+    for (int tile = 0; tile < kCodeTilesPerPage; ++tile) {
+      const int row = tile * 8 + lane_ % 4;
+      uint32_t a[4] = {0, 0, 0, 0};
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half) {
+        a[half] = Weights(levels[half][row], page.factors[row], inverse[half]);
+        a[2 + half] = Weights(levels[half][row + 4], page.factors[row + 4], inverse[half]);
+        weight_sum[half] = __dp4a(static_cast<int>(a[half]), 0x01010101, weight_sum[half]);
+        weight_sum[half] = __dp4a(static_cast<int>(a[2 + half]), 0x01010101, weight_sum[half]);
+      }
+#pragma unroll
+      for (int j = 0; j < kWordTiles; ++j) {
+        // What is beyond the part's words is not stored.
+        const uint32_t* const words = page.codes + row * Page::kRowWords + j * 8 + lane_ / 4;
+        const uint32_t low = words[0], high = words[4 * Page::kRowWords];
+#pragma unroll
+        for (int p = 0; p < kFields; ++p) {
+          constexpr uint32_t kMask = ((1u << kWidth) - 1) * 0x01010101u;
+          MultiplyBytes(products[j][p], a, low >> (kWidth * p) & kMask,
+                        high >> (kWidth * p) & kMask);
+        }
+      }
+    }
+#pragma unroll
+    for (int half = 0; half < kHalves; ++half) {
+      weight_sum[half] += __shfl_xor_sync(kFullWarp, weight_sum[half], 1);
+      weight_sum[half] += __shfl_xor_sync(kFullWarp, weight_sum[half], 2);
+      const int head = half * 8 + lane_ / 4;
+      const float unit =
+          head < shape_.group ? CodeWeightUnit(pages_.largest[at][head]) * 0.5f * inverse_unit_ : 0;
+      const int32_t offset = middle_ * weight_sum[half];
+#pragma unroll
+      for (int j = 0; j < kWordTiles; ++j) {
+#pragma unroll
+        for (int p = 0; p < kFields; ++p) {
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            const int32_t twice = (products[j][p][2 * half + c] << (1 + below_)) - offset;
+            sums_[j][p][half][c] = fmaf(static_cast<float>(twice), unit, sums_[j][p][half][c]);
+          }
+        }
+      }
+    }
+  }
+
   // The integer weights of a row's four tokens.
   __device__ static uint32_t Weights(uint32_t levels, uint2 factors, float inverse) {
     const float f[4] = {__uint_as_float(factors.x << 16), __uint_as_float(factors.x & 0xFFFF0000u),
@@ -404,6 +524,9 @@ class CodeSummer {
 
   const AttendShape& shape_;
   const UnitRequest& u_;
+  const SpanPages& pages_;
+  const int64_t first_page_;
+  uint32_t* const memory_;
   const int words_;
   const int row_words_;
   const int first_word_;
@@ -412,8 +535,16 @@ class CodeSummer {
   const int middle_;
   const float inverse_unit_;
   const int lane_ = threadIdx.x % 32;
+  int at_ = 0;  // the page that is added next
   float sums_[kWordTiles][kFields][kHalves][2] = {};
 };
+
+// Shared memory of SumCodesKernel.
+template <int kWidth, int kHeads>
+__host__ __device__ inline size_t SumBytes(int group) {
+  return sizeof(uint32_t) * static_cast<size_t>(SummedPage<kWidth>::Words(group)) *
+         CodeSummer<kWidth, kHeads>::kDepth * kSpanParts;
+}
 
 // Fills `pages`. All threads; ends with a barrier. Of pages whose codes are not summed, marks that
 // in memory if `marks`.
@@ -489,10 +620,11 @@ __device__ inline void SumCentres(const AttendShape& shape, const UnitRequest& u
 }
 
 // Sums the codes of the pages that have mass, and all pages' centres. Grid (spans, units, runs of
-// kSummedDims dimensions). part: of the codes.
+// kSummedDims dimensions). part: of the codes. Shared memory: SumBytes().
 template <int kWidth, int kHeads>
 __global__ void __launch_bounds__(kSpanThreads, kHeads == 8 ? 2 : 1)
     SumCodesKernel(AttendShape shape, int part, const UnitRequest* units) {
+  extern __shared__ __align__(16) uint32_t sum_memory[];
   __shared__ SpanPages pages;
   __shared__ float sums[kHeads * kHeadDimMax];
   __shared__ UnitRequest u;
@@ -505,15 +637,13 @@ __global__ void __launch_bounds__(kSpanThreads, kHeads == 8 ? 2 : 1)
   const int d = shape.head_dim;
   const int64_t stride = SpanFloats(d, shape.tiling.value_parts());
   float* const to = u.codes.sums + int64_t{blockIdx.x} * shape.group * stride;
-  if (is_first) SumCentres<kHeads>(shape, u, pages, sums, to, stride);
-  const int first_word = static_cast<int>(blockIdx.z) * Summer::kWordTiles * 8;
-  Summer summer(shape, u, part, first_word);
+  const int first_word = static_cast<int>(blockIdx.z) * Summer::Page::kRunWords;
   const int warp = threadIdx.x / 32;
-  for (int i = 0; i < kPartPages; ++i) {
-    // Neighbouring pages have mass together, so warps take turns.
-    const int at = i * kSpanParts + warp;
-    if (at < pages.count && pages.has_mass[at]) summer.Add(pages, at, first + at);
-  }
+  Summer summer(shape, u, pages, first, part, first_word,
+                sum_memory + warp * Summer::kDepth * Summer::Page::Words(shape.group));
+  summer.Begin();
+  if (is_first) SumCentres<kHeads>(shape, u, pages, sums, to, stride);
+  summer.AddAll();
   __syncthreads();
   for (int i = threadIdx.x; i < kHeads * kHeadDimMax; i += kSpanThreads) sums[i] = 0;
   for (int w = 0; w < kSpanParts; ++w) {
@@ -524,7 +654,7 @@ __global__ void __launch_bounds__(kSpanThreads, kHeads == 8 ? 2 : 1)
   const int words = shape.tiling.value_words(part);
   for (int i = threadIdx.x; i < shape.group * d; i += kSpanThreads) {
     const int word = i % d % words;
-    if (word < first_word || word >= first_word + Summer::kWordTiles * 8) continue;
+    if (word < first_word || word >= first_word + Summer::Page::kRunWords) continue;
     const int g = i / d;
     to[g * stride + d + 4 + part * d + i % d] = sums[g * kHeadDimMax + i % d];
   }

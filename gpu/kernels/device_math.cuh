@@ -71,6 +71,30 @@ __device__ inline float WarpMax(float x) {
   return x;
 }
 
+// Reduces kCount values, a power of two, over the warp at once. Lane l gets value l kCount / 32;
+// the order of the reduction is fixed. All lanes.
+template <int kCount, typename Op>
+__device__ inline float ReduceByLane(float (&values)[kCount], Op op) {
+  const int lane = threadIdx.x % 32;
+  int apart = 16;
+#pragma unroll
+  for (int n = kCount / 2; n >= 1; n /= 2) {
+    const bool upper = (lane & apart) != 0;
+#pragma unroll
+    for (int i = 0; i < n; ++i) {
+      const float sent = upper ? values[i] : values[i + n];
+      const float kept = upper ? values[i + n] : values[i];
+      values[i] = op(kept, __shfl_xor_sync(kFullWarp, sent, apart));
+    }
+    apart /= 2;
+  }
+#pragma unroll
+  for (int rest = 16 / kCount; rest >= 1; rest /= 2) {
+    values[0] = op(values[0], __shfl_xor_sync(kFullWarp, values[0], rest));
+  }
+  return values[0];
+}
+
 // The sum over this lane and those before it.
 template <typename T>
 __device__ inline T WarpScan(T x) {

@@ -108,16 +108,19 @@ __device__ inline bool SettleBudget(const UnitRequest& u, int group, bool sample
   return threshold != drawn_threshold;
 }
 
-// Sets the unit's budgets, and the limits of classes by which the filter draws them. The first warp
-// works.
-__device__ inline void SettleBudgets(const AttendShape& shape, const UnitRequest& u, bool sampled) {
+// Sets the unit's budgets, and the limits of classes by which the filter draws them. first: whether
+// it is the first draw of a coded unit. The first warp works.
+__device__ inline void SettleBudgets(const AttendShape& shape, const UnitRequest& u, bool sampled,
+                                     bool first) {
   if (threadIdx.x >= 32) return;
   UnitState& s = *u.state;
   const int h = threadIdx.x;
   const bool draws = SettleBudget(u, shape.group, sampled);
   for (int c = h; c < kClassCount; c += 32) s.limit_of_class[c] = 0;
   __syncwarp();
-  const uint16_t limit = draws ? HashLimit(u.order, s.threshold[h]) : uint16_t{0};
+  uint64_t threshold = draws ? s.threshold[h] : 0;
+  if (draws && first) threshold = CollectedThreshold(s.budget[h], threshold);
+  const uint16_t limit = draws ? HashLimit(u.order, threshold) : uint16_t{0};
   if (limit > 0) s.limit_of_class[h] = limit;
   if (limit > 0 && h == s.tie_class) s.limit_of_class[kClassTie] = limit;
   const int nearest = __reduce_min_sync(kFullWarp, limit > 0 ? int{s.lowest_bin[h]} : INT16_MAX);
@@ -145,11 +148,11 @@ __global__ void __launch_bounds__(kEstimateThreads, kEstimateBlocksPerSm)
   const bool draws = u.coded() ? s.strata > 0 && s.rows_left > 0 : DrawnRows(s) > 0;
   const bool sampled = s.error_token == kNoToken && draws;
   if (!sampled) {
-    if (blockIdx.x == 0) SettleBudgets(shape, u, false);
+    if (blockIdx.x == 0) SettleBudgets(shape, u, /*sampled=*/false, u.coded());
     return;
   }
   SetHeadBudgets(u, head, s.strata, s.head_budget[blockIdx.x]);
-  if (IsLastBlock(shape.group, s.heads_done)) SettleBudgets(shape, u, true);
+  if (IsLastBlock(shape.group, s.heads_done)) SettleBudgets(shape, u, true, u.coded());
 }
 
 // What is known of a unit and a head before its sums are.
@@ -252,7 +255,8 @@ __global__ void __launch_bounds__(kEstimateThreads, kEstimateBlocksPerSm)
     s.head_budget[g][threadIdx.x] = 0;
   }
   if (!IsLastBlock(shape.group, s.heads_finished)) return;
-  SettleBudgets(shape, u, *static_cast<volatile uint32_t*>(&s.heads_wanting) > 0);
+  SettleBudgets(shape, u, *static_cast<volatile uint32_t*>(&s.heads_wanting) > 0,
+                /*first=*/false);
 }
 
 // The same after the third draw, for units that had one.

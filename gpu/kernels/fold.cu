@@ -63,7 +63,7 @@ cudaError_t LaunchCodedFold(const Wave& wave, int phase, cudaStream_t stream) {
   const int quartets = (wave.shape.group + kCodedHeads - 1) / kCodedHeads;
   const int share = (2 * kCodedBlocksPerSm * wave.sm_count + wave.unit_count - 1) / wave.unit_count;
   const dim3 grid(std::min<int>(kSplitMax, share), wave.unit_count, quartets);
-  const LaunchShape shape = {grid, kCodedThreads, CodedFoldBytes(wave.shape.head_dim),
+  const LaunchShape shape = {grid, kCodedThreads, static_cast<size_t>(CodedLayout(wave.shape).end),
                              wave.overlap};
   const auto launch = [&]<int kLaneDims>() {
     return Launch<FoldCodedKernel<kLaneDims>>(shape, stream, wave.shape, phase, wave.units);

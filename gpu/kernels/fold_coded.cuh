@@ -46,11 +46,38 @@ __host__ __device__ inline int CodedFloats(int head_dim) {
   return 2 * head_dim + kProjectedPairs + 1;
 }
 
+// Shared memory of a block, in bytes from its beginning: the queries [kCodedHeads][d] as floats, a
+// vector [d] for each warp, then rows, value codes and value centres of a batch; in place of these,
+// in the end, the warps' sums [kCodedWarps][kCodedHeads][CodedFloats()].
+struct CodedLayout {
+  int row_bytes, code_bytes, centre_bytes;  // of a row
+  int queries, turned, rows, codes, centres, end;
+
+  __host__ __device__ explicit CodedLayout(const AttendShape& shape) {
+    const int vector_bytes = shape.head_dim * static_cast<int>(sizeof(float));
+    row_bytes = static_cast<int>(shape.row_bytes);
+    code_bytes = 4 * shape.tiling.value_row_words();
+    centre_bytes = 2 * shape.head_dim;
+    queries = 0;
+    turned = queries + kCodedHeads * vector_bytes;
+    rows = turned + kCodedWarps * vector_bytes;
+    codes = rows + kCodedRows * row_bytes;
+    centres = codes + kCodedRows * code_bytes;
+    const int batch = centres + kCodedRows * centre_bytes;
+    const int sums = rows + kCodedWarps * kCodedHeads * CodedFloats(shape.head_dim) *
+                                static_cast<int>(sizeof(float));
+    end = batch > sums ? batch : sums;
+  }
+  __device__ float* sums(std::byte* memory) const {
+    return reinterpret_cast<float*>(memory + rows);
+  }
+};
+
 // What is known of the rows of a batch; in shared memory.
 struct CodedBatch {
   const std::byte* rows[kCodedRows];
   const std::byte* codes[kCodedRows];  // the tokens' code pages
-  int slots[kCodedRows];
+  uint32_t tokens[kCodedRows];
   float logits[kCodedHeads][kCodedRows];
   // x, x^, and g x^ as rounded for codes.
   float x[kCodedHeads][kCodedRows];
@@ -59,25 +86,50 @@ struct CodedBatch {
   float keep[kCodedHeads];  // factor of the sums of earlier batches
 };
 
+// Where a token's factors are in its code page, as an index.
+__device__ inline int FactorIndex(uint32_t token) {
+  return CodeTiling::factor_index(static_cast<int>(token % kPageTokenCount));
+}
+
+// Copies `bytes`, a multiple of 8, to shared memory, by threads first, first + step, ...
+__device__ inline void CopyRow(std::byte* to, const std::byte* from, int bytes, int first,
+                               int step) {
+  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+  if (bytes % 16 == 0) {
+    for (int i = first * 16; i < bytes; i += step * 16) {
+      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address + i), "l"(from + i));
+    }
+  } else {
+    for (int i = first * 8; i < bytes; i += step * 8) {
+      asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(address + i), "l"(from + i));
+    }
+  }
+}
+
 // Folds splits of a unit for kCodedHeads query heads. kLaneDims: 32 kLaneDims >= d.
 template <int kLaneDims>
 class CodedFold {
  public:
-  // queries [kCodedHeads][d], scaled; turned [kCodedWarps][d]; totals [kCodedHeads][CodedFloats()];
-  // signs: of the projection. All in shared memory.
+  // memory: CodedLayout, in shared memory like batch and sums [kCodedHeads]; the queries are there.
   __device__ CodedFold(const AttendShape& shape, const UnitRequest& u, int first_head,
-                       const float* queries, float* turned, float* totals, CodedBatch& batch,
+                       const CodedLayout& at, std::byte* memory, CodedBatch& batch,
                        SoftmaxSums* sums)
       : shape_(shape),
         u_(u),
         first_head_(first_head),
         heads_(min(kCodedHeads, shape.group - first_head)),
-        queries_(queries),
-        turned_(turned + threadIdx.x / 32 * shape.head_dim),
-        totals_(totals),
+        at_(at),
+        memory_(memory),
+        turned_(reinterpret_cast<float*>(memory + at.turned) + threadIdx.x / 32 * shape.head_dim),
         batch_(batch),
         sums_(sums),
-        inverse_unit_(1 / ValueUnit(u)) {}
+        inverse_unit_(1 / ValueUnit(u)),
+        scale_(HadamardScale(shape.head_dim)) {
+#pragma unroll
+    for (int j = 0; j < kLaneDims; ++j) {
+      if (HadamardNegates(0, j * 32 + lane_)) negates_ |= 1u << j;
+    }
+  }
 
   __device__ void Fold(const KvSplit& split, float* partial) {
     if (threadIdx.x < kCodedHeads) sums_[threadIdx.x] = SoftmaxSums::Empty();
@@ -88,9 +140,13 @@ class CodedFold {
       __syncthreads();
       FindRows(split.first + first, count);
       __syncthreads();
+      Bring(count);
+      const OwnCode own_code = LoadCode(count);
+      asm volatile("cp.async.wait_all;" ::: "memory");
+      __syncthreads();
       Logits(count);
       __syncthreads();
-      Weigh(split.first + first, count);
+      Weigh(count, own_code);
       __syncthreads();
       AddRows(count);
     }
@@ -102,104 +158,158 @@ class CodedFold {
     const int i = static_cast<int>(threadIdx.x);
     if (i >= count) return;
     const uint32_t token = u_.list[first + i];
+    batch_.tokens[i] = token;
     batch_.rows[i] = u_.sources[first + i];
     batch_.codes[i] = u_.code_pages[token / kPageTokenCount];
-    batch_.slots[i] = CodeTiling::factor_index(static_cast<int>(token % kPageTokenCount));
+  }
+
+  // Starts to copy rows, codes and centres: four threads a row.
+  __device__ void Bring(int count) {
+    static_assert(kCodedThreads == 4 * kCodedRows);
+    const int row = threadIdx.x / 4;
+    const int quarter = threadIdx.x % 4;
+    if (row >= count) return;
+    const CodeTiling& tiling = shape_.tiling;
+    const std::byte* const page = batch_.codes[row];
+    CopyRow(memory_ + at_.rows + row * at_.row_bytes, batch_.rows[row], at_.row_bytes, quarter, 4);
+    CopyRow(memory_ + at_.codes + row * at_.code_bytes,
+            page + tiling.value_code_offset_bytes() +
+                FactorIndex(batch_.tokens[row]) / 4 * at_.code_bytes,
+            at_.code_bytes, quarter, 4);
+    CopyRow(memory_ + at_.centres + row * at_.centre_bytes,
+            page + tiling.value_centre_offset_bytes(), at_.centre_bytes, quarter, 4);
+  }
+
+  // What codes say about the lane's row, for the warp's head.
+  struct OwnCode {
+    uint8_t level;
+    float weight;  // g x^ as rounded, in units of 2^M_h
+  };
+  __device__ OwnCode LoadCode(int count) const {
+    if (warp_ >= heads_ || lane_ >= count) return {0, 0};
+    const int g = first_head_ + warp_;
+    const uint32_t token = batch_.tokens[lane_];
+    const int64_t page = token / kPageTokenCount;
+    const int index = FactorIndex(token);
+    const uint8_t level = u_.codes.levels[(page * shape_.group + g) * kPageTokenCount + index];
+    const float largest = u_.codes.weights[page * shape_.group + g].largest;
+    const auto* factors = reinterpret_cast<const uint16_t*>(
+        batch_.codes[lane_] + shape_.tiling.value_factor_offset_bytes());
+    const int weight = CodeWeight(LevelWeight(level) * BFloat16ToFloat(factors[index]),
+                                  CodeWeightInverse(largest));
+    return {level, static_cast<float>(weight) * CodeWeightUnit(largest) * inverse_unit_};
+  }
+
+  __device__ const std::byte* RowOf(int row) const {
+    return memory_ + at_.rows + row * at_.row_bytes;
   }
 
   // One warp per row in turn.
   __device__ void Logits(int count) {
+    const auto* queries = reinterpret_cast<const float*>(memory_ + at_.queries);
+#pragma unroll 2
     for (int row = warp_; row < count; row += kCodedWarps) {
-      float k[kLaneDims];
+      float sum[kCodedHeads] = {};
 #pragma unroll
       for (int j = 0; j < kLaneDims; ++j) {
         const int i = j * 32 + lane_;
-        k[j] = i < d_ ? LoadElement(shape_.dtype, batch_.rows[row], i) : 0.0f;
-      }
+        if (i >= d_) break;
+        const float k = LoadElement(shape_.dtype, RowOf(row), i);
 #pragma unroll
-      for (int h = 0; h < kCodedHeads; ++h) {
-        if (h >= heads_) break;
-        float sum = 0;
-#pragma unroll
-        for (int j = 0; j < kLaneDims; ++j) {
-          const int i = j * 32 + lane_;
-          if (i < d_) sum = fmaf(k[j], queries_[h * d_ + i], sum);
-        }
-        sum = WarpSum(sum);
-        if (lane_ == 0) batch_.logits[h][row] = sum;
+        for (int h = 0; h < kCodedHeads; ++h) sum[h] = fmaf(k, queries[h * d_ + i], sum[h]);
       }
+      const float logit = ReduceByLane(sum, [](float a, float b) { return a + b; });
+      if (lane_ % (32 / kCodedHeads) == 0) batch_.logits[lane_ / (32 / kCodedHeads)][row] = logit;
     }
   }
 
   // Sets x, x^ and what becomes of earlier sums; adds to the sums of x. One warp per head, one lane
   // per row.
-  __device__ void Weigh(int64_t first, int count) {
+  __device__ void Weigh(int count, const OwnCode& own) {
     const int h = warp_;
     if (h >= heads_) return;
-    const int g = first_head_ + h;
     const bool there = lane_ < count;
-    const float reference = FromOrderedBits(u_.state->reference[g]);
+    const float reference = FromOrderedBits(u_.state->reference[first_head_ + h]);
     float logit = -INFINITY;
-    uint8_t level = 0;
-    float weight = 0;
     if (there) {
       logit = batch_.logits[h][lane_];
-      const uint32_t token = u_.list[first + lane_];
-      if (!isfinite(logit)) atomicMin(&u_.state->error_token, token);
-      const int64_t page = token / kPageTokenCount;
-      const int slot = batch_.slots[lane_];
-      level = u_.codes.levels[(page * shape_.group + g) * kPageTokenCount + slot];
-      const float largest = u_.codes.weights[page * shape_.group + g].largest;
-      const auto* factors = reinterpret_cast<const uint16_t*>(
-          batch_.codes[lane_] + shape_.tiling.value_factor_offset_bytes());
-      weight = static_cast<float>(CodeWeight(LevelWeight(level) * BFloat16ToFloat(factors[slot]),
-                                             CodeWeightInverse(largest))) *
-               CodeWeightUnit(largest) * inverse_unit_;
+      if (!isfinite(logit)) atomicMin(&u_.state->error_token, batch_.tokens[lane_]);
     }
-    const float of_level = level != 0 ? LevelLogit(level, reference) : -INFINITY;
+    const float of_level = own.level != 0 ? LevelLogit(own.level, reference) : -INFINITY;
     const float max = fmaxf(WarpMax(fmaxf(logit, of_level)), sums_[h].max);
     // If a row has a level, the reference is at most kLevelZero / kLevelsPerOctave octaves above
     // max.
     constexpr float kAboveMax = 40.0f;
     const float unit = ExpF32(fminf(LevelLogit(kLevelZero, reference) - max, kAboveMax));
     const float x = there ? ExpF32(logit - max) : 0.0f;
-    const float estimate = LevelWeight(level) * unit;
+    const float estimate = LevelWeight(own.level) * unit;
     const float residual = x - estimate;
     batch_.x[h][lane_] = x;
     batch_.estimate[h][lane_] = estimate;
-    batch_.code[h][lane_] = weight * unit;
+    batch_.code[h][lane_] = own.weight * unit;
     const float sum = WarpSum(residual);
     const float sum_sq = WarpSum(residual * residual);
     __syncwarp();  // all have read the old maximum
     if (lane_ == 0) batch_.keep[h] = sums_[h].Merge({max, sum, sum_sq, 0}).keep;
   }
 
-  // Sets the warp's turned_ to H^T t of a row's value code.
-  __device__ void Decode(int row) {
+  // Element i of t, a row's value code. words: of the row's four tokens; byte: of the token.
+  __device__ float CodeOf(const uint32_t* words, int byte, int i) const {
     const CodeTiling& tiling = shape_.tiling;
-    const int slot = batch_.slots[row];
-    const auto* words =
-        reinterpret_cast<const uint32_t*>(batch_.codes[row] + tiling.value_code_offset_bytes()) +
-        slot / 4 * tiling.value_row_words();
-    const int byte = slot % 4 * 8;
-    const float middle = 0.5f * static_cast<float>((1 << tiling.value_bits) - 1);
-    __syncwarp();
-    for (int part = 0; part < tiling.value_parts(); ++part) {
-      const int width = tiling.value_width(part);
-      const int count = tiling.value_words(part);
-      for (int j = lane_; j < count; j += 32) {
-        const uint32_t fields = words[j] >> byte;
-        for (int p = 0; p < 8 / width; ++p) {
-          const auto u = static_cast<float>(fields >> (p * width) & ((1u << width) - 1));
-          float& t = turned_[p * count + j];
-          t = part == 0 ? u - middle : fmaf(u, 4.0f, t);
-        }
-      }
-      // Parts have their dimensions in other orders.
-      __syncwarp();
-      words += count;
+    const int width = tiling.value_width(0);
+    const int count = tiling.value_words(0);
+    float t =
+        static_cast<float>(words[i % count] >> (byte + i / count * width) & ((1u << width) - 1)) -
+        0.5f * static_cast<float>((1 << tiling.value_bits) - 1);
+    if (tiling.value_parts() == 2) {
+      const int more = tiling.value_words(1);
+      t += static_cast<float>(words[count + i % more] >> (byte + i / more) & 1u) * 4.0f;
     }
-    UndoHadamard(d_, turned_, lane_, 32, [] { __syncwarp(); });
+    return t;
+  }
+
+  // Sets t to H^T t of a row's value code.
+  __device__ void Decode(int row, float (&t)[kLaneDims]) {
+    const auto* words =
+        reinterpret_cast<const uint32_t*>(memory_ + at_.codes + row * at_.code_bytes);
+    const int byte = FactorIndex(batch_.tokens[row]) % 4 * 8;
+    if (d_ != 32 * kLaneDims) {
+      __syncwarp();
+      for (int i = lane_; i < d_; i += 32) turned_[i] = CodeOf(words, byte, i);
+      __syncwarp();
+      UndoHadamard(d_, turned_, lane_, 32, [] { __syncwarp(); });
+#pragma unroll
+      for (int j = 0; j < kLaneDims; ++j) {
+        const int i = j * 32 + lane_;
+        t[j] = i < d_ ? turned_[i] : 0.0f;
+      }
+      return;
+    }
+#pragma unroll
+    for (int j = 0; j < kLaneDims; ++j) t[j] = CodeOf(words, byte, j * 32 + lane_);
+#pragma unroll
+    for (int span = 1; span < 32; span *= 2) {
+#pragma unroll
+      for (int j = 0; j < kLaneDims; ++j) {
+        const float other = __shfl_xor_sync(kFullWarp, t[j], span);
+        t[j] = (lane_ & span) != 0 ? other - t[j] : t[j] + other;
+      }
+    }
+#pragma unroll
+    for (int apart = 1; apart < kLaneDims; apart *= 2) {
+#pragma unroll
+      for (int j = 0; j < kLaneDims; ++j) {
+        if ((j & apart) != 0) continue;
+        const float a = t[j], b = t[j + apart];
+        t[j] = a + b;
+        t[j + apart] = a - b;
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kLaneDims; ++j) {
+      const float x = t[j] * scale_;
+      t[j] = (negates_ >> j & 1u) != 0 ? -x : x;
+    }
   }
 
   // One warp per row in turn.
@@ -209,17 +319,16 @@ class CodedFold {
       if (h < heads_) own_[h].Scale(batch_.keep[h]);
     }
     for (int row = warp_; row < count; row += kCodedWarps) {
-      Decode(row);
-      const auto* centre = reinterpret_cast<const uint16_t*>(
-          batch_.codes[row] + shape_.tiling.value_centre_offset_bytes());
+      const auto* centre =
+          reinterpret_cast<const uint16_t*>(memory_ + at_.centres + row * at_.centre_bytes);
       float v[kLaneDims], c[kLaneDims], t[kLaneDims];
+      Decode(row, t);
 #pragma unroll
       for (int j = 0; j < kLaneDims; ++j) {
         const int i = j * 32 + lane_;
         const bool present = i < d_;
-        v[j] = present ? LoadElement(shape_.dtype, batch_.rows[row], d_ + i) * inverse_unit_ : 0.0f;
+        v[j] = present ? LoadElement(shape_.dtype, RowOf(row), d_ + i) * inverse_unit_ : 0.0f;
         c[j] = present ? BFloat16ToFloat(centre[i]) * inverse_unit_ : 0.0f;
-        t[j] = present ? turned_[i] : 0.0f;
       }
 #pragma unroll
       for (int h = 0; h < kCodedHeads; ++h) {
@@ -257,47 +366,47 @@ class CodedFold {
   // Adds up the warps' sums, in their order, and stores the split's.
   __device__ void Store(float* partial) {
     const int floats = CodedFloats(d_);
-    for (int i = threadIdx.x; i < kCodedHeads * floats; i += kCodedThreads) totals_[i] = 0;
-    for (int w = 0; w < kCodedWarps; ++w) {
-      __syncthreads();
-      if (warp_ != w) continue;
+    float* const all = at_.sums(memory_);
+    __syncthreads();
 #pragma unroll
-      for (int h = 0; h < kCodedHeads; ++h) {
-        if (h >= heads_) break;
-        float* const to = totals_ + h * floats;
-        const float norm = WarpSum(own_[h].norm);
-        if (lane_ == 0) to[floats - 1] += norm;
+    for (int h = 0; h < kCodedHeads; ++h) {
+      if (h >= heads_) break;
+      float* const to = all + (warp_ * kCodedHeads + h) * floats;
+      const float norm = WarpSum(own_[h].norm);
+      if (lane_ == 0) to[floats - 1] = norm;
 #pragma unroll
-        for (int j = 0; j < kLaneDims; ++j) {
-          const int i = j * 32 + lane_;
-          if (i >= d_) break;
-          to[i] += own_[h].value[j];
-          to[d_ + i] += own_[h].square[j];
-        }
+      for (int j = 0; j < kLaneDims; ++j) {
+        const int i = j * 32 + lane_;
+        if (i >= d_) break;
+        to[i] = own_[h].value[j];
+        to[d_ + i] = own_[h].square[j];
+      }
 #pragma unroll
-        for (int j = 0; j < CodedSums<kLaneDims>::kLanePairs; ++j) {
-          const int i = j * 32 + lane_;
-          if (i < kProjectedPairs) to[2 * d_ + i] += own_[h].pairs[j];
-        }
+      for (int j = 0; j < CodedSums<kLaneDims>::kLanePairs; ++j) {
+        const int i = j * 32 + lane_;
+        if (i < kProjectedPairs) to[2 * d_ + i] = own_[h].pairs[j];
       }
     }
     __syncthreads();
     const int group = shape_.group;
     float* const values = partial + kSumsFloats * group;
-    for (int i = threadIdx.x; i < heads_ * floats; i += kCodedThreads) {
-      const int h = i / floats;
-      const int at = i % floats;
+    for (int h = 0; h < heads_; ++h) {
       const int g = first_head_ + h;
-      if (at < d_) {
-        values[g * d_ + at] = totals_[i];
-      } else if (at < 2 * d_) {
-        values[(group + g) * d_ + at - d_] = totals_[i];
-      } else if (at < 2 * d_ + kProjectedPairs) {
-        values[2 * group * d_ + g * kProjectedPairs + at - 2 * d_] = totals_[i];
-      } else {
-        SoftmaxSums sums = sums_[h];
-        sums.sum_sq_norm = totals_[i];
-        reinterpret_cast<SoftmaxSums*>(partial)[g] = sums;
+      for (int i = threadIdx.x; i < floats; i += kCodedThreads) {
+        float sum = 0;
+#pragma unroll
+        for (int w = 0; w < kCodedWarps; ++w) sum += all[(w * kCodedHeads + h) * floats + i];
+        if (i < d_) {
+          values[g * d_ + i] = sum;
+        } else if (i < 2 * d_) {
+          values[(group + g) * d_ + i - d_] = sum;
+        } else if (i < 2 * d_ + kProjectedPairs) {
+          values[2 * group * d_ + g * kProjectedPairs + i - 2 * d_] = sum;
+        } else {
+          SoftmaxSums sums = sums_[h];
+          sums.sum_sq_norm = sum;
+          reinterpret_cast<SoftmaxSums*>(partial)[g] = sums;
+        }
       }
     }
   }
@@ -306,29 +415,26 @@ class CodedFold {
   const UnitRequest& u_;
   const int first_head_;
   const int heads_;
-  const float* const queries_;
+  const CodedLayout& at_;
+  std::byte* const memory_;
   float* const turned_;
-  float* const totals_;
   CodedBatch& batch_;
   SoftmaxSums* const sums_;
   const float inverse_unit_;
+  const float scale_;
+  uint32_t negates_ = 0;  // bit j: see HadamardNegates(), of dimension 32 j + lane
   const int d_ = shape_.head_dim;
   const int lane_ = threadIdx.x % 32;
   const int warp_ = threadIdx.x / 32;
   CodedSums<kLaneDims> own_[kCodedHeads];
 };
 
-__host__ __device__ inline size_t CodedFoldBytes(int head_dim) {
-  return sizeof(float) * (static_cast<size_t>(kCodedHeads + kCodedWarps) * head_dim +
-                          static_cast<size_t>(kCodedHeads) * CodedFloats(head_dim));
-}
-
 // Folds the splits of a phase of coded units, which have sampled rows only. Grid (blocks, units,
-// quartets of heads). Shared memory: CodedFoldBytes().
+// quartets of heads). Shared memory: CodedLayout.
 template <int kLaneDims>
 __global__ void __launch_bounds__(kCodedThreads, kLaneDims <= 4 ? kCodedBlocksPerSm : 2)
     FoldCodedKernel(AttendShape shape, int phase, const UnitRequest* units) {
-  extern __shared__ __align__(16) float coded_memory[];
+  extern __shared__ __align__(16) std::byte coded_memory[];
   __shared__ CodedBatch batch;
   __shared__ SoftmaxSums sums[kCodedHeads];
   __shared__ UnitRequest u;
@@ -337,13 +443,12 @@ __global__ void __launch_bounds__(kCodedThreads, kLaneDims <= 4 ? kCodedBlocksPe
   if (!u.coded() || static_cast<int>(blockIdx.x) >= state.split_count[phase]) return;
   const int d = shape.head_dim;
   const int first_head = static_cast<int>(blockIdx.z) * kCodedHeads;
-  float* const queries = coded_memory;
-  float* const turned = queries + kCodedHeads * d;
-  float* const totals = turned + kCodedWarps * d;
+  const CodedLayout at(shape);
+  auto* const queries = reinterpret_cast<float*>(coded_memory + at.queries);
   for (int i = threadIdx.x; i < kCodedHeads * d; i += kCodedThreads) {
     queries[i] = first_head + i / d < shape.group ? u.q[first_head * d + i] * shape.scale : 0.0f;
   }
-  CodedFold<kLaneDims> fold(shape, u, first_head, queries, turned, totals, batch, sums);
+  CodedFold<kLaneDims> fold(shape, u, first_head, at, coded_memory, batch, sums);
   for (int split = static_cast<int>(blockIdx.x); split < state.split_count[phase];
        split += static_cast<int>(gridDim.x)) {
     __syncthreads();

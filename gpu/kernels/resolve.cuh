@@ -257,7 +257,12 @@ __global__ void __launch_bounds__(kResolveThreads)
   }
   LoadDraw(u, phase, draw);
   LoadRule(u, phase, state.threshold, rule);
-  if (threadIdx.x < kTailStrataMax) collected[threadIdx.x] = draw.threshold[threadIdx.x];
+  if (threadIdx.x < kTailStrataMax) {
+    const uint64_t threshold = draw.threshold[threadIdx.x];
+    collected[threadIdx.x] = u.coded() && phase == 1
+                                 ? CollectedThreshold(draw.wanted[threadIdx.x], threshold)
+                                 : threshold;
+  }
   if (phase == 0) {
     SplitTies(u, rule, state.heavy_skip, tie_split);
     if (threadIdx.x == 0) rule.heavy_from = state.heavy_from = tie_split.heavy_from;

@@ -235,8 +235,8 @@ SPILLWAY_HOST_DEVICE inline HeadCertificate Certify(const TailTerms& terms, bool
 }
 
 // Whether a third draw may give the head an error bound: its error after the second draw is above
-// epsilon, and nothing else prevents a bound. The third draw's budgets multiply the policy's inflation by kMoreInflation, because the standard
-// deviations were underestimated before.
+// epsilon, and nothing else prevents a bound. The third draw's budgets multiply the policy's
+// inflation by kMoreInflation, because the standard deviations were underestimated before.
 inline constexpr double kMoreInflation = 1.25;
 SPILLWAY_HOST_DEVICE inline bool WantsMoreRows(const TailTerms& terms, bool limited,
                                                const HeadCertificate& certificate) {

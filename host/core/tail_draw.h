@@ -30,8 +30,10 @@ enum class DrawVerdict : int { kTake, kDrawAgain };
 
 // Judges a pilot, or a first draw of predicted budgets. counts[h]: number of tokens below the
 // threshold of stratum h. If the result is kDrawAgain, the thresholds have been changed.
-// sixteenths: how much of a draw above the limit remains.
+// rows_min: rows that a stratum needs, if it has as many. sixteenths: how much of a draw above the
+// limit remains.
 SPILLWAY_HOST_DEVICE inline DrawVerdict JudgePilot(const int64_t* counts, TailDraw& draw,
+                                                   int64_t rows_min = kStratumRowsMin,
                                                    int sixteenths = 12) {
   if (draw.strata == 0 || draw.rows_left == 0 || draw.given_up) return DrawVerdict::kTake;
   constexpr uint64_t kAll = uint64_t{1} << 32;
@@ -39,8 +41,7 @@ SPILLWAY_HOST_DEVICE inline DrawVerdict JudgePilot(const int64_t* counts, TailDr
   int64_t total = 0;
   for (int h = 0; h < draw.strata; ++h) {
     total += counts[h];
-    const int64_t least =
-        draw.token_count[h] < kStratumRowsMin ? draw.token_count[h] : kStratumRowsMin;
+    const int64_t least = draw.token_count[h] < rows_min ? draw.token_count[h] : rows_min;
     if (counts[h] >= least) continue;
     const uint64_t twice = 2 * (draw.threshold[h] > 1 ? draw.threshold[h] : 1);
     draw.threshold[h] = twice < kAll ? twice : kAll;
@@ -73,9 +74,19 @@ SPILLWAY_HOST_DEVICE inline uint64_t BudgetThreshold(const TailDraw& draw, int h
   return BudgetThreshold(draw.wanted[h], draw.token_count[h], draw.drawn_threshold[h]);
 }
 
-// Judges a first draw of predicted budgets: of a draw above the limit, 15/16 remain.
+// Judges a first draw of predicted budgets: of a draw above the limit, 15/16 remain. A stratum is
+// drawn again only if it has fewer than half of the rows that it gets in any case: variances that
+// predictions support can rest on few rows.
+inline constexpr int64_t kFirstRowsMin = kStratumRowsMin / 2;
 SPILLWAY_HOST_DEVICE inline DrawVerdict JudgeFirst(const int64_t* counts, TailDraw& draw) {
-  return JudgePilot(counts, draw, 15);
+  return JudgePilot(counts, draw, kFirstRowsMin, 15);
+}
+// Up to which threshold the filter of a first draw collects tokens, so that a stratum that is drawn
+// again is not filtered again. wanted: its budget.
+SPILLWAY_HOST_DEVICE inline uint64_t CollectedThreshold(int64_t wanted, uint64_t threshold) {
+  constexpr uint64_t kAll = uint64_t{1} << 32;
+  if (wanted > 4 * kStratumRowsMin) return threshold;
+  return 2 * threshold < kAll ? 2 * threshold : kAll;
 }
 
 // Judges a later draw. counts[h]: number of tokens that it adds to stratum h. Changes thresholds

@@ -92,7 +92,9 @@ SPILLWAY_HOST_DEVICE inline float LevelLogit(uint8_t level, float reference) {
 SPILLWAY_HOST_DEVICE constexpr int HadamardSize(int dim) {
   return static_cast<int>(std::bit_floor(static_cast<unsigned>(dim)));
 }
-SPILLWAY_HOST_DEVICE constexpr int HadamardCount(int dim) { return HadamardSize(dim) == dim ? 1 : 2; }
+SPILLWAY_HOST_DEVICE constexpr int HadamardCount(int dim) {
+  return HadamardSize(dim) == dim ? 1 : 2;
+}
 SPILLWAY_HOST_DEVICE inline float HadamardScale(int dim) {
   return static_cast<float>(1 / ::sqrt(static_cast<double>(HadamardSize(dim))));
 }

@@ -15,7 +15,8 @@ from spillway_kv.lab.serving import prefer_library
 pytestmark = pytest.mark.skipif(not on_gpu(), reason="needs a GPU")
 
 LAYERS, HEADS, KV_HEADS, DIM = 2, 8, 2, 64
-TOKENS = 4000
+# Whole pages, so that forks have no rows of their own.
+TOKENS = 31 * 128
 STEPS = 5
 # Reads its heavy rows and no others.
 TOP = Policy(heavy=TopK(count=300), tail="none")
@@ -108,12 +109,12 @@ def decoded(
 def alone(
     client: Client, model: Model, policy: Policy, seed: int, tokens: int = TOKENS
 ) -> tuple[list[torch.Tensor], list[int]]:
-    """The same of one sequence that has its rows for itself."""
-    return decoded(client, [filled(client, model, policy, tokens)], [seed])
+    """The same of one fork. The GPU has the same of its rows as of another fork's."""
+    return decoded(client, [filled(client, model, policy, tokens).fork()], [seed])
 
 
 def forks(sequence: Sequence, count: int) -> list[Sequence]:
-    return [sequence, *(sequence.fork() for _ in range(count - 1))]
+    return [sequence.fork() for _ in range(count)]
 
 
 def check(outs: list[torch.Tensor], right: list[list[torch.Tensor]]) -> None:
@@ -162,7 +163,7 @@ def test_forks_with_queries_of_their_own(
 
 def test_sequences_of_their_own_share_nothing(client: Client, model: Model) -> None:
     right, moved = alone(client, model, TOP, 0)
-    sequences = [filled(client, model, TOP) for _ in range(3)]
+    sequences = [filled(client, model, TOP).fork() for _ in range(3)]
     outs, of_three = decoded(client, sequences, [0] * 3)
     check(outs, [right] * 3)
     assert of_three == [3 * x for x in moved]
