@@ -184,7 +184,7 @@ void SparsePipeline::LayOutCodes(const AttendShape& shape, int64_t n, UnitReques
   const int64_t pages = (n + kPageTokenCount - 1) / kPageTokenCount;
   const int64_t spans = (pages + kSpanPages - 1) / kSpanPages;
   r.codes.levels = workspace.Take<uint8_t>(pages * group * kPageTokenCount);
-  r.codes.weights = workspace.Take<PageWeights>(pages * group);
+  r.codes.largest = workspace.Take<float>(pages * group);
   r.codes.predicted = workspace.Take<PredictedPart>(spans * kStrataMax * group);
   r.codes.sums = workspace.Take<float>(spans * group *
                                        SpanFloats(shape.head_dim, shape.tiling.value_parts()));

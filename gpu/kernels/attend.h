@@ -152,9 +152,6 @@ struct UnitState {
   uint32_t heads_done;             // heads that have set their budgets
   uint32_t heads_finished;         // heads that are finished after the second draw
   uint32_t heads_wanting;          // of these, the heads that want a third draw
-  // Of a coded unit.
-  double code_sum[kGroupMax];  // sum of x^ over the tail
-  uint32_t spans_weighed;      // spans whose sums are in code_sum, once it is all of them
   // The list: the exact rows, then the drawn rows of each phase by stratum.
   int64_t exact_count;
   int64_t list_count;
@@ -212,12 +209,6 @@ struct SharedRows {
   uint32_t slots;            // 0: no two units of the wave have a row in common
 };
 
-// What codes of values say about a page and a query head.
-struct PageWeights {
-  float sum;      // of x^ over the tail
-  float largest;  // the largest g x^; 0: the page's codes are not summed
-};
-
 // What codes predict of a stratum's rows, for one query head.
 struct PredictedPart {
   float of_value;  // see PredictedSums
@@ -240,8 +231,9 @@ SPILLWAY_HOST_DEVICE inline int64_t CodeTotalsBytes(int head_dim) {
 // Where a coded unit's codes are summed; null otherwise. Pages are numbered from the first of the
 // sequence, spans from the first scored page.
 struct CodeAnswer {
-  uint8_t* levels;           // [pages][G][128], by CodeTiling::factor_index()
-  PageWeights* weights;      // [pages][G]
+  uint8_t* levels;  // [pages][G][128], by CodeTiling::factor_index()
+  // [pages][G] the largest g x^ over the tail's tokens; 0: the page's codes are not summed.
+  float* largest;
   PredictedPart* predicted;  // [spans][kStrataMax][G]
   // [spans][G] of centre [d], sum x^ ||c||^2 and three unused, then for each part of the codes
   // their sum [d], in Hadamard's coordinates.

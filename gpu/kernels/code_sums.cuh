@@ -11,6 +11,15 @@ namespace spillway::cuda {
 
 inline constexpr int kSpanThreads = 32 * kSpanParts;
 inline constexpr int kPartPages = kSpanPages / kSpanParts;
+// Rows of four tokens: those of a row of a tile. A lane has one of them.
+inline constexpr int kPageRows = kPageTokenCount / 4;
+static_assert(kPageRows == 32);
+// Words of a head's weights of a page, padded so that lanes read different banks.
+inline constexpr int kWeightWords = kPageRows + 4;
+// Dimensions whose codes a block sums at a time.
+inline constexpr int kSummedDims = 128;
+// Words of a row of codes that have them, at most.
+inline constexpr int kRunWordsMax = kSummedDims * 2 / 8;
 
 // Where the unit's tail is in its bins.
 struct TailBins {
@@ -63,26 +72,62 @@ __device__ inline uint8_t LevelOf(uint32_t levels, int octet) {
   return static_cast<uint8_t>(levels >> (8 * octet));
 }
 
+// Shared memory of a block, in bytes from its beginning:
+//   weights    uint32 [kSpanPages][G][kWeightWords], integer weights of rows
+//   codes      uint32 [kSpanParts][2][kPageRows][kRunWordsMax], of pages on their way
+//   classes    [ClassBytes()], then predicted [kSpanParts][kStrataMax][G]; later the sums
+//              [kSpanThreads + kSpanParts] of centres, and [G][kHeadDimMax] of codes
+struct SpanLayout {
+  int weights, codes, classes, predicted, end;
+
+  __host__ __device__ explicit SpanLayout(const AttendShape& shape) {
+    const int heads = shape.group <= 8 ? 8 : 16;
+    weights = 0;
+    codes = weights + 4 * kSpanPages * shape.group * kWeightWords;
+    classes = codes + 4 * kSpanParts * 2 * kPageRows * kRunWordsMax;
+    predicted = classes + ClassBytes(shape.bin_count);
+    const int of_bins =
+        predicted + static_cast<int>(sizeof(PredictedPart)) * kSpanParts * kStrataMax * shape.group;
+    const int of_sums = classes + 4 * heads * kHeadDimMax;
+    end = of_bins > of_sums ? of_bins : of_sums;
+  }
+};
+
+// What a block knows of its pages; in shared memory.
+struct SpanPages {
+  const std::byte* codes[kSpanPages];
+  bool has_mass[kSpanPages];
+  float sums[kSpanPages][kGroupMax];              // of x^
+  float largest[kSpanPages][kGroupMax];           // of g x^; 0: the page's codes are not summed
+  int32_t weight_sums[kSpanPages][kGroupMax];     // of the integer weights
+  uint16_t counted[kSpanParts][kPageTokenCount];  // of a warp: tokens that count in predictions
+  int count;
+};
+
 // Weighs the pages of a part of a span: one warp.
 class PageWeigher {
  public:
-  // shrinkage [G]: LevelShrinkage(). predicted [strata][G]: of the warp, zeros. Both in shared
-  // memory.
+  // shrinkage [G]: LevelShrinkage(). predicted [strata][G]: of the warp, zeros. weights: of the
+  // span. All in shared memory.
   __device__ PageWeigher(const AttendShape& shape, const UnitRequest& u, const TailBins& tail,
-                         const float* shrinkage, PredictedPart* predicted)
+                         const float* shrinkage, PredictedPart* predicted, uint32_t* weights,
+                         SpanPages& pages)
       : shape_(shape),
         u_(u),
         tail_(tail),
         shrinkage_(shrinkage),
         predicted_(predicted),
+        weights_(weights),
+        pages_(pages),
         reference_(ReferencePages::Of(u.begin, u.end)),
         square_of_factor_(static_cast<float>(shape.head_dim) *
                           SquareOfFactor(shape.tiling.value_bits)),
         distortion_(static_cast<float>(QuantiserDistortion(shape.tiling.value_bits))),
         inverse_unit_(1 / ValueUnit(u)) {}
 
-  __device__ void Weigh(int64_t page) {
-    const std::byte* const codes = u_.code_pages[page];
+  // at: the page's place in the span.
+  __device__ void Weigh(int64_t page, int at) {
+    const std::byte* const codes = pages_.codes[at];
     const OwnSlots own(u_, tail_, page, lane_);
     const uint32_t mask = own.TailMask();
     float factors[4];
@@ -90,26 +135,9 @@ class PageWeigher {
     for (int quartet = 0; quartet * 4 < shape_.group; ++quartet) {
       uint32_t levels[4];
       LoadLevels(page, quartet, mask, levels);
-      float sums[4], largest[4];
-#pragma unroll
-      for (int h = 0; h < 4; ++h) {
-        sums[h] = largest[h] = 0;
-#pragma unroll
-        for (int o = 0; o < 4; ++o) {
-          const float weight = LevelWeight(LevelOf(levels[h], o));
-          sums[h] += weight;
-          largest[h] = fmaxf(largest[h], weight * factors[o]);
-        }
-      }
-      const PageWeights weights = {
-          ReduceByLane(sums, [](float a, float b) { return a + b; }),
-          ReduceByLane(largest, [](float a, float b) { return fmaxf(a, b); })};
-      const int head = quartet * 4 + lane_ / 8;
-      if (lane_ % 8 == 0 && head < shape_.group) {
-        u_.codes.weights[page * shape_.group + head] = weights;
-      }
-      Predict(page, codes, own, factors, quartet, levels);
+      WeighQuartet(page, at, quartet, levels, factors);
     }
+    Predict(page, at, own);
   }
 
  private:
@@ -120,13 +148,57 @@ class PageWeigher {
         u_.codes.levels + (page * shape_.group + quartet * 4) * kPageTokenCount);
 #pragma unroll
     for (int h = 0; h < 4; ++h) {
-      levels[h] = quartet * 4 + h < shape_.group ? at[h * 32 + lane_] : 0;
+      levels[h] = quartet * 4 + h < shape_.group ? at[h * kPageRows + lane_] : 0;
     }
 #pragma unroll
     for (int h = 0; h < 4; ++h) {
       if ((levels[h] & ~mask) == 0) continue;
       levels[h] &= mask;
-      at[h * 32 + lane_] = levels[h];
+      at[h * kPageRows + lane_] = levels[h];
+    }
+  }
+
+  // Sets sums, largest products and integer weights of a quartet's heads.
+  __device__ void WeighQuartet(int64_t page, int at, int quartet, const uint32_t (&levels)[4],
+                               const float (&factors)[4]) {
+    const bool has_mass = pages_.has_mass[at];
+    float products[4][4], sums[4], largest[4];
+#pragma unroll
+    for (int h = 0; h < 4; ++h) {
+      sums[h] = largest[h] = 0;
+#pragma unroll
+      for (int o = 0; o < 4; ++o) {
+        const float weight = LevelWeight(LevelOf(levels[h], o));
+        products[h][o] = weight * factors[o];
+        sums[h] += weight;
+        largest[h] = fmaxf(largest[h], products[h][o]);
+      }
+    }
+    // Lane l gets those of head l / 8.
+    const float sum = ReduceByLane(sums, [](float a, float b) { return a + b; });
+    const float most =
+        has_mass ? ReduceByLane(largest, [](float a, float b) { return fmaxf(a, b); }) : 0.0f;
+    const int head = quartet * 4 + lane_ / 8;
+    if (lane_ % 8 == 0 && head < shape_.group) {
+      pages_.sums[at][head] = sum;
+      pages_.largest[at][head] = most;
+      u_.codes.largest[page * shape_.group + head] = most;
+    }
+    if (!has_mass) return;
+    const float inverse_of_lane = CodeWeightInverse(most);
+#pragma unroll
+    for (int h = 0; h < 4; ++h) {
+      const float inverse = __shfl_sync(kFullWarp, inverse_of_lane, 8 * h);
+      if (quartet * 4 + h >= shape_.group) break;
+      uint32_t packed = 0;
+#pragma unroll
+      for (int o = 0; o < 4; ++o) {
+        packed |= static_cast<uint32_t>(CodeWeight(products[h][o], inverse)) << (8 * o);
+      }
+      weights_[(at * shape_.group + quartet * 4 + h) * kWeightWords + lane_] = packed;
+      const int own = __dp4a(static_cast<int>(packed), 0x01010101, 0);
+      const int total = __reduce_add_sync(kFullWarp, own);
+      if (lane_ == 0) pages_.weight_sums[at][quartet * 4 + h] = total;
     }
   }
 
@@ -135,66 +207,81 @@ class PageWeigher {
     return from >= 0 && from % reference_.step == 0 && from / reference_.step < reference_.count;
   }
 
-  // Adds the page's tokens that count to the predictions, stratum by stratum.
-  __device__ void Predict(int64_t page, const std::byte* codes, const OwnSlots& own,
-                          const float (&factors)[4], int quartet, const uint32_t (&levels)[4]) {
-    constexpr int kNone = INT32_MAX;
+  // Adds the page's tokens that count to the predictions, one a lane, stratum by stratum.
+  __device__ void Predict(int64_t page, int at, const OwnSlots& own) {
     const bool all = IsReference(page);
-    int stratum[4];  // of tokens that count
-    bool any = false;
+    uint16_t* const counted = pages_.counted[threadIdx.x / 32];
+    const unsigned lower = (1u << lane_) - 1;
+    int count = 0;
 #pragma unroll
     for (int o = 0; o < 4; ++o) {
-      stratum[o] = Counts(own.stratum[o], all) ? own.stratum[o] : kNone;
-      any |= stratum[o] != kNone;
+      const int stratum = own.stratum[o];
+      const bool counts = stratum >= 0 && (all || stratum < tail_.near);
+      const unsigned found = __ballot_sync(kFullWarp, counts);
+      if (counts) {
+        counted[count + __popc(found & lower)] =
+            static_cast<uint16_t>(4 * lane_ + o | stratum << 8);
+      }
+      count += __popc(found);
     }
-    if (!__any_sync(kFullWarp, any)) return;
-    float of_value[4][4], of_centre[4][4];  // by octet and head
-    float key_factors[4];
-    LoadOwnFactors(codes + shape_.tiling.factor_offset_bytes(), lane_, key_factors);
-#pragma unroll
-    for (int o = 0; o < 4; ++o) {
-      const float factor_square = fminf(key_factors[o] * key_factors[o], kFactorSquareMax);
-      const float in_units = factors[o] * inverse_unit_;
-      const float value_square = in_units * in_units * square_of_factor_;
+    __syncwarp();
+    for (int first = 0; first < count; first += 32) {
+      const bool there = first + lane_ < count;
+      const int packed = counted[min(first + lane_, count - 1)];
+      PredictTokens(page, at, packed & 0xFF, there ? packed >> 8 : kNoStratum);
+    }
+    __syncwarp();  // before the list is written again
+  }
+
+  // index: of the lane's token among the page's factors.
+  __device__ void PredictTokens(int64_t page, int at, int index, int stratum) {
+    const std::byte* const codes = pages_.codes[at];
+    const auto factor_at = [&](int offset) {
+      return BFloat16ToFloat(reinterpret_cast<const uint16_t*>(codes + offset)[index]);
+    };
+    const float key_factor = factor_at(shape_.tiling.factor_offset_bytes());
+    const float factor_square = fminf(key_factor * key_factor, kFactorSquareMax);
+    const float in_units = factor_at(shape_.tiling.value_factor_offset_bytes()) * inverse_unit_;
+    const float value_square = in_units * in_units * square_of_factor_;
+    const float distortion = pages_.has_mass[at] ? distortion_ : 1.0f;
+    for (int quartet = 0; quartet * 4 < shape_.group; ++quartet) {
+      float of_value[4], of_centre[4];
 #pragma unroll
       for (int h = 0; h < 4; ++h) {
+        const int g = min(quartet * 4 + h, shape_.group - 1);
+        const uint8_t level = u_.codes.levels[(page * shape_.group + g) * kPageTokenCount + index];
         PredictedTerms terms = {0, 0};
-        const uint8_t level = LevelOf(levels[h], o);
-        if (stratum[o] != kNone && level != 0) {
-          terms = PredictTerms(LevelWeight(level),
-                               LogitVariance(factor_square, shrinkage_[quartet * 4 + h]),
-                               value_square, distortion_);
+        if (level != 0) {
+          terms = PredictTerms(LevelWeight(level), LogitVariance(factor_square, shrinkage_[g]),
+                               value_square, distortion);
         }
-        of_value[o][h] = terms.of_value;
-        of_centre[o][h] = terms.of_centre;
+        of_value[h] = terms.of_value;
+        of_centre[h] = terms.of_centre;
       }
+      AddTerms(quartet, stratum, of_value, of_centre);
     }
+  }
+
+  // Adds the lanes' terms to the warp's predictions.
+  __device__ void AddTerms(int quartet, int stratum, const float (&of_value)[4],
+                           const float (&of_centre)[4]) {
     for (int last = -1;;) {
-      int own_next = kNone;
+      const int next = __reduce_min_sync(kFullWarp, stratum > last ? stratum : kNoStratum);
+      if (next == kNoStratum) break;
+      const bool member = stratum == next;
+      const auto count = static_cast<uint32_t>(__popc(__ballot_sync(kFullWarp, member)));
+      float sums[8];
 #pragma unroll
-      for (int o = 0; o < 4; ++o) {
-        if (stratum[o] > last) own_next = min(own_next, stratum[o]);
-      }
-      const int next = __reduce_min_sync(kFullWarp, own_next);
-      if (next == kNone) break;
-      float sums[8] = {};
-      uint32_t count = 0;
-#pragma unroll
-      for (int o = 0; o < 4; ++o) {
-        const bool member = stratum[o] == next;
-        count += __popc(__ballot_sync(kFullWarp, member));
-#pragma unroll
-        for (int h = 0; h < 4; ++h) {
-          sums[h] += member ? of_value[o][h] : 0.0f;
-          sums[4 + h] += member ? of_centre[o][h] : 0.0f;
-        }
+      for (int h = 0; h < 4; ++h) {
+        sums[h] = member ? of_value[h] : 0.0f;
+        sums[4 + h] = member ? of_centre[h] : 0.0f;
       }
       const float sum = ReduceByLane(sums, [](float a, float b) { return a + b; });
-      const int at = lane_ / 4;  // among the sums
-      const int head = quartet * 4 + at % 4;
+      const int of_lane = lane_ / 4;  // among the sums
+      const int head = quartet * 4 + of_lane % 4;
       if (lane_ % 4 == 0 && head < shape_.group) {
         PredictedPart& part = predicted_[next * shape_.group + head];
-        if (at < 4) {
+        if (of_lane < 4) {
           part.of_value += sum;
           part.count += count;
         } else {
@@ -204,86 +291,22 @@ class PageWeigher {
       last = next;
     }
   }
-  __device__ bool Counts(int stratum, bool all) const {
-    return stratum >= 0 && (all || stratum < tail_.near);
-  }
+
+  static constexpr int kNoStratum = INT32_MAX;
 
   const AttendShape& shape_;
   const UnitRequest& u_;
   const TailBins& tail_;
   const float* const shrinkage_;
   PredictedPart* const predicted_;
+  uint32_t* const weights_;
+  SpanPages& pages_;
   const ReferencePages reference_;
   const float square_of_factor_;
   const float distortion_;
   const float inverse_unit_;
   const int lane_ = threadIdx.x % 32;
 };
-
-// Shared memory of WeighPagesKernel.
-__host__ __device__ inline size_t WeighBytes(const AttendShape& shape) {
-  return ClassBytes(shape.bin_count) +
-         sizeof(PredictedPart) * kSpanParts * kStrataMax * static_cast<size_t>(shape.group);
-}
-
-// Sums x^ by page, and predictions by span; sets to 0 the levels of tokens outside the tail. The
-// last block of a unit adds up the pages. Grid (spans, units).
-__global__ void __launch_bounds__(kSpanThreads)
-    WeighPagesKernel(AttendShape shape, const UnitRequest* units) {
-  extern __shared__ __align__(16) uint8_t weigh_memory[];
-  __shared__ float shrinkage[kGroupMax];
-  __shared__ TailBins tail;
-  __shared__ UnitRequest u;
-  Begin(units + blockIdx.y, u);
-  UnitState& state = *u.state;
-  const int strata = state.strata;
-  if (!u.coded() || strata == 0 || blockIdx.x >= u.spans()) return;
-  const int width = strata * shape.group;
-  auto* const predicted =
-      reinterpret_cast<PredictedPart*>(weigh_memory + ClassBytes(shape.bin_count));
-  for (int i = threadIdx.x; i < ClassBytes(shape.bin_count) / 16; i += kSpanThreads) {
-    reinterpret_cast<uint4*>(weigh_memory)[i] = reinterpret_cast<const uint4*>(u.class_of_bin)[i];
-  }
-  for (int i = threadIdx.x; i < kSpanParts * width; i += kSpanThreads) predicted[i] = {0, 0, 0};
-  if (static_cast<int>(threadIdx.x) < shape.group) {
-    shrinkage[threadIdx.x] = LevelShrinkage(state.rank_error_scale[threadIdx.x]);
-  }
-  if (threadIdx.x == 0) {
-    int near = 0;
-    while (near < strata && state.stratum_count[near] <= kNearStratumTokens) ++near;
-    tail = {weigh_memory, shape.bin_count, state.tie_class, state.heavy_from, near};
-  }
-  __syncthreads();
-  const int warp = threadIdx.x / 32;
-  PageWeigher weigher(shape, u, tail, shrinkage, predicted + warp * width);
-  const int64_t first = u.scored_page_begin() + int64_t{blockIdx.x} * kSpanPages;
-  for (int i = 0; i < kPartPages; ++i) {
-    const int64_t page = first + warp * kPartPages + i;
-    if (page < u.scored_page_end()) weigher.Weigh(page);
-  }
-  __syncthreads();
-  for (int i = threadIdx.x; i < width; i += kSpanThreads) {
-    PredictedPart sum = {0, 0, 0};
-    for (int part = 0; part < kSpanParts; ++part) {
-      const PredictedPart of_part = predicted[part * width + i];
-      sum.of_value += of_part.of_value;
-      sum.of_centre += of_part.of_centre;
-      sum.count += of_part.count;
-    }
-    u.codes.predicted[int64_t{blockIdx.x} * kStrataMax * shape.group + i] = sum;
-  }
-  if (!IsLastBlock(static_cast<int>(u.spans()), state.spans_weighed)) return;
-  // One warp per head in turn. Past the L1 cache, because other blocks wrote the sums.
-  for (int g = warp; g < shape.group; g += kSpanParts) {
-    double sum = 0;
-    for (int64_t page = u.scored_page_begin() + threadIdx.x % 32; page < u.scored_page_end();
-         page += 32) {
-      sum += __ldcg(&u.codes.weights[page * shape.group + g].sum);
-    }
-    sum = WarpSum(sum);
-    if (threadIdx.x % 32 == 0) state.code_sum[g] = sum;
-  }
-}
 
 // d += a b: a [16][32] and b [32][8], 8 bits each. Lane l has of a row l / 4, four elements from
 // 4 (l % 4) on, the same of row + 8, then both from element 16 on; of b the same of column l / 4;
@@ -296,42 +319,6 @@ __device__ inline void MultiplyBytes(int32_t (&d)[4], const uint32_t (&a)[4], ui
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Dimensions whose codes a block sums.
-inline constexpr int kSummedDims = 128;
-
-// What a block needs of a span; in shared memory.
-struct SpanPages {
-  const std::byte* codes[kSpanPages];
-  bool has_mass[kSpanPages];
-  float sums[kSpanPages][kGroupMax];     // of x^
-  float largest[kSpanPages][kGroupMax];  // of g x^
-  int count;
-};
-
-// Where a warp has what it reads of a page: the codes of a run of dimensions, [32] rows; the
-// factors [32] rows; the levels [G]. Rows and heads are padded, so that lanes read different banks.
-template <int kWidth>
-struct SummedPage {
-  static constexpr int kFields = 8 / kWidth;
-  static constexpr int kWordTiles = kSummedDims / (8 * kFields);
-  static constexpr int kRunWords = kWordTiles * 8;
-  static constexpr int kRowWords = kRunWords + 8;
-  static constexpr int kHeadWords = 32 + 4;
-  static constexpr int kRows = kPageTokenCount / 4;
-
-  __host__ __device__ static int Words(int group) {
-    return kRows * kRowWords + 2 * kRows + group * kHeadWords;
-  }
-  __device__ explicit SummedPage(uint32_t* memory)
-      : codes(memory),
-        factors(reinterpret_cast<uint2*>(memory + kRows * kRowWords)),
-        levels(memory + kRows * kRowWords + 2 * kRows) {}
-
-  uint32_t* codes;
-  uint2* factors;
-  uint32_t* levels;
-};
-
 template <int kBytes>
 __device__ inline void CopyAhead(void* to, const void* from) {
   const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
@@ -342,24 +329,23 @@ __device__ inline void CopyAhead(void* to, const void* from) {
   }
 }
 
-// Sums the codes of a part of a span: one warp. kWidth: bits of a field. kHeads: 8 or 16.
+// Sums the codes of a warp's pages over kSummedDims dimensions of a part. kWidth: bits of a field.
+// kHeads: 8 or 16. Codes are the rows of a matrix, dimensions by tokens, and weights the columns of
+// another, tokens by heads.
 template <int kWidth, int kHeads>
 class CodeSummer {
  public:
-  using Page = SummedPage<kWidth>;
-  static constexpr int kFields = Page::kFields;
-  static constexpr int kWordTiles = Page::kWordTiles;
-  static constexpr int kHalves = kHeads / 8;
-  static constexpr int kDepth = 2;
+  static constexpr int kFields = 8 / kWidth;
+  static constexpr int kRunWords = kSummedDims / kFields;
+  static constexpr int kWordTiles = kRunWords / 16;
+  static constexpr int kHeadTiles = kHeads / 8;
 
-  // part: of the codes. first_word: of the part's words, from where kSummedDims dimensions are
-  // summed. first_page: of the span. memory: kDepth pages of the warp, in shared memory.
+  // part: of the codes. first_word: of the part's words. weights: of the span. memory: of the warp.
   __device__ CodeSummer(const AttendShape& shape, const UnitRequest& u, const SpanPages& pages,
-                        int64_t first_page, int part, int first_word, uint32_t* memory)
+                        int part, int first_word, const uint32_t* weights, uint32_t* memory)
       : shape_(shape),
-        u_(u),
         pages_(pages),
-        first_page_(first_page),
+        weights_(weights),
         memory_(memory),
         words_(shape.tiling.value_words(part)),
         row_words_(shape.tiling.value_row_words()),
@@ -370,8 +356,8 @@ class CodeSummer {
         middle_(part == 1 ? 0 : (1 << shape.tiling.value_bits) - 1),
         inverse_unit_(1 / ValueUnit(u)) {}
 
-  // Starts to copy the warp's first page. Neighbouring pages have mass together, so warps take
-  // turns.
+  // Starts to copy the warp's first page with mass. Neighbouring pages have mass together, so warps
+  // take turns.
   __device__ void Begin() {
     at_ = Next(static_cast<int>(threadIdx.x) / 32);
     Bring(at_, 0);
@@ -383,7 +369,7 @@ class CodeSummer {
       Bring(after, stage ^ 1);
       asm volatile("cp.async.wait_group 1;" ::: "memory");
       __syncwarp();
-      Add(at_, Page(memory_ + stage * Page::Words(shape_.group)));
+      Add(at_, memory_ + stage * kPageRows * kRunWordsMax);
       __syncwarp();
       at_ = after;
     }
@@ -397,12 +383,12 @@ class CodeSummer {
 #pragma unroll
       for (int p = 0; p < kFields; ++p) {
 #pragma unroll
-        for (int half = 0; half < kHalves; ++half) {
+        for (int n = 0; n < kHeadTiles; ++n) {
 #pragma unroll
-          for (int c = 0; c < 2; ++c) {
-            const int word = first_word_ + j * 8 + lane_ % 4 * 2 + c;
-            if (word >= words_) continue;
-            sums[(half * 8 + lane_ / 4) * kHeadDimMax + p * words_ + word] += sums_[j][p][half][c];
+          for (int e = 0; e < 4; ++e) {
+            const int word = first_word_ + j * 16 + e / 2 * 8 + lane_ / 4;
+            const int head = n * 8 + lane_ % 4 * 2 + e % 2;
+            if (word < words_) sums[head * kHeadDimMax + p * words_ + word] += sums_[j][p][n][e];
           }
         }
       }
@@ -416,116 +402,96 @@ class CodeSummer {
     return at;
   }
 
+  // Where a word of a row is: rows that lanes read together are in other banks.
+  __device__ static int WordAt(int row, int word) {
+    return row * kRunWords + (word ^ (row * 8 & (kRunWords - 8)));
+  }
+
   // Starts to copy a page, if it is one of the span.
   __device__ void Bring(int at, int stage) {
     if (at < pages_.count) {
-      const Page to(memory_ + stage * Page::Words(shape_.group));
-      const std::byte* const page = pages_.codes[at];
-      const auto* const codes = reinterpret_cast<const uint32_t*>(page) + codes_at_;
-      const int words = min(Page::kRunWords, words_ - first_word_);
+      const auto* const codes = reinterpret_cast<const uint32_t*>(pages_.codes[at]) + codes_at_;
+      const int words = min(kRunWords, words_ - first_word_);
+      uint32_t* const to = memory_ + stage * kPageRows * kRunWordsMax;
       if (row_words_ % 4 == 0 && words % 4 == 0 && codes_at_ % 4 == 0) {
-        BringCodes<16>(to, codes, words);
+        BringRows<16>(to, codes, words);
       } else {
-        BringCodes<8>(to, codes, words);
-      }
-      const std::byte* const factors = page + shape_.tiling.value_factor_offset_bytes();
-      if (lane_ < 16) CopyAhead<16>(to.factors + 2 * lane_, factors + 16 * lane_);
-      const uint8_t* const levels =
-          u_.codes.levels + (first_page_ + at) * shape_.group * kPageTokenCount;
-      for (int i = lane_; i < shape_.group * 8; i += 32) {
-        CopyAhead<16>(to.levels + i / 8 * Page::kHeadWords + i % 8 * 4, levels + 16 * i);
+        BringRows<8>(to, codes, words);
       }
     }
     asm volatile("cp.async.commit_group;" ::: "memory");
   }
   template <int kBytes>
-  __device__ void BringCodes(const Page& to, const uint32_t* codes, int words) {
+  __device__ void BringRows(uint32_t* to, const uint32_t* codes, int words) {
     constexpr int kChunkWords = kBytes / 4;
-    constexpr int kChunks = Page::kRunWords / kChunkWords;  // of a row
+    constexpr int kChunks = kRunWords / kChunkWords;  // of a row
 #pragma unroll 4
-    for (int i = lane_; i < Page::kRows * kChunks; i += 32) {
+    for (int i = lane_; i < kPageRows * kChunks; i += 32) {
       const int row = i / kChunks;
       const int word = i % kChunks * kChunkWords;
-      if (word >= words) continue;
-      CopyAhead<kBytes>(to.codes + row * Page::kRowWords + word, codes + row * row_words_ + word);
+      if (word < words) CopyAhead<kBytes>(to + WordAt(row, word), codes + row * row_words_ + word);
     }
   }
 
-  __device__ void Add(int at, const Page& page) {
-    int32_t products[kWordTiles][kFields][4] = {};
-    float inverse[kHalves];
-    int32_t weight_sum[kHalves] = {};
-    const uint32_t* levels[kHalves];
-#pragma unroll
-    for (int half = 0; half < kHalves; ++half) {
-      const int head = half * 8 + lane_ / 4;
-      const bool present = head < shape_.group;
-      inverse[half] = present ? CodeWeightInverse(pages_.largest[at][head]) : 0.0f;
-      levels[half] = page.levels + (present ? head : 0) * Page::kHeadWords;
-    }
+  __device__ void Add(int at, const uint32_t* codes) {
+    int32_t products[kWordTiles][kFields][kHeadTiles][4] = {};
+    const int column = lane_ / 4;
+    const uint32_t* const weights = weights_ + at * shape_.group * kWeightWords;
 #pragma unroll
     for (int tile = 0; tile < kCodeTilesPerPage; ++tile) {
       const int row = tile * 8 + lane_ % 4;
-      uint32_t a[4] = {0, 0, 0, 0};
+      uint32_t b[kHeadTiles][2];
 #pragma unroll
-      for (int half = 0; half < kHalves; ++half) {
-        a[half] = Weights(levels[half][row], page.factors[row], inverse[half]);
-        a[2 + half] = Weights(levels[half][row + 4], page.factors[row + 4], inverse[half]);
-        weight_sum[half] = __dp4a(static_cast<int>(a[half]), 0x01010101, weight_sum[half]);
-        weight_sum[half] = __dp4a(static_cast<int>(a[2 + half]), 0x01010101, weight_sum[half]);
+      for (int n = 0; n < kHeadTiles; ++n) {
+        const int head = n * 8 + column;
+        const bool present = head < shape_.group;
+        b[n][0] = present ? weights[head * kWeightWords + row] : 0;
+        b[n][1] = present ? weights[head * kWeightWords + row + 4] : 0;
       }
 #pragma unroll
       for (int j = 0; j < kWordTiles; ++j) {
         // What is beyond the part's words is not stored.
-        const uint32_t* const words = page.codes + row * Page::kRowWords + j * 8 + lane_ / 4;
-        const uint32_t low = words[0], high = words[4 * Page::kRowWords];
+        const int word = j * 16 + column;
+        const uint32_t w[4] = {codes[WordAt(row, word)], codes[WordAt(row, word + 8)],
+                               codes[WordAt(row + 4, word)], codes[WordAt(row + 4, word + 8)]};
 #pragma unroll
         for (int p = 0; p < kFields; ++p) {
           constexpr uint32_t kMask = ((1u << kWidth) - 1) * 0x01010101u;
-          MultiplyBytes(products[j][p], a, low >> (kWidth * p) & kMask,
-                        high >> (kWidth * p) & kMask);
+          const uint32_t a[4] = {w[0] >> (kWidth * p) & kMask, w[1] >> (kWidth * p) & kMask,
+                                 w[2] >> (kWidth * p) & kMask, w[3] >> (kWidth * p) & kMask};
+#pragma unroll
+          for (int n = 0; n < kHeadTiles; ++n) {
+            MultiplyBytes(products[j][p][n], a, b[n][0], b[n][1]);
+          }
         }
       }
     }
 #pragma unroll
-    for (int half = 0; half < kHalves; ++half) {
-      weight_sum[half] += __shfl_xor_sync(kFullWarp, weight_sum[half], 1);
-      weight_sum[half] += __shfl_xor_sync(kFullWarp, weight_sum[half], 2);
-      const int head = half * 8 + lane_ / 4;
-      const float unit =
-          head < shape_.group ? CodeWeightUnit(pages_.largest[at][head]) * 0.5f * inverse_unit_ : 0;
-      const int32_t offset = middle_ * weight_sum[half];
+    for (int n = 0; n < kHeadTiles; ++n) {
 #pragma unroll
-      for (int j = 0; j < kWordTiles; ++j) {
+      for (int c = 0; c < 2; ++c) {
+        const int head = n * 8 + lane_ % 4 * 2 + c;
+        if (head >= shape_.group) continue;
+        const float unit = CodeWeightUnit(pages_.largest[at][head]) * 0.5f * inverse_unit_;
+        const int32_t offset = middle_ * pages_.weight_sums[at][head];
 #pragma unroll
-        for (int p = 0; p < kFields; ++p) {
+        for (int j = 0; j < kWordTiles; ++j) {
 #pragma unroll
-          for (int c = 0; c < 2; ++c) {
-            const int32_t twice = (products[j][p][2 * half + c] << (1 + below_)) - offset;
-            sums_[j][p][half][c] = fmaf(static_cast<float>(twice), unit, sums_[j][p][half][c]);
+          for (int p = 0; p < kFields; ++p) {
+#pragma unroll
+            for (int e = c; e < 4; e += 2) {
+              const int32_t twice = (products[j][p][n][e] << (1 + below_)) - offset;
+              sums_[j][p][n][e] = fmaf(static_cast<float>(twice), unit, sums_[j][p][n][e]);
+            }
           }
         }
       }
     }
   }
 
-  // The integer weights of a row's four tokens.
-  __device__ static uint32_t Weights(uint32_t levels, uint2 factors, float inverse) {
-    const float f[4] = {__uint_as_float(factors.x << 16), __uint_as_float(factors.x & 0xFFFF0000u),
-                        __uint_as_float(factors.y << 16), __uint_as_float(factors.y & 0xFFFF0000u)};
-    uint32_t packed = 0;
-#pragma unroll
-    for (int o = 0; o < 4; ++o) {
-      packed |= static_cast<uint32_t>(CodeWeight(LevelWeight(LevelOf(levels, o)) * f[o], inverse))
-                << (8 * o);
-    }
-    return packed;
-  }
-
   const AttendShape& shape_;
-  const UnitRequest& u_;
   const SpanPages& pages_;
-  const int64_t first_page_;
+  const uint32_t* const weights_;
   uint32_t* const memory_;
   const int words_;
   const int row_words_;
@@ -536,41 +502,29 @@ class CodeSummer {
   const float inverse_unit_;
   const int lane_ = threadIdx.x % 32;
   int at_ = 0;  // the page that is added next
-  float sums_[kWordTiles][kFields][kHalves][2] = {};
+  float sums_[kWordTiles][kFields][kHeadTiles][4] = {};
 };
 
-// Shared memory of SumCodesKernel.
-template <int kWidth, int kHeads>
-__host__ __device__ inline size_t SumBytes(int group) {
-  return sizeof(uint32_t) * static_cast<size_t>(SummedPage<kWidth>::Words(group)) *
-         CodeSummer<kWidth, kHeads>::kDepth * kSpanParts;
-}
-
-// Fills `pages`. All threads; ends with a barrier. Of pages whose codes are not summed, marks that
-// in memory if `marks`.
+// Fills what is known of a span before its pages are weighed. All threads; ends with a barrier.
 __device__ inline void LoadSpan(const AttendShape& shape, const UnitRequest& u, int64_t first,
-                                bool marks, SpanPages& pages) {
+                                SpanPages& pages) {
   const int64_t page_count = u.scored_page_end() - u.scored_page_begin();
   const int count = static_cast<int>(min(u.scored_page_end() - first, int64_t{kSpanPages}));
   if (threadIdx.x == 0) pages.count = count;
   for (int i = threadIdx.x; i < count; i += kSpanThreads) {
     pages.codes[i] = u.code_pages[first + i];
-    PageWeights* const weights = u.codes.weights + (first + i) * shape.group;
     bool has_mass = false;
     for (int g = 0; g < shape.group; ++g) {
-      const PageWeights of_head = weights[g];
-      pages.sums[i][g] = of_head.sum;
-      pages.largest[i][g] = of_head.largest;
-      has_mass |= PageHasMass(of_head.sum, u.state->code_sum[g], page_count);
+      has_mass |= PageHasMass(u.rank_sums[(first + i) * shape.group + g].weight,
+                              u.state->score_sum[g], page_count);
     }
     pages.has_mass[i] = has_mass;
-    for (int g = 0; g < shape.group && marks && !has_mass; ++g) weights[g].largest = 0;
   }
   __syncthreads();
 }
 
-// Sums x^ c and x^ ||c||^2 over a span's pages, with c the pages' value centres, for kHeads heads.
-// to: of head 0; heads are `stride` apart. memory: [kSpanThreads][2] floats. All threads.
+// Sums x^, x^ c and x^ ||c||^2 over a span's pages, with c the pages' value centres. to: of head 0;
+// heads are `stride` apart. memory: [kSpanThreads + kSpanParts] floats. All threads.
 template <int kHeads>
 __device__ inline void SumCentres(const AttendShape& shape, const UnitRequest& u,
                                   const SpanPages& pages, float* memory, float* to,
@@ -611,52 +565,125 @@ __device__ inline void SumCentres(const AttendShape& shape, const UnitRequest& u
       for (int s = 0; s < slices; ++s) all += memory[s * padded + threadIdx.x];
       to[g * stride + threadIdx.x] = all;
     }
-    if (threadIdx.x == 0) {
+    if (threadIdx.x < 32) {
+      const int lane = static_cast<int>(threadIdx.x);
       float all = 0;
       for (int w = 0; w < kSpanParts; ++w) all += squares[w];
-      to[g * stride + d] = all;
+      static_assert(kSpanPages == 32);
+      const float of_pages = WarpSum(lane < pages.count ? pages.sums[lane][g] : 0.0f);
+      if (lane == 0) {
+        to[g * stride + d] = all;
+        to[g * stride + d + 1] = of_pages;
+      }
     }
   }
+  __syncthreads();
 }
 
-// Sums the codes of the pages that have mass, and all pages' centres. Grid (spans, units, runs of
-// kSummedDims dimensions). part: of the codes. Shared memory: SumBytes().
-template <int kWidth, int kHeads>
-__global__ void __launch_bounds__(kSpanThreads, kHeads == 8 ? 2 : 1)
-    SumCodesKernel(AttendShape shape, int part, const UnitRequest* units) {
-  extern __shared__ __align__(16) uint32_t sum_memory[];
-  __shared__ SpanPages pages;
-  __shared__ float sums[kHeads * kHeadDimMax];
-  __shared__ UnitRequest u;
+// One pass over the codes of the pages that have mass: kSummedDims dimensions of a part. sums
+// [kHeads][kHeadDimMax]: shared memory. between(): what may run while the first pages are on their
+// way; it ends with a barrier. All threads.
+template <int kWidth, int kHeads, typename Between>
+__device__ inline void SumPart(const AttendShape& shape, const UnitRequest& u,
+                               const SpanPages& pages, int part, int first_word,
+                               const uint32_t* weights, uint32_t* codes, float* sums, float* to,
+                               int64_t stride, Between between) {
   using Summer = CodeSummer<kWidth, kHeads>;
-  Begin(units + blockIdx.y, u);
-  if (!u.coded() || u.state->strata == 0 || blockIdx.x >= u.spans()) return;
-  const int64_t first = u.scored_page_begin() + int64_t{blockIdx.x} * kSpanPages;
-  const bool is_first = blockIdx.z == 0 && part == 0;
-  LoadSpan(shape, u, first, is_first, pages);
-  const int d = shape.head_dim;
-  const int64_t stride = SpanFloats(d, shape.tiling.value_parts());
-  float* const to = u.codes.sums + int64_t{blockIdx.x} * shape.group * stride;
-  const int first_word = static_cast<int>(blockIdx.z) * Summer::Page::kRunWords;
   const int warp = threadIdx.x / 32;
-  Summer summer(shape, u, pages, first, part, first_word,
-                sum_memory + warp * Summer::kDepth * Summer::Page::Words(shape.group));
+  Summer summer(shape, u, pages, part, first_word, weights,
+                codes + warp * 2 * kPageRows * kRunWordsMax);
   summer.Begin();
-  if (is_first) SumCentres<kHeads>(shape, u, pages, sums, to, stride);
+  between();
   summer.AddAll();
-  __syncthreads();
   for (int i = threadIdx.x; i < kHeads * kHeadDimMax; i += kSpanThreads) sums[i] = 0;
   for (int w = 0; w < kSpanParts; ++w) {
     __syncthreads();
     if (warp == w) summer.AddTo(sums);
   }
   __syncthreads();
+  const int d = shape.head_dim;
   const int words = shape.tiling.value_words(part);
   for (int i = threadIdx.x; i < shape.group * d; i += kSpanThreads) {
     const int word = i % d % words;
-    if (word < first_word || word >= first_word + Summer::Page::kRunWords) continue;
+    if (word < first_word || word >= first_word + Summer::kRunWords) continue;
     const int g = i / d;
     to[g * stride + d + 4 + part * d + i % d] = sums[g * kHeadDimMax + i % d];
+  }
+  __syncthreads();
+}
+
+// Weighs the tail's tokens, predicts variances, and sums the codes of the pages that have mass and
+// all pages' centres; sets to 0 the levels of tokens outside the tail. Grid (spans, units). Shared
+// memory: SpanLayout.
+template <int kHeads>
+__global__ void __launch_bounds__(kSpanThreads, kHeads == 8 ? 2 : 1)
+    SumCodesKernel(AttendShape shape, const UnitRequest* units) {
+  extern __shared__ __align__(16) std::byte span_memory[];
+  __shared__ float shrinkage[kGroupMax];
+  __shared__ TailBins tail;
+  __shared__ SpanPages pages;
+  __shared__ UnitRequest u;
+  Begin(units + blockIdx.y, u);
+  const UnitState& state = *u.state;
+  const int strata = state.strata;
+  if (!u.coded() || strata == 0 || blockIdx.x >= u.spans()) return;
+  const SpanLayout at(shape);
+  const int64_t first = u.scored_page_begin() + int64_t{blockIdx.x} * kSpanPages;
+  auto* const weights = reinterpret_cast<uint32_t*>(span_memory + at.weights);
+  auto* const codes = reinterpret_cast<uint32_t*>(span_memory + at.codes);
+  auto* const classes = reinterpret_cast<uint8_t*>(span_memory + at.classes);
+  auto* const predicted = reinterpret_cast<PredictedPart*>(span_memory + at.predicted);
+  auto* const sums = reinterpret_cast<float*>(span_memory + at.classes);
+  const int width = strata * shape.group;
+  for (int i = threadIdx.x; i < ClassBytes(shape.bin_count) / 16; i += kSpanThreads) {
+    reinterpret_cast<uint4*>(classes)[i] = reinterpret_cast<const uint4*>(u.class_of_bin)[i];
+  }
+  for (int i = threadIdx.x; i < kSpanParts * width; i += kSpanThreads) predicted[i] = {0, 0, 0};
+  if (static_cast<int>(threadIdx.x) < shape.group) {
+    shrinkage[threadIdx.x] = LevelShrinkage(state.rank_error_scale[threadIdx.x]);
+  }
+  if (threadIdx.x == 0) {
+    int near = 0;
+    while (near < strata && state.stratum_count[near] <= kNearStratumTokens) ++near;
+    tail = {classes, shape.bin_count, state.tie_class, state.heavy_from, near};
+  }
+  LoadSpan(shape, u, first, pages);
+  const int d = shape.head_dim;
+  const CodeTiling& tiling = shape.tiling;
+  const int64_t stride = SpanFloats(d, tiling.value_parts());
+  float* const to = u.codes.sums + int64_t{blockIdx.x} * shape.group * stride;
+  const auto weigh = [&] {
+    const int warp = threadIdx.x / 32;
+    PageWeigher weigher(shape, u, tail, shrinkage, predicted + warp * width, weights, pages);
+    for (int i = warp; i < pages.count; i += kSpanParts) weigher.Weigh(first + i, i);
+    __syncthreads();
+    for (int i = threadIdx.x; i < width; i += kSpanThreads) {
+      PredictedPart sum = {0, 0, 0};
+      for (int part = 0; part < kSpanParts; ++part) {
+        const PredictedPart of_part = predicted[part * width + i];
+        sum.of_value += of_part.of_value;
+        sum.of_centre += of_part.of_centre;
+        sum.count += of_part.count;
+      }
+      u.codes.predicted[int64_t{blockIdx.x} * kStrataMax * shape.group + i] = sum;
+    }
+    __syncthreads();
+    SumCentres<kHeads>(shape, u, pages, sums, to, stride);
+  };
+  bool weighed = false;
+  for (int part = 0; part < tiling.value_parts(); ++part) {
+    const int run_words = kSummedDims * tiling.value_width(part) / 8;
+    for (int word = 0; word < tiling.value_words(part); word += run_words) {
+      const auto between = [&] {
+        if (!weighed) weigh();
+        weighed = true;
+      };
+      if (tiling.value_width(part) == 2) {
+        SumPart<2, kHeads>(shape, u, pages, part, word, weights, codes, sums, to, stride, between);
+      } else {
+        SumPart<1, kHeads>(shape, u, pages, part, word, weights, codes, sums, to, stride, between);
+      }
+    }
   }
 }
 

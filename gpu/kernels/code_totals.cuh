@@ -68,10 +68,13 @@ __device__ inline void TotalCodes(const AttendShape& shape, const UnitRequest& u
     }
     totals.predicted[h] = sum;
   } else if (i == kEstimateThreads - 1) {
-    double square = 0;
-    for (int64_t span = 0; span < spans; ++span) square += sums[span * shape.group * stride + d];
+    double square = 0, sum = 0;
+    for (int64_t span = 0; span < spans; ++span) {
+      square += sums[span * shape.group * stride + d];
+      sum += sums[span * shape.group * stride + d + 1];
+    }
     totals.centre_square = square;
-    totals.sum = s.code_sum[g];
+    totals.sum = sum;
     totals.reference = LevelLogit(kLevelZero, FromOrderedBits(s.reference[g]));
   }
   __syncthreads();

@@ -192,7 +192,7 @@ class CodedFold {
     const int64_t page = token / kPageTokenCount;
     const int index = FactorIndex(token);
     const uint8_t level = u_.codes.levels[(page * shape_.group + g) * kPageTokenCount + index];
-    const float largest = u_.codes.weights[page * shape_.group + g].largest;
+    const float largest = u_.codes.largest[page * shape_.group + g];
     const auto* factors = reinterpret_cast<const uint16_t*>(
         batch_.codes[lane_] + shape_.tiling.value_factor_offset_bytes());
     const int weight = CodeWeight(LevelWeight(level) * BFloat16ToFloat(factors[index]),

@@ -27,7 +27,6 @@ __device__ inline void ClearUnit(const AttendShape& shape, const UnitRequest& u)
     state.heads_done = 0;
     state.heads_finished = 0;
     state.heads_wanting = 0;
-    state.spans_weighed = 0;
   }
   if (thread < kGroupMax) {
     state.reference[thread] = INT32_MIN;

@@ -187,6 +187,16 @@ bool AsymmetricScorer::Reweigh() {
   return true;
 }
 
+bool AsymmetricScorer::HasMass(int64_t page) const {
+  const int heads = query_.row_count;
+  const auto page_count = static_cast<int64_t>(page_sums_.size()) / heads;
+  for (int g = 0; g < heads; ++g) {
+    const float sum = page_sums_[(page - first_page_) * heads + g].weight;
+    if (PageHasMass(sum, sums_[g].weight, page_count)) return true;
+  }
+  return false;
+}
+
 void AsymmetricScorer::RankVariances(std::span<double> of_head) const {
   for (int g = 0; g < query_.row_count; ++g) {
     of_head[g] = RankVariance(error_scale_[g], sums_[g]);

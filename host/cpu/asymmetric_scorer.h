@@ -20,6 +20,7 @@ class AsymmetricScorer final : public KeyScorer {
                     uint16_t* const* head_bins) const override;
   LevelTerms KeepLevels(uint8_t* levels) override;
   bool Reweigh() override;
+  bool HasMass(int64_t page) const override;
   void RankVariances(std::span<double> of_head) const override;
 
  private:

@@ -72,6 +72,12 @@ class KeyScorer {
   // Called once all tokens have bins. Returns whether it has changed the weights of the query
   // heads; then all bins must be computed again.
   virtual bool Reweigh() { return false; }
+  // Whether a page's tokens carry mass (host/core/value_code.h), after Reweigh(). False if the
+  // selector does not estimate logits from codes.
+  virtual bool HasMass(int64_t page) const {
+    static_cast<void>(page);
+    return false;
+  }
   // RankVariance() of each query head, after Reweigh(); 0 if the selector does not estimate it.
   virtual void RankVariances(std::span<double> of_head) const {
     std::fill(of_head.begin(), of_head.end(), 0.0);

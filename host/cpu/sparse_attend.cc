@@ -61,8 +61,8 @@ class SparseAttend {
   void TakeHeavy(const KeyScorer& scorer);
   void CutTail();
   // Sums what codes answer for the tail, if the model has value codes and the policy uses them.
-  absl::Status SumCodes();
-  absl::Status SampleTail();
+  absl::Status SumCodes(const KeyScorer& scorer);
+  absl::Status SampleTail(const KeyScorer& scorer);
   // Draws the tokens between the thresholds, again until `judge` accepts the draw, and folds their
   // rows.
   template <typename Judge>
@@ -151,16 +151,16 @@ void SparseAttend::CutTail() {
   }
 }
 
-absl::Status SparseAttend::SumCodes() {
+absl::Status SparseAttend::SumCodes(const KeyScorer& scorer) {
   if (scores_.levels() == nullptr) return absl::OkStatus();
-  codes_ = std::make_unique<ValuePass>(keys_, scores_, values_.unit);
+  codes_ = std::make_unique<ValuePass>(keys_, scorer, scores_, values_.unit);
   RETURN_IF_ERROR(codes_->Sum(strata_));
   for (int g = 0; g < group_; ++g) code_sums_.push_back(codes_->SumsOf(g));
   return absl::OkStatus();
 }
 
-absl::Status SparseAttend::SampleTail() {
-  RETURN_IF_ERROR(SumCodes());
+absl::Status SparseAttend::SampleTail(const KeyScorer& scorer) {
+  RETURN_IF_ERROR(SumCodes(scorer));
   const int strata = strata_.size();
   tail_.assign(strata, GroupSums(group_, c_.spec().head_dim, /*moments=*/true));
   sampled_.resize(strata);
@@ -369,7 +369,7 @@ absl::Status SparseAttend::Run() {
   RETURN_IF_ERROR(FoldTokens(c_, kv_head_, q_, values_, always, exact_));
   End(JobStage::kFold);
   if (strata_.size() > 0) {
-    RETURN_IF_ERROR(SampleTail());
+    RETURN_IF_ERROR(SampleTail(*scorer));
     End(JobStage::kSample);
   } else if (const CpuMethod* method = FindCpuMethod(terms_.tail); method != nullptr) {
     RETURN_IF_ERROR(AddTailOf(*method));

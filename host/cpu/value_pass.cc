@@ -29,8 +29,10 @@ float FromBf16(const std::byte* at) {
 
 }  // namespace
 
-ValuePass::ValuePass(const ScoredKeys& keys, const ScorePass& scores, float value_unit)
+ValuePass::ValuePass(const ScoredKeys& keys, const KeyScorer& scorer, const ScorePass& scores,
+                     float value_unit)
     : keys_(keys),
+      scorer_(scorer),
       scores_(scores),
       layout_(keys.model().layout()),
       signs_(keys.model().signs()),
@@ -44,13 +46,16 @@ ValuePass::ValuePass(const ScoredKeys& keys, const ScorePass& scores, float valu
 void ValuePass::WeighPages(int64_t begin, int64_t end) {
   for (int64_t page = begin; page < end; ++page) {
     PrefetchRow(FactorsOf(std::min(page + kAhead, end - 1)), 2 * kPageTokenCount);
+    const bool has_mass = scorer_.HasMass(scores_.first_page() + page);
     for (int g = 0; g < group_; ++g) {
-      pages_[page * group_ + g] = WeighPage(LevelsOf(page, g), FactorsOf(page));
+      PageWeights& weights = pages_[page * group_ + g];
+      weights = WeighPage(LevelsOf(page, g), FactorsOf(page));
+      if (!has_mass) weights.largest = 0;
     }
   }
 }
 
-void ValuePass::ChoosePages() {
+void ValuePass::SumWeights() {
   for (int g = 0; g < group_; ++g) {
     std::array<double, kRankPageChains> chains{};
     for (int64_t page = 0; page < page_count_; ++page) {
@@ -58,14 +63,6 @@ void ValuePass::ChoosePages() {
           double{pages_[page * group_ + g].sum};
     }
     sums_[g] = SumChains(chains.data(), kRankPageChains);
-  }
-  for (int64_t page = 0; page < page_count_; ++page) {
-    PageWeights* const of_page = pages_.data() + page * group_;
-    bool has_mass = false;
-    for (int g = 0; g < group_; ++g) {
-      has_mass |= PageHasMass(double{of_page[g].sum}, sums_[g], page_count_);
-    }
-    for (int g = 0; g < group_ && !has_mass; ++g) of_page[g].largest = 0;
   }
 }
 
@@ -138,7 +135,7 @@ absl::Status ValuePass::SumValues() {
     return keys_.context->CheckCancelled();
   };
   RETURN_IF_ERROR(for_tasks([&](int64_t, int64_t begin, int64_t end) { WeighPages(begin, end); }));
-  ChoosePages();
+  SumWeights();
   std::vector<TaskSums> sums(task_count());
   RETURN_IF_ERROR(for_tasks(
       [&](int64_t task, int64_t begin, int64_t end) { SumPages(begin, end, sums[task]); }));
@@ -204,7 +201,9 @@ void ValuePass::AddPrediction(int64_t page, int slot, PredictedSums* sums) const
   const float in_units = value_factor * inverse_unit_;
   const float value_square =
       in_units * in_units * (static_cast<float>(dim_) * SquareOfFactor(layout_.value_bits));
-  const auto distortion = static_cast<float>(QuantiserDistortion(layout_.value_bits));
+  const bool has_mass = scorer_.HasMass(scores_.first_page() + page);
+  const auto distortion =
+      has_mass ? static_cast<float>(QuantiserDistortion(layout_.value_bits)) : 1.0f;
   for (int g = 0; g < group_; ++g) {
     ++sums[g].count;
     const uint8_t level = LevelsOf(page, g)[slot];

@@ -23,7 +23,8 @@ class ValuePass {
  public:
   // value_unit: the unit of all results, a power of two. REQUIRES: scores.levels() is not null, and
   // TakeHeavy() has returned.
-  ValuePass(const ScoredKeys& keys, const ScorePass& scores, float value_unit);
+  ValuePass(const ScoredKeys& keys, const KeyScorer& scorer, const ScorePass& scores,
+            float value_unit);
 
   // Sums x^ and x^ v^ over the tail, and what codes predict of the rows of each stratum. CANCELLED,
   // RESOURCE_EXHAUSTED.
@@ -63,13 +64,13 @@ class ValuePass {
   absl::Status SumValues();
   absl::Status Predict(const Strata& strata);
   void WeighPages(int64_t begin, int64_t end);
-  // Decides which pages' codes are summed.
-  void ChoosePages();
+  void SumWeights();
   void SumPages(int64_t begin, int64_t end, TaskSums& sums) const;
   // Adds what codes predict of a token of the tail to sums [G].
   void AddPrediction(int64_t page, int slot, PredictedSums* sums) const;
 
   const ScoredKeys& keys_;
+  const KeyScorer& scorer_;
   const ScorePass& scores_;
   const CodeLayout& layout_;
   const HadamardSigns& signs_;

@@ -75,7 +75,7 @@ class ValueCodes : public HeavyTest {
     for (const uint32_t t : parts.exact) tail[t] = false;
     std::vector<Estimated> heads;
     for (int g = 0; g < spec_.group(); ++g) heads.push_back(EstimateLogits(g));
-    const std::vector<bool> summed = PagesWithMass(heads, tail);
+    const std::vector<bool> summed = PagesWithMass(heads);
     summed_pages_ = std::count(summed.begin(), summed.end(), true);
     const ProjectionSigns projection = ProjectionSigns::Of(policy_.seed);
     std::vector<double> signs;
@@ -144,24 +144,22 @@ class ValueCodes : public HeavyTest {
     }
     return tokens;
   }
-  // Whether the codes of each page are summed: if its x^ over the tail is at least a quarter of
-  // what a page has on average, for some head.
-  std::vector<bool> PagesWithMass(const std::vector<Estimated>& heads,
-                                  const std::vector<bool>& tail) const {
+  // Whether the codes of each page are summed: if the sum of its estimated exponentials, without
+  // strays, is at least half of what a page has on average, for some head.
+  std::vector<bool> PagesWithMass(const std::vector<Estimated>& heads) const {
     const int64_t first = begin() / 128, end_page = (end() - 1) / 128 + 1;
     std::vector<bool> summed(index().closed_token_count() / 128, false);
     for (const Estimated& head : heads) {
       std::vector<double> of_page(summed.size(), 0.0);
       double sum = 0;
       for (int64_t t = begin(); t < end(); ++t) {
-        if (!tail[t]) continue;
-        const double w =
-            reference::EstimatedWeight(head.logits[t], head.variances[t], head.reference);
+        if (index().strays[t]) continue;
+        const double w = std::exp(head.logits[t] - head.reference);
         of_page[t / 128] += w;
         sum += w;
       }
       for (int64_t p = first; p < end_page; ++p) {
-        if (of_page[p] > 0 && of_page[p] * static_cast<double>(end_page - first) >= 0.25 * sum) {
+        if (of_page[p] > 0 && of_page[p] * static_cast<double>(end_page - first) >= 0.5 * sum) {
           summed[p] = true;
         }
       }

@@ -98,7 +98,7 @@ double CodeTerms::PredictedVariance(std::span<const uint32_t> tokens,
   for (const uint32_t t : tokens) {
     const double growth = std::exp(std::min(variances[t], 2.0));
     mean += weights[t] * weights[t] *
-            ((growth - 1) * (distances_sq[t] + apart) + growth * distortion * distances_sq[t]) /
+            ((growth - 1) * (distances_sq[t] + apart) + growth * distortions[t / PageIndex::kPageTokens] * distances_sq[t]) /
             static_cast<double>(tokens.size());
   }
   return mean;
@@ -131,7 +131,7 @@ CodeTerms TermsOfCodes(const KeyValues& kv, const PageIndex& index, std::span<co
   // Of a standard normal coordinate: the mean of t^2, and the distortion.
   constexpr double kMeanSquare[] = {0.25, 0.8879, 2.8013};
   constexpr double kDistortion[] = {0.3634, 0.1188, 0.03744};
-  terms.distortion = kDistortion[bits - 1];
+  const double distortion = kDistortion[bits - 1];
   constexpr int64_t kPage = PageIndex::kPageTokens;
   for (int64_t first = 0; first + kPage <= index.closed_token_count(); first += kPage) {
     const std::vector<double>& centre = index.value_centres[first / kPage];
@@ -146,9 +146,10 @@ CodeTerms TermsOfCodes(const KeyValues& kv, const PageIndex& index, std::span<co
       codes[i] = EncodeValue(kv.Value(first + i), centre, transform, bits);
       largest = std::max(largest, weight * codes[i].factor);
       terms.distances_sq[first + i] =
-          codes[i].factor * codes[i].factor * kv.d * kMeanSquare[bits - 1] / (1 - terms.distortion);
+          codes[i].factor * codes[i].factor * kv.d * kMeanSquare[bits - 1] / (1 - distortion);
     }
     if (!summed[first / kPage]) largest = 0;
+    terms.distortions.push_back(summed[first / kPage] ? distortion : 1.0);
     for (int64_t i = 0; i < kPage; ++i) {
       if (!tail[first + i]) continue;
       const double weight = terms.weights[first + i];

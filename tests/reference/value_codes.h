@@ -31,12 +31,13 @@ struct CodeTerms {
   // What codes predict of the variance of x (v - o) - x^ (v^ - o), for o = output; the mean over
   // tokens. For a token, x^^2 times
   // [(e^(s^2) - 1) (||v - c||^2 + m) + e^(s^2) D ||v - c||^2], where s^2 is at most 2, D is the
-  // distortion of the quantiser, and m the mean of ||c - o||^2 over the tail, weighted by x^.
+  // page's distortion, and m the mean of ||c - o||^2 over the tail, weighted by x^.
   double PredictedVariance(std::span<const uint32_t> tokens, std::span<const double> output) const;
   std::vector<double> distances_sq;          // ||v - c||^2 as g says, by token
   std::vector<double> variances;             // s^2
   std::vector<std::vector<double>> centres;  // by page
-  double distortion = 0;
+  // By page: that of the quantiser, or 1 if the page's codes are not summed.
+  std::vector<double> distortions;
 
   double sum() const;
   std::vector<double> value_sum(int d) const;
