@@ -46,7 +46,9 @@
 //   candidate  a token that the first selection found
 //   coded unit a unit whose tail is answered by codes, which sampled rows correct
 //              (host/core/value_code.h): it has no pilot, and its first draw is that of phase 1
-//   span       kSpanPages pages of a coded unit, whose codes one block sums
+//   span       at most kSpanPages pages of a coded unit, whose codes one block sums: every n-th
+//   one,
+//              if there are n spans
 namespace spillway::cuda {
 
 // Tokens of a segment. The filter keeps their order.

@@ -93,8 +93,12 @@ struct SpanLayout {
   }
 };
 
-// What a block knows of its pages; in shared memory.
+// What a block knows of its pages; in shared memory. Page i of the span is page first + i * step.
+// Pages with mass, and those with tokens that count in predictions, are near each other: so a span
+// has every step-th page.
 struct SpanPages {
+  int64_t first;
+  int64_t step;
   const std::byte* codes[kSpanPages];
   bool has_mass[kSpanPages];
   float sums[kSpanPages][kGroupMax];              // of x^
@@ -356,8 +360,7 @@ class CodeSummer {
         middle_(part == 1 ? 0 : (1 << shape.tiling.value_bits) - 1),
         inverse_unit_(1 / ValueUnit(u)) {}
 
-  // Starts to copy the warp's first page with mass. Neighbouring pages have mass together, so warps
-  // take turns.
+  // Starts to copy the warp's first page with mass.
   __device__ void Begin() {
     at_ = Next(static_cast<int>(threadIdx.x) / 32);
     Bring(at_, 0);
@@ -506,17 +509,24 @@ class CodeSummer {
 };
 
 // Fills what is known of a span before its pages are weighed. All threads; ends with a barrier.
-__device__ inline void LoadSpan(const AttendShape& shape, const UnitRequest& u, int64_t first,
+__device__ inline void LoadSpan(const AttendShape& shape, const UnitRequest& u, int span,
                                 SpanPages& pages) {
   const int64_t page_count = u.scored_page_end() - u.scored_page_begin();
-  const int count = static_cast<int>(min(u.scored_page_end() - first, int64_t{kSpanPages}));
-  if (threadIdx.x == 0) pages.count = count;
+  const int64_t step = u.spans();
+  const int64_t first = u.scored_page_begin() + span;
+  const int count = static_cast<int>((page_count - span + step - 1) / step);
+  if (threadIdx.x == 0) {
+    pages.first = first;
+    pages.step = step;
+    pages.count = count;
+  }
   for (int i = threadIdx.x; i < count; i += kSpanThreads) {
-    pages.codes[i] = u.code_pages[first + i];
+    const int64_t page = first + i * step;
+    pages.codes[i] = u.code_pages[page];
     bool has_mass = false;
     for (int g = 0; g < shape.group; ++g) {
-      has_mass |= PageHasMass(u.rank_sums[(first + i) * shape.group + g].weight,
-                              u.state->score_sum[g], page_count);
+      has_mass |= PageHasMass(u.rank_sums[page * shape.group + g].weight, u.state->score_sum[g],
+                              page_count);
     }
     pages.has_mass[i] = has_mass;
   }
@@ -628,7 +638,6 @@ __global__ void __launch_bounds__(kSpanThreads, kHeads == 8 ? 2 : 1)
   const int strata = state.strata;
   if (!u.coded() || strata == 0 || blockIdx.x >= u.spans()) return;
   const SpanLayout at(shape);
-  const int64_t first = u.scored_page_begin() + int64_t{blockIdx.x} * kSpanPages;
   auto* const weights = reinterpret_cast<uint32_t*>(span_memory + at.weights);
   auto* const codes = reinterpret_cast<uint32_t*>(span_memory + at.codes);
   auto* const classes = reinterpret_cast<uint8_t*>(span_memory + at.classes);
@@ -647,7 +656,7 @@ __global__ void __launch_bounds__(kSpanThreads, kHeads == 8 ? 2 : 1)
     while (near < strata && state.stratum_count[near] <= kNearStratumTokens) ++near;
     tail = {classes, shape.bin_count, state.tie_class, state.heavy_from, near};
   }
-  LoadSpan(shape, u, first, pages);
+  LoadSpan(shape, u, static_cast<int>(blockIdx.x), pages);
   const int d = shape.head_dim;
   const CodeTiling& tiling = shape.tiling;
   const int64_t stride = SpanFloats(d, tiling.value_parts());
@@ -655,7 +664,9 @@ __global__ void __launch_bounds__(kSpanThreads, kHeads == 8 ? 2 : 1)
   const auto weigh = [&] {
     const int warp = threadIdx.x / 32;
     PageWeigher weigher(shape, u, tail, shrinkage, predicted + warp * width, weights, pages);
-    for (int i = warp; i < pages.count; i += kSpanParts) weigher.Weigh(first + i, i);
+    for (int i = warp; i < pages.count; i += kSpanParts) {
+      weigher.Weigh(pages.first + i * pages.step, i);
+    }
     __syncthreads();
     for (int i = threadIdx.x; i < width; i += kSpanThreads) {
       PredictedPart sum = {0, 0, 0};

@@ -8,7 +8,7 @@ import pytest
 import spillway_kv
 import torch
 from daemon_process import binary, device, on_gpu
-from spillway_kv import Client, Policy, Sequence
+from spillway_kv import Client, Policy, RotationHash, Sequence
 from spillway_kv.lab.serving import prefer_library
 
 pytestmark = pytest.mark.skipif(not on_gpu(), reason="needs a GPU")
@@ -42,7 +42,7 @@ def normal(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=generator).to(torch.bfloat16)
 
 
-def filled(client: Client, count: int, policies: list[Policy]) -> list[Sequence]:
+def filled(client: Client, count: int, policies: list[Policy], value_bits: int) -> list[Sequence]:
     """Sequences with contents and policies in turn."""
     model = client.create_model(
         layer_count=LAYERS,
@@ -50,6 +50,7 @@ def filled(client: Client, count: int, policies: list[Policy]) -> list[Sequence]
         kv_head_count=KV_HEADS,
         head_dim=DIM,
         dtype="bfloat16",
+        hash_weights=RotationHash(value_bits=value_bits),
     )
     sequences = [
         client.create_sequence(model, policy=policies[i % len(policies)]) for i in range(count)
@@ -68,12 +69,12 @@ def inputs(t: int, count: int) -> tuple[torch.Tensor, ...]:
 
 
 def decoded(
-    client: Client, count: int, policies: list[Policy], *, captured: bool
+    client: Client, count: int, policies: list[Policy], *, captured: bool, value_bits: int = 0
 ) -> tuple[list[torch.Tensor], int]:
     """Outputs [count, 1, H_q, d] of each layer of each step, and how often launches changed."""
     outs, changes = [], 0
     held = [torch.zeros_like(x) for x in inputs(0, count)]
-    with client.open_decoder(filled(client, count, policies)) as decoder:
+    with client.open_decoder(filled(client, count, policies, value_bits)) as decoder:
 
         def attend() -> list[torch.Tensor]:
             return [decoder.attend(i, *(x[i] for x in held))[0] for i in range(LAYERS)]
@@ -97,11 +98,11 @@ def decoded(
 
 
 @functools.cache
-def wanted(policy: Policy) -> list[torch.Tensor]:
+def wanted(policy: Policy, value_bits: int) -> list[torch.Tensor]:
     """Outputs [KINDS, 1, H_q, d]: each sequence has steps of its own, as jobs."""
     outs = []
     with connect("0") as client:
-        sequences = filled(client, KINDS, [policy])
+        sequences = filled(client, KINDS, [policy], value_bits)
         for t in range(STEPS):
             q, k, v = (x.cpu() for x in inputs(t, KINDS))
             made: list[list[torch.Tensor]] = [[] for _ in range(LAYERS)]
@@ -115,11 +116,11 @@ def wanted(policy: Policy) -> list[torch.Tensor]:
     return outs
 
 
-def check(outs: list[torch.Tensor], policies: list[Policy]) -> None:
+def check(outs: list[torch.Tensor], policies: list[Policy], value_bits: int = 0) -> None:
     """Compares outputs with those of single sequences."""
     assert len(outs) == STEPS * LAYERS
     for i, out in enumerate(outs):
-        right = [wanted(policy)[i] for policy in policies]
+        right = [wanted(policy, value_bits)[i] for policy in policies]
         for at, of_sequence in enumerate(out):
             assert torch.equal(of_sequence, right[at % len(policies)][at % KINDS]), (i, at)
 
@@ -150,6 +151,16 @@ def test_other_policies(policies: list[Policy]) -> None:
     with connect("0") as client:
         outs, _ = decoded(client, 100, policies, captured=True)
     check(outs, policies)
+
+
+# A uniform tail has no codes, so some units of a wave have and others do not.
+@pytest.mark.parametrize("policies", [[Policy()], [Policy(), Policy(tail="uniform")]])
+@pytest.mark.parametrize("copies", ["0", "2GiB"])
+@pytest.mark.parametrize("captured", [False, True])
+def test_codes_of_values(policies: list[Policy], copies: str, captured: bool) -> None:
+    with connect(copies) as client:
+        outs, _ = decoded(client, 40, policies, captured=captured, value_bits=2)
+    check(outs, policies, value_bits=2)
 
 
 @pytest.mark.parametrize("captured", [False, True])
