@@ -407,8 +407,8 @@ class LinkLoad:
     """Copies from pinned memory to the GPU, beside whatever is timed."""
 
     # Small, so that the uploads of a step need not wait for long.
-    BYTES = 1 << 20
-    COPIES = 64  # between two marks
+    BYTES = 16 << 20
+    COPIES = 8  # between two marks
 
     def __init__(self) -> None:
         self.stream = torch.cuda.Stream()
@@ -431,7 +431,7 @@ class LinkLoad:
             while not done.is_set():
                 if len(marks) < 4 or marks[-4].query():
                     copy()
-                time.sleep(1e-4)
+                time.sleep(5e-4)
 
         done = threading.Event()
         copies = threading.Thread(target=keep_busy)

@@ -96,12 +96,18 @@ void SparsePipeline::LayOutWave(const Policy& policy, int64_t unit_count, UnitWa
   }
   wave.device_requests = workspace.Take<UnitRequest>(unit_count);
   wave.device_q = workspace.Take<float>(unit_count * width);
-  wave.shared.slots = static_cast<uint32_t>(unit_count) * kSharedRowSlots;
+  wave.shared.slots = SharedSlots(unit_count);
   wave.shared.keys = workspace.Take<unsigned long long>(wave.shared.slots);
   wave.shared.places = workspace.Take<std::byte*>(wave.shared.slots);
   if (const ModelMethods* methods = context_->model().methods(); methods != nullptr) {
     wave.methods = methods->LayOut(policy, unit_count, requests, workspace);
   }
+}
+
+uint32_t SparsePipeline::SharedSlots(int64_t unit_count) const {
+  // What a step needs is measured before it is known whether its sequences share rows.
+  const bool measures = context_->step() != nullptr && context_->step()->measures;
+  return measures || shares_rows_ ? static_cast<uint32_t>(unit_count) * kSharedRowSlots : 0;
 }
 
 int64_t SparsePipeline::StagingRows(const AttendShape& shape, int64_t n, int64_t taken) const {
@@ -114,8 +120,8 @@ int64_t SparsePipeline::StagingRows(const AttendShape& shape, int64_t n, int64_t
     return std::min(
         {n, std::max({n / 4, kStagingRowsMin, share_bytes / 2 / shape.row_bytes}), most});
   }
-  // A step keeps its memory, so it takes no more. It takes less, down to a sixteenth of the rows,
-  // if then all units fit into one wave.
+  // A step keeps its memory, so it takes no more, whether its sequences share rows or not. It takes
+  // less, down to a sixteenth of the rows, if then all units fit into one wave.
   const int64_t of_wave = 2 * int64_t{sizeof(UnitRequest)} +
                           2 * int64_t{shape.group} * shape.head_dim * int64_t{sizeof(float)} +
                           int64_t{kSharedRowSlots} * kSharedRowBytes;
@@ -186,8 +192,8 @@ void SparsePipeline::LayOutCodes(const AttendShape& shape, int64_t n, UnitReques
   r.codes.levels = workspace.Take<uint8_t>(pages * group * kPageTokenCount);
   r.codes.largest = workspace.Take<float>(pages * group);
   r.codes.predicted = workspace.Take<PredictedPart>(spans * kStrataMax * group);
-  r.codes.sums = workspace.Take<float>(spans * group *
-                                       SpanFloats(shape.head_dim, shape.tiling.value_parts()));
+  r.codes.sums =
+      workspace.Take<float>(spans * group * SpanFloats(shape.head_dim, shape.tiling.value_parts()));
   r.codes.totals = workspace.Take<std::byte>(group * CodeTotalsBytes(shape.head_dim));
 }
 
@@ -341,7 +347,6 @@ void SparsePipeline::Address(const Unit& unit, UnitRequest& r) const {
 
 void SparsePipeline::Fill(const UnitWave& wave, Carver& workspace) const {
   const int64_t width = int64_t{spec().group()} * spec().head_dim;
-  const SharedRows shared = shares_rows_ ? wave.shared : SharedRows{};
   UnitRequest of_query{};
   TailTerms terms{};
   for (size_t i = 0; i < wave.units.size(); ++i) {
@@ -360,7 +365,7 @@ void SparsePipeline::Fill(const UnitWave& wave, Carver& workspace) const {
     r.terms = terms;
     r.terms.may_promise = w.MayPromise(spec(), unit.kv_head, unit.query);
     Address(unit, r);
-    r.shared = shared;
+    r.shared = wave.shared;
     LayOutUnit(wave, static_cast<int64_t>(i), unit, r, workspace);
     if (!w.policy.AnswersFromCodes(spec(), terms.tail)) r.codes = {};
     r.result = wave.results + i;

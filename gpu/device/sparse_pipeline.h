@@ -95,6 +95,8 @@ class SparsePipeline {
   // has beside the units' own memory.
   void LayOutWave(const Policy& policy, int64_t unit_count, UnitWave& wave, Carver& requests,
                   Carver& results, Carver& workspace) const;
+  // Slots of a wave's table of shared rows; 0 if it has none.
+  uint32_t SharedSlots(int64_t unit_count) const;
   // Rows that a unit of n tokens gathers in GPU memory. taken: bytes of its other own memory.
   int64_t StagingRows(const AttendShape& shape, int64_t n, int64_t taken) const;
   // Takes what a coded unit of up to n tokens has besides.
