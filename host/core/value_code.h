@@ -171,7 +171,7 @@ inline constexpr int64_t kNearStratumTokens = 1024;
 // values. A page's share is, for one query head, its RankSums::weight divided by that of all pages;
 // so it is known when the tokens have scores. Codes of a page are summed if the largest share of the
 // group is at least kPageShareMin of the mean page's.
-inline constexpr double kPageShareMin = 0.5;
+inline constexpr double kPageShareMin = 0.25;
 SPILLWAY_HOST_DEVICE inline bool PageHasMass(double page_sum, double sum, int64_t page_count) {
   return page_sum * static_cast<double>(page_count) >= kPageShareMin * sum && page_sum > 0;
 }

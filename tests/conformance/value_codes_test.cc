@@ -145,7 +145,7 @@ class ValueCodes : public HeavyTest {
     return tokens;
   }
   // Whether the codes of each page are summed: if the sum of its estimated exponentials, without
-  // strays, is at least half of what a page has on average, for some head.
+  // strays, is at least a quarter of what a page has on average, for some head.
   std::vector<bool> PagesWithMass(const std::vector<Estimated>& heads) const {
     const int64_t first = begin() / 128, end_page = (end() - 1) / 128 + 1;
     std::vector<bool> summed(index().closed_token_count() / 128, false);
@@ -159,7 +159,7 @@ class ValueCodes : public HeavyTest {
         sum += w;
       }
       for (int64_t p = first; p < end_page; ++p) {
-        if (of_page[p] > 0 && of_page[p] * static_cast<double>(end_page - first) >= 0.5 * sum) {
+        if (of_page[p] > 0 && of_page[p] * static_cast<double>(end_page - first) >= 0.25 * sum) {
           summed[p] = true;
         }
       }

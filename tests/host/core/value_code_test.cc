@@ -68,8 +68,8 @@ TEST(CodeWeight, IsAShareOfTheLargest) {
 
 TEST(PageHasMass, ComparesWithTheMeanPage) {
   EXPECT_TRUE(PageHasMass(1.0, 10.0, 10));
-  EXPECT_TRUE(PageHasMass(0.5, 10.0, 10));
-  EXPECT_FALSE(PageHasMass(0.49, 10.0, 10));
+  EXPECT_TRUE(PageHasMass(0.25, 10.0, 10));
+  EXPECT_FALSE(PageHasMass(0.24, 10.0, 10));
   EXPECT_FALSE(PageHasMass(0, 0, 10));
 }
 
