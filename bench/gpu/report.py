@@ -16,6 +16,7 @@ import statistics
 from collections.abc import Iterator
 from pathlib import Path
 
+import batch_section
 import stream_section
 import trace_section
 from records import (
@@ -360,6 +361,8 @@ def main() -> None:
         lines(file) if (file := folder / name).exists() else []
         for name in ("decoder.jsonl", "python_append.jsonl")
     )
+    of_batches = folder / "batches.jsonl"
+    batches = lines(of_batches) if of_batches.exists() else []
     tests = json.loads((folder / "tests.json").read_text())["counts"]
     with (folder / "link.csv").open() as file:
         link = list(csv.DictReader(file))
@@ -372,18 +375,19 @@ def main() -> None:
         "",
         *paragraph(
             f"""How fast the CUDA device is, compared with dense attention in torch, with the limit
-            of the link (PCIe) and with its goals. Measured on an {environment["gpu"]};
-            {environment["host"]}; {environment["date"]}. `bench/gpu/report.py` makes this page from
-            the files beside it."""
+            of the link (PCIe) and with its goals. What has no date of its own was measured on an
+            {environment["gpu"]}; {environment["host"]}; {environment["date"]}.
+            `bench/gpu/report.py` makes this page from the files beside it."""
         ),
+        *batch_section.section(batches, folder),
         *paragraph(
-            """Attends are of one layer with 32 query heads over 8 KV heads of 128, bf16, batch 1.
-            `rows read` are all rows that an attend uses, summed over the KV heads. `rows moved` are
-            those that cross the link; sink, window and the resident sample are in GPU memory.
-            Caches are flushed before each attend. Stages are timed with CUDA events between them,
-            which add about 2 us to each stage. A whole attend is timed without these events, and
-            takes less time than the sum of its stages. `other stages` is the sum of all stages
-            except scoring and gathers."""
+            """In all other sections, attends are of one layer with 32 query heads over 8 KV heads
+            of 128, bf16, batch 1. `rows read` are all rows that an attend uses, summed over the KV
+            heads. `rows moved` are those that cross the link; sink, window and the resident sample
+            are in GPU memory. Caches are flushed before each attend. Stages are timed with CUDA
+            events between them, which add about 2 us to each stage. A whole attend is timed
+            without these events, and takes less time than the sum of its stages. `other stages` is
+            the sum of all stages except scoring and gathers."""
         ),
         *(trace_section.section(lines(trace), peers, link, folder) if trace.exists() else []),
         *stream_section.section(on_stream, sent_by_python, folder),

@@ -11,7 +11,6 @@ _NAMES = {
     "job": "Spillway, a job on its own stream",
     "eager": "Spillway, enqueued on the runner's stream",
     "graph": "Spillway, in the runner's CUDA graph",
-    "halves": "Spillway, two decoders of half the sequences, in two graphs at once",
     "resident": "Spillway, in a graph, with all rows in GPU memory too",
 }
 
@@ -24,8 +23,7 @@ def section(decodes: list[Record], appends: list[Record], folder: Path) -> list[
     return [
         "## On the runner's stream",
         "",
-        *_decoding([r for r in of_default if r.get("sequences", 1) == 1], folder),
-        *_together([r for r in of_default if r.get("sequences", 1) > 1]),
+        *_decoding(of_default, folder),
         *_top([r for r in decodes if "top" in r]),
         *_appends(appends),
     ]
@@ -79,26 +77,6 @@ def _decoding(records: list[Record], folder: Path) -> list[str]:
             f"{graph[n]['error_median']:.3f} / {graph[n]['error_max']:.3f}" for n in lengths
         )
         + " |",
-        "",
-    ]
-
-
-def _together(records: list[Record]) -> list[str]:
-    if not records:
-        return []
-    counts = sorted({r["sequences"] for r in records})
-    ways = list(dict.fromkeys(r["way"] for r in records))
-    times = {(r["way"], r["sequences"]): r["layer_us"] for r in records}
-    (tokens,) = {r["tokens"] for r in records}
-    return [
-        f"The same for several sequences of {label(tokens)} tokens in one step:",
-        "",
-        "| us a layer | " + " | ".join(f"{count} sequences" for count in counts) + " |",
-        "|" + (1 + len(counts)) * "---|",
-        *(
-            f"| {_name(way)} | " + " | ".join(f"{times[way, n]:.0f}" for n in counts) + " |"
-            for way in ways
-        ),
         "",
     ]
 

@@ -80,8 +80,8 @@ class SparsePipeline {
   void ChooseLanes();
   // Whether any rows of the items may be in host memory alone.
   bool MayCrossLink() const;
-  // Whether units may read the same rows: because two are of one KV head of one item, or because two
-  // sequences have their first page in common.
+  // Whether units may read the same rows: because two are of one KV head of one item, or because
+  // two sequences have their first page in common.
   bool MayShareRows() const;
   bool uses_lanes() const { return waves_.size() > 1 && lanes_ > 1; }
   // Bytes of workspace for each lane.

@@ -25,8 +25,8 @@ namespace spillway::cuda {
 // four octets, ready for the instruction, and a page has no padding beyond a plane's last word.
 // Codes of values are tiled for sums over tokens: byte b of a word belongs to the row's token of
 // octet b. Codes of 3 bits have two parts, of the two low bits and of the top bit, others have one.
-// A part of `width` bits has d * width / 8 words; dimension p * words + j is field p of each byte of
-// word j.
+// A part of `width` bits has d * width / 8 words; dimension p * words + j is field p of each byte
+// of word j.
 inline constexpr int kCodeTileTokens = 32;
 inline constexpr int kCodeTilesPerPage = kPageTokenCount / kCodeTileTokens;
 inline constexpr int kFragmentWords = 4;

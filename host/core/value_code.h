@@ -169,8 +169,8 @@ inline constexpr int64_t kNearStratumTokens = 1024;
 
 // Codes are summed for the pages that carry mass; for the others, centres alone stand for the
 // values. A page's share is, for one query head, its RankSums::weight divided by that of all pages;
-// so it is known when the tokens have scores. Codes of a page are summed if the largest share of the
-// group is at least kPageShareMin of the mean page's.
+// so it is known when the tokens have scores. Codes of a page are summed if the largest share of
+// the group is at least kPageShareMin of the mean page's.
 inline constexpr double kPageShareMin = 0.25;
 SPILLWAY_HOST_DEVICE inline bool PageHasMass(double page_sum, double sum, int64_t page_count) {
   return page_sum * static_cast<double>(page_count) >= kPageShareMin * sum && page_sum > 0;

@@ -204,8 +204,7 @@ absl::Status SparseAttend::SampleTail(const KeyScorer& scorer) {
   EstimateHeads();
   // With codes, a third draw is needed so seldom that it is not worth its kernels on a GPU.
   if (codes_ != nullptr) return absl::OkStatus();
-  std::erase_if(heads,
-                [&](int g) { return !WantsMoreRows(terms_, draw_.limited, Certified(g)); });
+  std::erase_if(heads, [&](int g) { return !WantsMoreRows(terms_, draw_.limited, Certified(g)); });
   if (heads.empty()) return absl::OkStatus();
   TailTerms more = terms_;
   more.inflation *= kMoreInflation;

@@ -52,9 +52,9 @@ struct Policy : TailPolicy {
   // Whether the error of the ranks is known; it then sets a kAdaptive count. True for
   // SELECTOR_ASYMMETRIC, and for SELECTOR_ORACLE, whose error is 0. False with a first selection.
   bool KnowsRankError() const;
-  // Whether codes answer for the tail, which the sampled rows correct: if the model has codes of its
-  // values, the selector estimates the logits of all tokens, and the tail is stratified. tail: that
-  // of the KV head.
+  // Whether codes answer for the tail, which the sampled rows correct: if the model has codes of
+  // its values, the selector estimates the logits of all tokens, and the tail is stratified. tail:
+  // that of the KV head.
   bool AnswersFromCodes(const ModelSpec& spec, Tail tail) const;
   // End of the scored tokens [sink, end), if n tokens are visible: where the window begins or, if
   // ranks come from the page index, at the latest where the open page begins.

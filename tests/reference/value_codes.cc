@@ -98,7 +98,8 @@ double CodeTerms::PredictedVariance(std::span<const uint32_t> tokens,
   for (const uint32_t t : tokens) {
     const double growth = std::exp(std::min(variances[t], 2.0));
     mean += weights[t] * weights[t] *
-            ((growth - 1) * (distances_sq[t] + apart) + growth * distortions[t / PageIndex::kPageTokens] * distances_sq[t]) /
+            ((growth - 1) * (distances_sq[t] + apart) +
+             growth * distortions[t / PageIndex::kPageTokens] * distances_sq[t]) /
             static_cast<double>(tokens.size());
   }
   return mean;

@@ -25,7 +25,7 @@ DELTA = 0.1
 BANDS = (0.0, 0.01, 0.0625)
 LAGS = (1, 8)
 TAIL_STRATUM = 3
-# The part with codes of values, which a GPU does not serve yet.
+# The part with codes of values, which no model has by default.
 VALUE_CODES = "bits of keys and values"
 # The daemon's default.
 DEFAULT_PILOT = 24
@@ -79,7 +79,7 @@ def variants(head_dim: int) -> list[Variant]:
 
 
 def value_variants() -> list[Variant]:
-    """Returns the variants with codes of values, by bits of keys and values. On a CPU only."""
+    """Returns the variants with codes of values, by bits of keys and values."""
     return [
         Variant(
             VALUE_CODES,
