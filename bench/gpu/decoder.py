@@ -27,8 +27,8 @@ first is more than the layer's time in sum, and the second is that time.
 
 --value-bits N gives the model codes of its values.
 
-With --shared N, all sequences are forks of one that has the first N tokens, and each of four has a
-query of its own.
+With --shared N, all sequences are forks of one that has the first N tokens. They have up to four
+different queries, in turn.
 
 With --link-load, a copy engine copies to the GPU all the time, so that rows have what is left
 of the link. The rate of these copies is printed as `load_gb_per_s`. Only ways whose rows cross

@@ -96,6 +96,13 @@ class CudaDevice final : public Device {
                                                            const CancelToken* cancel) override {
     const CurrentDevice current(ordinal_);
     RETURN_IF_ERROR(current.status());
+    if (const size_t needed = cuda::CodeSumsSharedBytes(spec.group());
+        spec.value_bits() > 0 && needed > static_cast<size_t>(gpu_.block_shared_bytes)) {
+      return absl::UnimplementedError(absl::StrCat(
+          "hash_weights.rotation.value_bits = ", spec.value_bits(), " with ", spec.group(),
+          " query heads a KV head needs ", needed, " bytes of shared memory a block, and ",
+          info_.name, " has ", gpu_.block_shared_bytes, ": value_bits is 0 there"));
+    }
     ASSIGN_OR_RETURN(std::unique_ptr<cuda::ModelMethods> methods,
                      cuda::CreateModelMethods(spec, safetensors));
     return CudaModel::Create(spec, arena_.get(), copy_limit_.get(), &budget_, std::move(methods),

@@ -239,7 +239,7 @@ void SparsePipeline::Add(size_t item, int64_t query) {
   const bool whole = methods != nullptr && methods->TakesWholeQueries(policy);
   const int heads = spec().kv_head_count;
   // Units of one KV head may share rows. Then lanes have KV heads of their own, if they can.
-  const bool by_heads = lanes_ > 1 && shares_rows_ && heads % lanes_ == 0;
+  const bool by_heads = lanes_ > 1 && !whole && shares_rows_ && heads % lanes_ == 0;
   const auto units_max =
       static_cast<size_t>(lanes_ > 1 && !by_heads ? (unit_count_ + lanes_ - 1) / lanes_
                                                   : std::numeric_limits<int64_t>::max());

@@ -46,9 +46,8 @@
 //   candidate  a token that the first selection found
 //   coded unit a unit whose tail is answered by codes, which sampled rows correct
 //              (host/core/value_code.h): it has no pilot, and its first draw is that of phase 1
-//   span       at most kSpanPages pages of a coded unit, whose codes one block sums: every n-th
-//   one,
-//              if there are n spans
+//   span       at most kSpanPages pages of a coded unit, whose codes one block sums. If there are S
+//              spans, a span has every S-th page
 namespace spillway::cuda {
 
 // Tokens of a segment. The filter keeps their order.
@@ -152,8 +151,8 @@ struct UnitState {
   int64_t head_budget[kGroupMax][kTailStrataMax];
   int64_t budget[kTailStrataMax];  // rows: the pilot's, then those that the bound asks for
   uint32_t heads_done;             // heads that have set their budgets
-  uint32_t heads_finished;         // heads that are finished after the second draw
-  uint32_t heads_wanting;          // of these, the heads that want a third draw
+  uint32_t heads_finished;         // heads that are finished after phase 1
+  uint32_t heads_wanting;          // of these, the heads that want rows of phase 2
   // The list: the exact rows, then the drawn rows of each phase by stratum.
   int64_t exact_count;
   int64_t list_count;
@@ -237,8 +236,8 @@ struct CodeAnswer {
   // [pages][G] the largest g x^ over the tail's tokens; 0: the page's codes are not summed.
   float* largest;
   PredictedPart* predicted;  // [spans][kStrataMax][G]
-  // [spans][G] of centre [d], sum x^ ||c||^2 and three unused, then for each part of the codes
-  // their sum [d], in Hadamard's coordinates.
+  // [spans][G] of centre [d], sum x^ ||c||^2, sum x^ and two unused, then for each part of
+  // the codes their sum [d], in Hadamard's coordinates.
   float* sums;
   std::byte* totals;  // [G] of CodeTotalsBytes()
 };
@@ -396,6 +395,8 @@ cudaError_t LaunchMassSets(const Wave& wave, cudaStream_t stream);
 // Of coded units: sums what codes give for the tails, and predicts variances. REQUIRES: phase 0 has
 // been drawn.
 cudaError_t LaunchCodeSums(const Wave& wave, cudaStream_t stream);
+// Most bytes of shared memory that a block needs for it.
+size_t CodeSumsSharedBytes(int group);
 // Computes the heavy threshold, the strata and the pilot's thresholds.
 cudaError_t LaunchCut(const Wave& wave, cudaStream_t stream);
 // Draws and lists the rows of a phase: 0 the exact rows and the pilot, 1 what the budgets ask for,

@@ -3,6 +3,13 @@
 
 namespace spillway::cuda {
 
+size_t CodeSumsSharedBytes(int group) {
+  AttendShape shape;
+  shape.group = group;
+  constexpr size_t kStaticBytes = sizeof(SpanPages) + sizeof(UnitRequest) + 1024;
+  return static_cast<size_t>(SpanLayout(shape).end) + kStaticBytes;
+}
+
 cudaError_t LaunchCodeSums(const Wave& wave, cudaStream_t stream) {
   // Scored pages may begin within a span of all pages.
   const auto spans = static_cast<unsigned>(

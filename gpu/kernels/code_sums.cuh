@@ -10,7 +10,6 @@
 namespace spillway::cuda {
 
 inline constexpr int kSpanThreads = 32 * kSpanParts;
-inline constexpr int kPartPages = kSpanPages / kSpanParts;
 // Rows of four tokens: those of a row of a tile. A lane has one of them.
 inline constexpr int kPageRows = kPageTokenCount / 4;
 static_assert(kPageRows == 32);
@@ -76,7 +75,7 @@ __device__ inline uint8_t LevelOf(uint32_t levels, int octet) {
 //   weights    uint32 [kSpanPages][G][kWeightWords], integer weights of rows
 //   codes      uint32 [kSpanParts][2][kPageRows][kRunWordsMax], of pages on their way
 //   classes    [ClassBytes()], then predicted [kSpanParts][kStrataMax][G]; later the sums
-//              [kSpanThreads + kSpanParts] of centres, and [G][kHeadDimMax] of codes
+//              [kSpanThreads + kSpanParts] of centres, and [8 or 16][kHeadDimMax] of codes
 struct SpanLayout {
   int weights, codes, classes, predicted, end;
 
@@ -321,16 +320,6 @@ __device__ inline void MultiplyBytes(int32_t (&d)[4], const uint32_t (&a)[4], ui
       "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-template <int kBytes>
-__device__ inline void CopyAhead(void* to, const void* from) {
-  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
-  if constexpr (kBytes == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(from));
-  } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(address), "l"(from));
-  }
 }
 
 // Sums the codes of a warp's pages over kSummedDims dimensions of a part. kWidth: bits of a field.

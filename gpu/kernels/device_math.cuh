@@ -111,6 +111,17 @@ __device__ inline float ValueUnit(const UnitRequest& u) {
   return u.statistics != nullptr ? u.statistics->value_unit : 1.0f;
 }
 
+// Starts a copy of kBytes, 8 or 16, to shared memory. Both addresses are multiples of kBytes.
+template <int kBytes>
+__device__ inline void CopyAhead(void* to, const void* from) {
+  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+  if constexpr (kBytes == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address), "l"(from));
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(address), "l"(from));
+  }
+}
+
 // Copies a request to memory that a warp shares. All lanes, of which none reads `to` any more.
 template <typename Request>
 __device__ inline void LoadByWarp(const Request* from, Request& to) {

@@ -15,7 +15,7 @@ struct FirstPage {
   float* value_centre;  // [d]
 };
 
-// What codes are made with.
+// Quantisers of keys and values, and the scale of the values' transform.
 struct PageCoding {
   static PageCoding Of(const CodeTiling& tiling, int head_dim, int key_bits) {
     PageCoding coding;

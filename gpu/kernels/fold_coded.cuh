@@ -94,15 +94,10 @@ __device__ inline int FactorIndex(uint32_t token) {
 // Copies `bytes`, a multiple of 8, to shared memory, by threads first, first + step, ...
 __device__ inline void CopyRow(std::byte* to, const std::byte* from, int bytes, int first,
                                int step) {
-  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
   if (bytes % 16 == 0) {
-    for (int i = first * 16; i < bytes; i += step * 16) {
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(address + i), "l"(from + i));
-    }
+    for (int i = first * 16; i < bytes; i += step * 16) CopyAhead<16>(to + i, from + i);
   } else {
-    for (int i = first * 8; i < bytes; i += step * 8) {
-      asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(address + i), "l"(from + i));
-    }
+    for (int i = first * 8; i < bytes; i += step * 8) CopyAhead<8>(to + i, from + i);
   }
 }
 

@@ -75,8 +75,8 @@ SPILLWAY_HOST_DEVICE inline uint64_t BudgetThreshold(const TailDraw& draw, int h
 }
 
 // Judges a first draw of predicted budgets: of a draw above the limit, 15/16 remain. A stratum is
-// drawn again only if it has fewer than half of the rows that it gets in any case: variances that
-// predictions support can rest on few rows.
+// drawn again only if it has fewer rows than kFirstRowsMin: variances that predictions support can
+// rest on few rows.
 inline constexpr int64_t kFirstRowsMin = kStratumRowsMin / 2;
 SPILLWAY_HOST_DEVICE inline DrawVerdict JudgeFirst(const int64_t* counts, TailDraw& draw) {
   return JudgePilot(counts, draw, kFirstRowsMin, 15);

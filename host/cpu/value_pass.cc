@@ -47,6 +47,7 @@ void ValuePass::WeighPages(int64_t begin, int64_t end) {
   for (int64_t page = begin; page < end; ++page) {
     PrefetchRow(FactorsOf(std::min(page + kAhead, end - 1)), 2 * kPageTokenCount);
     const bool has_mass = scorer_.HasMass(scores_.first_page() + page);
+    have_mass_[page] = has_mass ? 1 : 0;
     for (int g = 0; g < group_; ++g) {
       PageWeights& weights = pages_[page * group_ + g];
       weights = WeighPage(LevelsOf(page, g), FactorsOf(page));
@@ -108,12 +109,13 @@ void ValuePass::SumPages(int64_t begin, int64_t end, TaskSums& sums) const {
 }
 
 absl::Status ValuePass::Reserve(int strata) {
-  const int64_t of_page = group_ * int64_t{sizeof(PageWeights)} + int64_t{sizeof(std::byte*)};
+  const int64_t of_page = group_ * int64_t{sizeof(PageWeights)} + int64_t{sizeof(std::byte*)} + 1;
   const int64_t of_task = int64_t{2} * group_ * dim_ * int64_t{sizeof(float)} +
                           int64_t{strata} * group_ * int64_t{sizeof(PredictedSums)};
   ASSIGN_OR_RETURN(reservation_, keys_.context->workspaces->Reserve(page_count_ * of_page +
                                                                     task_count() * of_task));
   pages_.resize(page_count_ * group_);
+  have_mass_.resize(page_count_);
   for (int64_t page = 0; page < page_count_; ++page) {
     codes_.push_back(keys_.IndexPage(scores_.first_page() + page));
   }
@@ -201,9 +203,8 @@ void ValuePass::AddPrediction(int64_t page, int slot, PredictedSums* sums) const
   const float in_units = value_factor * inverse_unit_;
   const float value_square =
       in_units * in_units * (static_cast<float>(dim_) * SquareOfFactor(layout_.value_bits));
-  const bool has_mass = scorer_.HasMass(scores_.first_page() + page);
   const auto distortion =
-      has_mass ? static_cast<float>(QuantiserDistortion(layout_.value_bits)) : 1.0f;
+      have_mass_[page] != 0 ? static_cast<float>(QuantiserDistortion(layout_.value_bits)) : 1.0f;
   for (int g = 0; g < group_; ++g) {
     ++sums[g].count;
     const uint8_t level = LevelsOf(page, g)[slot];

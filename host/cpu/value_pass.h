@@ -81,6 +81,7 @@ class ValuePass {
   MemoryReservation reservation_;        // of the members below, and of the sums of tasks
   std::vector<const std::byte*> codes_;  // index pages
   std::vector<PageWeights> pages_;  // [page][G]; `largest` is 0 if the page's codes are not summed
+  std::vector<uint8_t> have_mass_;  // [page] KeyScorer::HasMass()
   std::array<double, kGroupMax> sums_{};  // of x^
   std::vector<double> values_;            // [G][d] sum of x^ v^
   std::vector<double> centres_;           // [G][d] sum of X c

@@ -9,7 +9,7 @@ import pytest
 import spillway_kv
 import torch
 from daemon_process import binary, device, on_gpu
-from spillway_kv import Client, Model, Policy, Sequence, TopK
+from spillway_kv import Client, Model, Policy, RotationHash, Sequence, TopK
 from spillway_kv.lab.serving import prefer_library
 
 pytestmark = pytest.mark.skipif(not on_gpu(), reason="needs a GPU")
@@ -36,15 +36,25 @@ def client() -> Iterator[Client]:
         yield client
 
 
-@pytest.fixture(scope="module")
-def model(client: Client) -> Model:
+def create(client: Client, value_bits: int) -> Model:
     return client.create_model(
         layer_count=LAYERS,
         query_head_count=HEADS,
         kv_head_count=KV_HEADS,
         head_dim=DIM,
         dtype="bfloat16",
+        hash_weights=RotationHash(value_bits=value_bits),
     )
+
+
+@pytest.fixture(scope="module")
+def model(client: Client) -> Model:
+    return create(client, 0)
+
+
+@pytest.fixture(scope="module")
+def coded(client: Client) -> Model:
+    return create(client, 2)
 
 
 @functools.cache
@@ -159,6 +169,20 @@ def test_forks_with_queries_of_their_own(
         if policy is TOP:
             assert of_five[i] == of_two[i]
         assert of_five[i] < 2 * first + 3 * second
+
+
+@pytest.mark.parametrize("count", [2, 40])
+@pytest.mark.parametrize("captured", [False, True])
+def test_forks_with_codes_of_values(
+    client: Client, coded: Model, count: int, captured: bool
+) -> None:
+    """The first draw's rows cross once. Those of a second one are read in place."""
+    right, moved = alone(client, coded, Policy(), 0)
+    sequences = forks(filled(client, coded, Policy()), count)
+    outs, of_forks = decoded(client, sequences, [0] * count, captured=captured)
+    check(outs, [right] * count)
+    for once, all_of in zip(moved, of_forks, strict=True):
+        assert once <= all_of < count * once
 
 
 def test_sequences_of_their_own_share_nothing(client: Client, model: Model) -> None:

@@ -284,7 +284,10 @@ class AttendResult:
 
     @property
     def moved_row_count(self) -> int:
-        """Number of those rows that crossed the link to the device."""
+        """Number of those rows that crossed the link to the device.
+
+        A row that several sequences of a step read crosses once, and counts for one of them.
+        """
         return self.message.statistics.moved_row_count
 
     @property
