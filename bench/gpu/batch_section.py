@@ -36,11 +36,12 @@ def section(records: list[Record], folder: Path) -> list[str]:
             f"""`bench/gpu/decoder.py DATA --ways graph resident`, one {machine["gpu"]} with
             {machine["cores"]} cores, {machine["date"]}, commits {" and ".join(commits)}.
             Model-like rows in bf16, default policy, all layers in one CUDA graph, as a runner has
-            it. Sequences have equal rows, each in memory of its own. Times are medians on the GPU, in us a layer.
-            `next` is the host's time to announce a step. The error is relative, and compared with
-            attention over all rows; dense attention has none. The engine chooses rows here even
-            where all of them are in GPU memory; without `device.reproducible` it would attend to
-            all of them where that is faster ([ADR 69](../../adr/0069-dense-while-it-fits.md))."""
+            it. Sequences have equal rows, each in memory of its own. Times are medians on the GPU,
+            in us a layer. `next` is the host's time to announce a step. The error is relative, and
+            compared with attention over all rows; dense attention has none. The engine chooses rows
+            here even where all of them are in GPU memory; without `device.reproducible` it would
+            attend to all of them where that is faster
+            ([ADR 69](../../adr/0069-dense-while-it-fits.md))."""
         ),
         "| sequences x tokens | query over KV heads x dim | rows in host memory | rows in GPU "
         "memory too | cuDNN | rows over the link, GB/s | `next`, us | error, median / largest "
