@@ -203,6 +203,7 @@ class HeadEstimate {
       head_.denominator = all;
       head_.exact_denominator = sums.second;
       head_.from_codes = false;
+      head_.rounding = 0;
     }
     return all;
   }
@@ -226,7 +227,10 @@ class HeadEstimate {
     for (int h = 0; h < strata_; ++h) variance += scratch_.x_variances[h];
     // Sums of fp32 are off by their rounding too.
     const double rounding = CodeSum() * 0x1p-20;
-    if (IsClearlyPositive(denominator, variance + rounding * rounding)) return denominator;
+    if (IsClearlyPositive(denominator, variance + rounding * rounding)) {
+      if (threadIdx.x == 0) head_.rounding = rounding / denominator;
+      return denominator;
+    }
     const double known = head_.exact_denominator + CodeSum();
     __syncthreads();
     if (threadIdx.x == 0) {

@@ -111,7 +111,12 @@ struct HeadTotals {
   double variance;           // SampleVariance::of_output
   double degrees;            // DegreesOfFreedom() of the error
   bool from_codes;           // the sample gave no clear D^: N and D are those of codes alone
+  double rounding;           // error of D^ that fp32 sums of codes may have, relative to D^
 };
+
+// With codes, an answer from all rows still has what fp32 sums of terms x - x^ round. It counts as
+// exact only if that is less than this.
+inline constexpr double kExactRounding = 0x1p-12;
 
 // The value that error / sqrt(variance) exceeds with probability delta.
 SPILLWAY_HOST_DEVICE inline double HeadQuantile(const TailTerms& terms, double degrees) {
@@ -224,7 +229,10 @@ SPILLWAY_HOST_DEVICE inline HeadCertificate Certify(const TailTerms& terms, bool
   const double beyond = 1 - head.exact_denominator / head.denominator;
   const float tail_mass = static_cast<float>(beyond < 0 ? 0.0 : beyond);
   if (!IsPlanned(terms.tail)) return {Promise::kNone, HUGE_VALF, tail_mass};
-  if (drawn == tail_count && !head.from_codes) return {Promise::kExact, 0.0f, tail_mass};
+  if (drawn == tail_count && !head.from_codes) {
+    return head.rounding < kExactRounding ? HeadCertificate{Promise::kExact, 0.0f, tail_mass}
+                                          : HeadCertificate{Promise::kNone, HUGE_VALF, tail_mass};
+  }
   if (drawn == 0) return {Promise::kNone, HUGE_VALF, std::bit_cast<float>(0x7FC00000u)};
   const bool known = !head.from_codes && OutputIsLargeEnough(head) &&
                      (ranks_hold || !RestsOnRanks(terms.tail, terms.bound));

@@ -152,6 +152,7 @@ HeadEstimate EstimateHead(const RowSums& exact, std::span<const float> exact_val
     e.from_codes = true;
     AddKnown(exact, exact_value, codes, e);
   }
+  e.rounding = rounding > 0 ? rounding / e.denominator : 0;
   for (const double v : e.numerator) e.norm_sq += v * v;
   std::vector<double> output(d);
   for (size_t i = 0; i < d; ++i) output[i] = e.numerator[i] / e.denominator;

@@ -198,6 +198,20 @@ TEST(EstimateHead, RowsCorrectTheAnswerOfCodes) {
   }
 }
 
+// An answer from all rows still has the rounding of what codes added and rows took away.
+TEST(EstimateHead, AllRowsAreExactOnlyIfLittleIsRounded) {
+  const Rows rows = RandomRows(1000, 48, 5);
+  HeadEstimate head = Correct(rows, NoisyCodes(rows, 40, 0, 0.3)).got;
+  // Of 960 tokens, whose x^ are about as large as their x.
+  EXPECT_GT(head.rounding, 1e-7);
+  EXPECT_LT(head.rounding, 1e-5);
+  EXPECT_EQ(Certify(Terms(), false, true, 960, 960, head).promise, Promise::kExact);
+  head.rounding = 1.0 / 4000;
+  const HeadCertificate certificate = Certify(Terms(), false, true, 960, 960, head);
+  EXPECT_EQ(certificate.promise, Promise::kNone);
+  EXPECT_EQ(certificate.relative_error, std::numeric_limits<float>::infinity());
+}
+
 // A sampled row whose code overestimates it 10,000 times stands for six such rows, of which codes
 // have added one: D^ is below 0. Then the answer is that of exact rows and codes.
 TEST(EstimateHead, AnswersFromCodesIfTheDenominatorIsUnclear) {
