@@ -95,6 +95,7 @@ struct BinTable {
 
   __device__ int ClassOf(int bin) const { return class_of_bin[BinIndex(bin, bin_count)]; }
 };
+
 // Fills `table`; all threads call it, the caller synchronises. limits: [kClassCount].
 __device__ inline void LoadBins(const UnitRequest& u, int bin_count, uint8_t* class_of_bin,
                                 const uint16_t* limits, BinTable& table) {

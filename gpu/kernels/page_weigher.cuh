@@ -46,15 +46,6 @@ struct OwnSlots {
   }
 };
 
-// The lane's four factors, in a page's list of factors.
-__device__ inline void LoadOwnFactors(const std::byte* factors, int lane, float (&f)[4]) {
-  const uint2 raw = reinterpret_cast<const uint2*>(factors)[lane];
-  f[0] = __uint_as_float(raw.x << 16);
-  f[1] = __uint_as_float(raw.x & 0xFFFF0000u);
-  f[2] = __uint_as_float(raw.y << 16);
-  f[3] = __uint_as_float(raw.y & 0xFFFF0000u);
-}
-
 __device__ inline uint8_t LevelOf(uint32_t levels, int octet) {
   return static_cast<uint8_t>(levels >> (8 * octet));
 }
@@ -85,8 +76,9 @@ class PageWeigher {
     const std::byte* const codes = pages_.codes[at];
     const OwnSlots own(u_, tail_, page, lane_);
     const uint32_t mask = own.TailMask();
-    float factors[4];
-    LoadOwnFactors(codes + shape_.tiling.value_factor_offset_bytes(), lane_, factors);
+    const float4 four =
+        LoadFour(DType::kBF16, codes + shape_.tiling.value_factor_offset_bytes(), lane_);
+    const float factors[4] = {four.x, four.y, four.z, four.w};
     for (int quartet = 0; quartet * 4 < shape_.group; ++quartet) {
       uint32_t levels[4];
       LoadLevels(page, quartet, mask, levels);
