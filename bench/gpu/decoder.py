@@ -406,9 +406,9 @@ class Sdpa:
 class LinkLoad:
     """Copies from pinned memory to the GPU, beside whatever is timed."""
 
-    # Small, so that the uploads of a step need not wait for long.
+    # A step's own uploads wait for the copies that were enqueued before them.
     BYTES = 16 << 20
-    COPIES = 8  # between two marks
+    ENQUEUED = 3
 
     def __init__(self) -> None:
         self.stream = torch.cuda.Stream()
@@ -420,18 +420,15 @@ class LinkLoad:
         """What STEPS steps return, with copies under way all the time."""
         marks: list[torch.cuda.Event] = []
 
-        def copy() -> None:
-            with torch.cuda.stream(self.stream):
-                for _ in range(self.COPIES):
-                    self.target.copy_(self.source, non_blocking=True)
-                marks.append(torch.cuda.Event(enable_timing=True))
-                marks[-1].record()
-
         def keep_busy() -> None:
             while not done.is_set():
-                if len(marks) < 4 or marks[-4].query():
-                    copy()
-                time.sleep(5e-4)
+                if len(marks) < self.ENQUEUED or marks[-self.ENQUEUED].query():
+                    with torch.cuda.stream(self.stream):
+                        self.target.copy_(self.source, non_blocking=True)
+                        marks.append(torch.cuda.Event(enable_timing=True))
+                        marks[-1].record()
+                else:
+                    time.sleep(1e-4)
 
         done = threading.Event()
         copies = threading.Thread(target=keep_busy)
@@ -445,7 +442,7 @@ class LinkLoad:
             done.set()
             copies.join()
         torch.cuda.synchronize()
-        copied = (last - first - 1) * self.COPIES * self.BYTES
+        copied = (last - first - 1) * self.BYTES
         self.rates.append(copied / marks[first].elapsed_time(marks[last - 1]) / 1e6)
         return result
 

@@ -188,7 +188,7 @@ void SparsePipeline::LayOutCodes(const AttendShape& shape, int64_t n, UnitReques
                                  Carver& workspace) {
   const int group = shape.group;
   const int64_t pages = (n + kPageTokenCount - 1) / kPageTokenCount;
-  const int64_t spans = (pages + kSpanPages - 1) / kSpanPages;
+  const int64_t spans = SpanCount(pages);
   r.codes.levels = workspace.Take<uint8_t>(pages * group * kPageTokenCount);
   r.codes.largest = workspace.Take<float>(pages * group);
   r.codes.predicted = workspace.Take<PredictedPart>(spans * kStrataMax * group);

@@ -67,6 +67,11 @@ inline constexpr int kPhases = 3;
 // Pages of a span, in parts: a warp weighs or sums one part.
 inline constexpr int kSpanParts = 8;
 inline constexpr int kSpanPages = 32;
+// The spans of so many pages: an odd number, so that the reference pages, which take longer, are
+// not all in one of them where they are a power of two apart.
+SPILLWAY_HOST_DEVICE constexpr int64_t SpanCount(int64_t pages) {
+  return ((pages + kSpanPages - 1) / kSpanPages) | 1;
+}
 // Most strata of a tail, see CutStrata().
 inline constexpr int kStrataMax = kStratumEdgeCount + 1;
 // Splits of one phase: about kSplitsWanted of at least kSplitRowsMin rows. Each set of rows may add
@@ -311,7 +316,7 @@ struct UnitRequest {
     return (end + kPageTokenCount - 1) / kPageTokenCount;
   }
   SPILLWAY_HOST_DEVICE int64_t spans() const {
-    return (scored_page_end() - scored_page_begin() + kSpanPages - 1) / kSpanPages;
+    return SpanCount(scored_page_end() - scored_page_begin());
   }
   SPILLWAY_HOST_DEVICE bool coded() const { return codes.levels != nullptr; }
 };

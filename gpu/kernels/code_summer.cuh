@@ -17,9 +17,10 @@ __device__ inline void MultiplyBytes(int32_t (&d)[4], const uint32_t (&a)[4], ui
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Sums the codes of a warp's pages over kSummedDims dimensions of a part. kWidth: bits of a field.
-// kHeads: 8 or 16. Codes are the rows of a matrix, dimensions by tokens, and weights the columns of
-// another, tokens by heads.
+// Sums the codes of a warp's pages over kSummedDims dimensions of a part. The span's pages that
+// have mass are those of warps 0, 1, ... in turn. kWidth: bits of a field. kHeads: 8 or 16. Codes
+// are the rows of a matrix, dimensions by tokens, and weights the columns of another, tokens by
+// heads.
 template <int kWidth, int kHeads>
 class CodeSummer {
  public:
@@ -28,13 +29,15 @@ class CodeSummer {
   static constexpr int kWordTiles = kRunWords / 16;
   static constexpr int kHeadTiles = kHeads / 8;
 
-  // part: of the codes. first_word: of the part's words. weights: of the span. memory: of the warp.
+  // part: of the codes. first_word: of the part's words. weights: of the span. stages: of the warp.
+  // mass: SpanPages::MassMask().
   __device__ CodeSummer(const AttendShape& shape, const UnitRequest& u, const SpanPages& pages,
-                        int part, int first_word, const uint32_t* weights, uint32_t* memory)
+                        int part, int first_word, const uint32_t* weights, uint32_t* stages,
+                        uint32_t mass)
       : shape_(shape),
         pages_(pages),
         weights_(weights),
-        memory_(memory),
+        stages_(stages),
         words_(shape.tiling.value_words(part)),
         row_words_(shape.tiling.value_row_words()),
         first_word_(first_word),
@@ -42,29 +45,34 @@ class CodeSummer {
                   (part == 1 ? shape.tiling.value_words(0) : 0) + first_word),
         below_(part == 1 ? 2 : 0),
         middle_(part == 1 ? 0 : (1 << shape.tiling.value_bits) - 1),
-        inverse_unit_(1 / ValueUnit(u)) {}
+        inverse_unit_(1 / ValueUnit(u)) {
+    const bool has_mass = (mass >> lane_ & 1) != 0;
+    const int before = __popc(mass & ((1u << lane_) - 1));
+    own_ = __ballot_sync(kFullWarp,
+                         has_mass && before % kSpanParts == static_cast<int>(threadIdx.x) / 32);
+  }
 
-  // Starts to copy the warp's first page with mass.
+  // Starts to copy the warp's first page, to the first stage.
   __device__ void Begin() {
-    at_ = Next(static_cast<int>(threadIdx.x) / 32);
+    at_ = Next();
     Bring(at_, 0);
   }
   // Adds all of the warp's pages.
   __device__ void AddAll() {
-    for (int stage = 0; at_ < pages_.count; stage ^= 1) {
-      const int after = Next(at_ + kSpanParts);
+    for (int stage = 0; at_ >= 0; stage ^= 1) {
+      const int after = Next();
       Bring(after, stage ^ 1);
       asm volatile("cp.async.wait_group 1;" ::: "memory");
       __syncwarp();
-      Add(at_, memory_ + stage * kPageRows * kRunWordsMax);
+      Add(at_, stages_ + stage * kStageWords);
       __syncwarp();
       at_ = after;
     }
     asm volatile("cp.async.wait_group 0;" ::: "memory");
   }
 
-  // Adds the warp's sums to sums [kHeads][kHeadDimMax].
-  __device__ void AddTo(float* sums) const {
+  // Stores the warp's sums: to [G][kSummedDims], by SumAt().
+  __device__ void Store(float* to) const {
 #pragma unroll
     for (int j = 0; j < kWordTiles; ++j) {
 #pragma unroll
@@ -73,19 +81,24 @@ class CodeSummer {
         for (int n = 0; n < kHeadTiles; ++n) {
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
-            const int word = first_word_ + j * 16 + e / 2 * 8 + lane_ / 4;
+            const int word = j * 16 + e / 2 * 8 + lane_ / 4;
             const int head = n * 8 + lane_ % 4 * 2 + e % 2;
-            if (word < words_) sums[head * kHeadDimMax + p * words_ + word] += sums_[j][p][n][e];
+            if (head < shape_.group) to[SumAt(head, p * kRunWords + word)] = sums_[j][p][n][e];
           }
         }
       }
     }
   }
+  // i: field times kRunWords + word. Heads that lanes store together are in other banks.
+  __device__ static int SumAt(int head, int i) {
+    return head * kSummedDims + (i ^ (head / 2 % 4 * 8));
+  }
 
  private:
-  // The warp's next page with mass from `at` on; beyond the span if there is none.
-  __device__ int Next(int at) const {
-    while (at < pages_.count && !pages_.has_mass[at]) at += kSpanParts;
+  // Takes the warp's next page; -1 if there is none.
+  __device__ int Next() {
+    const int at = __ffs(static_cast<int>(own_)) - 1;
+    own_ &= own_ - 1;
     return at;
   }
 
@@ -94,12 +107,12 @@ class CodeSummer {
     return row * kRunWords + (word ^ (row * 8 & (kRunWords - 8)));
   }
 
-  // Starts to copy a page, if it is one of the span.
+  // Starts to copy a page, if there is one.
   __device__ void Bring(int at, int stage) {
-    if (at < pages_.count) {
+    if (at >= 0) {
       const auto* const codes = reinterpret_cast<const uint32_t*>(pages_.codes[at]) + codes_at_;
       const int words = min(kRunWords, words_ - first_word_);
-      uint32_t* const to = memory_ + stage * kPageRows * kRunWordsMax;
+      uint32_t* const to = stages_ + stage * kStageWords;
       if (row_words_ % 4 == 0 && words % 4 == 0 && codes_at_ % 4 == 0) {
         BringRows<16>(to, codes, words);
       } else {
@@ -179,7 +192,7 @@ class CodeSummer {
   const AttendShape& shape_;
   const SpanPages& pages_;
   const uint32_t* const weights_;
-  uint32_t* const memory_;
+  uint32_t* const stages_;
   const int words_;
   const int row_words_;
   const int first_word_;
@@ -188,7 +201,8 @@ class CodeSummer {
   const int middle_;
   const float inverse_unit_;
   const int lane_ = threadIdx.x % 32;
-  int at_ = 0;  // the page that is added next
+  uint32_t own_;  // one bit for each page that the warp has not taken yet
+  int at_ = -1;   // the page that is added next
   float sums_[kWordTiles][kFields][kHeadTiles][4] = {};
 };
 

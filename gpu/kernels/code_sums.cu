@@ -12,8 +12,7 @@ size_t CodeSumsSharedBytes(int group) {
 
 cudaError_t LaunchCodeSums(const Wave& wave, cudaStream_t stream) {
   // Scored pages may begin within a span of all pages.
-  const auto spans = static_cast<unsigned>(
-      (wave.token_count_max / kPageTokenCount + 1 + kSpanPages - 1) / kSpanPages);
+  const auto spans = static_cast<unsigned>(SpanCount(wave.token_count_max / kPageTokenCount + 1));
   const LaunchShape shape = {{spans, static_cast<unsigned>(wave.unit_count)},
                              kSpanThreads,
                              static_cast<size_t>(SpanLayout(wave.shape).end),
