@@ -90,6 +90,19 @@ class KeyIndices:
         return cls(**{field.name: getattr(message, field.name) for field in fields(cls)})
 
 
+def value_code_bytes(head_dim: int, value_bits: int) -> float:
+    """Returns the bytes of a value's codes and factor, and its share of the centre of its page.
+
+    Args:
+        head_dim: Elements of a value.
+        value_bits: As of a `RotationHash`.
+    """
+    if value_bits == 0:
+        return 0.0
+    page_token_count, element_bytes = 128, 2
+    return head_dim * value_bits / 8 + 2 + head_dim * element_bytes / page_token_count
+
+
 def hash_to_proto(weights: HashWeights | None) -> model_service_pb2.HashWeights | None:
     """Returns the message `spillway.v1.HashWeights`. Fields that are None stay unset."""
     if weights is None:

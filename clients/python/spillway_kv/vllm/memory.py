@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import sys
 from dataclasses import replace
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 from spillway_kv import prefill
+from spillway_kv.indices import value_code_bytes
 from spillway_kv.vllm.appends import BYTES_MAX
 from spillway_kv.vllm.guard import has_draft_model
 from spillway_kv.vllm.prompts import JOINED_TOKEN_COUNT
@@ -235,12 +237,12 @@ def _token_bytes(shapes: Shapes) -> int:
 def _code_bytes(shapes: Shapes, value_bits: int) -> int:
     """Bytes of codes of a token, a layer and a KV head.
 
-    Three bits a dimension of the key in words of 32, factors, and one row in a hundred. Of a value
-    its bits, a factor, and its part of the page's centre.
+    Three bits a dimension of the key in words of 32, factors, codes of the value, and one row in a
+    hundred.
     """
-    dim = shapes.head_dim
-    of_value = dim * value_bits // 8 + 2 + dim // 64 if value_bits > 0 else 0
-    return 3 * -(-dim // 32) * 4 + 8 + of_value + -(-_row_bytes(shapes) // 100)
+    of_key = 3 * -(-shapes.head_dim // 32) * 4 + 8
+    of_value = math.ceil(value_code_bytes(shapes.head_dim, value_bits))
+    return of_key + of_value + -(-_row_bytes(shapes) // 100)
 
 
 def _rows_bytes(config: Any, shapes: Shapes) -> int:
