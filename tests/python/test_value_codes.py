@@ -182,12 +182,3 @@ def test_saved_rows_are_coded_again(
     assert client.get_model(loaded.model).hash_weights == RotationHash(value_bits=2)
     expect_same(loaded.attend(0, q[:1]), before)
     delete_model(client, client.get_model(loaded.model))
-
-
-def test_a_selection_has_no_bound(client: Client, models: dict[int, Model]) -> None:
-    """Attention to its rows would lack what the codes answer."""
-    _, _, q = contents()
-    for bits, promise in ((0, "statistical"), (2, "none")):
-        certificate = filled(client, models[bits]).select(0, q[:1]).certificate
-        assert certificate is not None
-        assert (certificate.promises == promise).all()
