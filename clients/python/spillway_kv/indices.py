@@ -18,7 +18,7 @@ class RotationHash:
             the page is subtracted first.
         value_bits: Bits per dimension of the codes of values, in [0, 3]. With them, the codes
             answer for all tokens, and the rows that are read correct the answer: fewer rows are
-            read. Attends take longer, but where the link to a GPU is the limit. 0 means none.
+            read. Attends take longer, unless the link to a GPU is the limit. 0 means none.
     """
 
     bits_per_dim: int = 3
