@@ -58,9 +58,13 @@ def moved(
     )
 
 
-@pytest.fixture
-def model(clients: list[spillway_kv.Client]) -> Iterator[spillway_kv.Model]:
-    models = [client.create_model("m", **SHAPES) for client in clients]
+# Bits of the values' codes.
+@pytest.fixture(params=[0])
+def model(
+    clients: list[spillway_kv.Client], request: pytest.FixtureRequest
+) -> Iterator[spillway_kv.Model]:
+    weights = spillway_kv.RotationHash(value_bits=request.param)
+    models = [client.create_model("m", **SHAPES, hash_weights=weights) for client in clients]
     yield models[0]
     for client in clients:
         for info in list(client.list_sequences()):
@@ -68,6 +72,7 @@ def model(clients: list[spillway_kv.Client]) -> Iterator[spillway_kv.Model]:
         client.delete_model("models/m")
 
 
+@pytest.mark.parametrize("model", [0, 2], indirect=True)
 def test_a_move_keeps_rows_policy_ttl_and_answers(
     clients: list[spillway_kv.Client], model: spillway_kv.Model
 ) -> None:

@@ -44,9 +44,13 @@ Q = rows(3, 2, KV_HEADS * GROUP, DIM)
 class Pair:
     """The same sequence, whole on one daemon and split."""
 
-    def __init__(self, one: spillway_kv.Client, many: ClusterClient) -> None:
+    def __init__(self, one: spillway_kv.Client, many: ClusterClient, value_bits: int) -> None:
         self.clients: list[Any] = [one, many]
-        self.models = [client.create_model(**SHAPES, policy=POLICY) for client in self.clients]
+        weights = spillway_kv.RotationHash(value_bits=value_bits)
+        self.models = [
+            client.create_model(**SHAPES, policy=POLICY, hash_weights=weights)
+            for client in self.clients
+        ]
         self.one, self.many = (
             client.create_sequence(model)
             for client, model in zip(self.clients, self.models, strict=True)
@@ -77,12 +81,14 @@ def target(cluster: LocalCluster) -> str:
 
 
 # Two daemons share the heads as 2 + 1, three have one each, or two daemons share the layers.
-@pytest.fixture(scope="module", params=["heads of 2", "heads of 3", "layers"])
+@pytest.fixture(
+    scope="module", params=["heads of 2", "heads of 2, value codes", "heads of 3", "layers"]
+)
 def pair(request: pytest.FixtureRequest, cluster: LocalCluster, target: str) -> Iterator[Pair]:
     count = 3 if request.param == "heads of 3" else 2
     groups = 2 if request.param == "layers" else 1
     with spillway_kv.connect(target) as one, cluster.connect(count, groups) as many:
-        made = Pair(one, many)
+        made = Pair(one, many, 2 if "value codes" in request.param else 0)
         yield made
         made.delete()
         assert not [s for c in many.clients for s in c.list_sequences()]

@@ -70,10 +70,20 @@ def rng() -> np.random.Generator:
 
 
 @pytest.fixture
-def model(client: spillway_kv.Client) -> Iterator[spillway_kv.Model]:
-    """A model with two layers, four query heads, two KV heads, head_dim 16, float32."""
+def model(
+    client: spillway_kv.Client, request: pytest.FixtureRequest
+) -> Iterator[spillway_kv.Model]:
+    """A model with two layers, four query heads, two KV heads, head_dim 16, float32.
+
+    A parameter gives the bits of its value codes; without it, there are none.
+    """
     model = client.create_model(
-        layer_count=2, query_head_count=4, kv_head_count=2, head_dim=16, dtype="float32"
+        layer_count=2,
+        query_head_count=4,
+        kv_head_count=2,
+        head_dim=16,
+        dtype="float32",
+        hash_weights=spillway_kv.RotationHash(value_bits=getattr(request, "param", 0)),
     )
     yield model
     delete_model(client, model)

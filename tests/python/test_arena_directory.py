@@ -33,11 +33,16 @@ def assert_same(
         np.testing.assert_array_equal(lse, lse_after)
 
 
-@pytest.mark.parametrize("killed", [True, False], ids=["killed", "stopped"])
-def test_all_is_there_after_a_restart(tmp_path: Path, killed: bool) -> None:
+@pytest.mark.parametrize(
+    ("killed", "value_bits"),
+    [(True, 0), (True, 2), (False, 0)],
+    ids=["killed", "killed, value codes", "stopped"],
+)
+def test_all_is_there_after_a_restart(tmp_path: Path, killed: bool, value_bits: int) -> None:
     with daemon(tmp_path) as each:
         with spillway_kv.connect(each.target) as client:
-            model = client.create_model("m", **SHAPES)
+            weights = spillway_kv.RotationHash(value_bits=value_bits)
+            model = client.create_model("m", **SHAPES, hash_weights=weights)
             policy = spillway_kv.Policy(epsilon=0.2, dense_token_count=1024)
             sequence = client.create_sequence(model, "long", policy=policy, ttl=0)
             writer = Writer(1, "sequences/long")
@@ -91,6 +96,7 @@ def test_all_is_there_after_a_restart(tmp_path: Path, killed: bool) -> None:
                 assert_same(attends, attended(s))
             assert cut.generation == 2
             assert sorted(m.name for m in client.list_models()) == ["models/m", "models/unused"]
+            assert client.get_model("models/m") == model
             # Pages that were shared before are still shared, and a write to one sequence does not
             # change another.
             writer.append(sequence, 300)

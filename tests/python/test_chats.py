@@ -17,7 +17,7 @@ import torch
 from daemon_process import on_gpu
 from interrupts import Interrupted
 from random_llama import llama, prompt
-from spillway_kv import Client, Policy
+from spillway_kv import Client, Policy, RotationHash
 from spillway_kv._proto import sequence_service_pb2
 from spillway_kv.quality import QUALITIES, policy_of
 from spillway_kv.transformers import AttendEvent, SpillwayCache, TokenMismatchError
@@ -282,6 +282,45 @@ def test_attached_by_name(client: Client, spilled: Any) -> None:
             client.get_sequence(name)
     with pytest.raises(ValueError, match="list of names"):
         SpillwayCache.attach(spilled.config, client, names[0])
+
+
+def test_codes_of_values_stay(client: Client, spilled: Any, folder: str) -> None:
+    """Caches with codes of values have a model of their own, also when loaded and when reset."""
+    weights, ids = RotationHash(value_bits=2), prompt(1, 1500)
+
+    def sparse(cache: SpillwayCache) -> torch.Tensor:
+        made = continued(spilled, ids, cache, 3)
+        assert cache.model is not None
+        assert cache.model.hash_weights == weights
+        assert cache.statistics.rows_touched_fraction < 1
+        return made
+
+    policy = Policy(dense_token_count=1024, epsilon=0.3)
+    with SpillwayCache(spilled.config, client, policy=policy, hash_weights=weights) as cache:
+        expected = sparse(cache)
+        with SpillwayCache(spilled.config, client) as other:
+            forward(spilled, prompt(1, 5), other)
+            assert other.model != cache.model
+        cache.truncate(1500)
+        cache.save(folder)
+        assert torch.equal(sparse(cache), expected)
+        cache.reset()
+        assert torch.equal(sparse(cache), expected)
+    with SpillwayCache.load(folder, spilled.config, client) as cache:
+        branch = cache.fork()
+        for each in (branch, cache):
+            assert torch.equal(sparse(each), expected)
+        cache.reset()
+        assert torch.equal(sparse(cache), expected)
+        branch.close()
+
+
+def test_a_wrong_number_of_bits_is_refused(client: Client, spilled: Any) -> None:
+    with (
+        SpillwayCache(spilled.config, client, hash_weights=RotationHash(value_bits=4)) as cache,
+        pytest.raises(spillway_kv.InvalidArgument, match=r"value_bits: value 4 is not in \[0, 3\]"),
+    ):
+        forward(spilled, prompt(1, 5), cache)
 
 
 @pytest.mark.transports("regions")

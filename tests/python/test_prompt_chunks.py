@@ -16,7 +16,7 @@ import torch
 import transformers
 from packaging.version import Version
 from random_llama import generate, llama, prompt
-from spillway_kv import Client, Policy, TopK
+from spillway_kv import Client, Policy, RotationHash, TopK
 from spillway_kv.transformers import AttendEvent, SpillwayCache
 from transformers import DynamicCache
 
@@ -92,6 +92,25 @@ def test_chunks(
         generate(spilled, ids, cache, prefill_chunk_size=chunk, max_new_tokens=4)
         assert seen == expected
         assert cache.sequences[0].token_count == length + 3
+
+
+def test_chunks_are_exact_where_codes_answer_for_steps(client: Client, spilled: Any) -> None:
+    seen: list[tuple[int, bool]] = []
+
+    def note(event: AttendEvent) -> None:
+        seen.append((len(event.query), bool((event.result.certificate.promises == "exact").all())))
+
+    with SpillwayCache(
+        spilled.config,
+        client,
+        policy=Policy(dense_token_count=1024, epsilon=0.3),
+        hash_weights=RotationHash(value_bits=2),
+        on_attend=note,
+    ) as cache:
+        generate(spilled, prompt(1, 1210), cache, prefill_chunk_size=400, max_new_tokens=4)
+    layers = 3
+    assert seen[: 2 * layers] == [(10, EXACT)] * layers + [(1, EXACT)] * layers
+    assert seen[2 * layers :] == [STEP] * 2 * layers
 
 
 @pytest.mark.parametrize("rest", [1, 2, 10, 16, 17])

@@ -34,6 +34,9 @@ def test_an_8b_shape() -> None:
     assert taken.appends == 32 * 8192 * 2 * 8 * 128 * 2 == 1 << 30
     assert taken.sliding == 0
     assert taken.codes == 32 * 8 * (1 << 20) * 53
+    # Codes of values have 2 bits for each of 128 dimensions, 2 bytes more, and 2 of a centre.
+    coded = prompt_memory(config, token_count=1 << 20, chunk_token_count=8192, value_bits=2)
+    assert coded == taken._replace(codes=32 * 8 * (1 << 20) * (53 + 36))
     # 1 % of the tokens is 10,486; four standard deviations of 102 rows are added. With the 64
     # tokens of the sink, these are 172 pages of 64 rows of 512 bytes. The last 128 tokens are
     # added.

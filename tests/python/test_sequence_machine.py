@@ -208,6 +208,7 @@ class SequenceMachine(RuleBasedStateMachine):
             assert info.generation == twin.generation
 
 
+@pytest.mark.parametrize("model", [0, 2], indirect=True, ids=["", "value codes"])
 def test_sequences_behave_as_their_twins(client: Client, model: spillway_kv.Model) -> None:
     class Machine(SequenceMachine):
         pass

@@ -43,3 +43,19 @@ def test_what_a_token_takes() -> None:
             expected = [*kib, kib[0] / 8, kib[1] / 8, *kib]
             assert said == pytest.approx(expected, abs=0.051), row["name"]
             client.delete_model(model)
+
+
+def test_what_codes_of_values_take() -> None:
+    assert "36 at 2 bits and head_dim 128, beside 53 for the key" in PAGE.read_text()
+    serving.prefer_library(binary())
+    settings = {"memory.limit": "1GiB", "device.name": "cpu"}
+    with spillway_kv.connect("embedded:", settings=settings) as client:
+        for bits, byte_count in ((0, 53), (2, 53 + 36)):
+            model = client.create_model(
+                layer_count=1,
+                query_head_count=1,
+                kv_head_count=1,
+                head_dim=128,
+                hash_weights=spillway_kv.RotationHash(value_bits=bits),
+            )
+            assert model.index_bytes_per_token == byte_count

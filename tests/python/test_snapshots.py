@@ -79,6 +79,7 @@ def assert_equal(one: list[Any], other: list[Any]) -> None:
 
 
 @EVERY_TRANSPORT
+@pytest.mark.parametrize("model", [0, 2], indirect=True, ids=["", "value codes"])
 def test_what_is_loaded_attends_alike(
     client: Client, sequence: Sequence, named: str, folder: Path
 ) -> None:

@@ -20,8 +20,9 @@ def used_bytes(client: spillway_kv.Client) -> list[int]:
     return [device.memory_used_bytes for device in client.get_server_info().devices]
 
 
+@pytest.mark.parametrize("value_bits", [0, 2])
 def test_sequences_spread_and_give_the_same_bits(
-    client: spillway_kv.Client, rng: np.random.Generator
+    client: spillway_kv.Client, rng: np.random.Generator, value_bits: int
 ) -> None:
     """One copy of a sequence per GPU: each GPU gets one, and all answers are equal."""
     info = client.get_server_info()
@@ -33,6 +34,7 @@ def test_sequences_spread_and_give_the_same_bits(
         kv_head_count=HEADS,
         head_dim=DIM,
         dtype="float32",
+        hash_weights=spillway_kv.RotationHash(value_bits=value_bits),
     )
     before = used_bytes(client)
     k, v = rng.standard_normal((2, 1, HEADS, TOKENS, DIM), np.float32)
@@ -40,8 +42,8 @@ def test_sequences_spread_and_give_the_same_bits(
     for sequence in sequences:
         sequence.append(0, 0, k, v)
     taken = [now - then for now, then in zip(used_bytes(client), before, strict=True)]
-    # Codes of 3 bits per dimension, and some rows.
-    assert min(taken) >= HEADS * TOKENS * DIM * 3 // 8, taken
+    # Codes of 3 bits per dimension of a key and these of a value, and some rows.
+    assert min(taken) >= HEADS * TOKENS * DIM * (3 + value_bits) // 8, taken
     assert max(taken) < 1.5 * min(taken), taken
 
     q = rng.standard_normal((1, 4 * HEADS, DIM), np.float32)

@@ -142,6 +142,7 @@ def test_settings() -> None:
         reconnect_seconds=60.0,
         seed=-1,
         gpu_resident="",
+        value_bits=0,
     )
     given = {
         "VLLM_SPILLWAY_MEMORY": "64GiB",
@@ -153,13 +154,19 @@ def test_settings() -> None:
         "VLLM_SPILLWAY_SEED": "7",
         "VLLM_SPILLWAY_GPU_RESIDENT": "2GiB",
         "VLLM_SPILLWAY_REPRODUCIBLE": "1",
+        "VLLM_SPILLWAY_VALUE_BITS": "2",
     }
     wanted = Settings(
-        "embedded:", "64GiB", "8GiB", "cuda:1", "high", 0, 1.5, 7, "2GiB", reproducible=True
+        *("embedded:", "64GiB", "8GiB", "cuda:1", "high", 0, 1.5, 7, "2GiB"),
+        reproducible=True,
+        value_bits=2,
     )
     assert settings_from(given) == wanted
     assert set(VARIABLES) == {*given, "VLLM_SPILLWAY_TARGET"}
-    daemon = settings_from({"VLLM_SPILLWAY_TARGET": " unix:/run/spillwayd.sock "})
+    daemon = settings_from(
+        {"VLLM_SPILLWAY_TARGET": " unix:/run/spillwayd.sock ", "VLLM_SPILLWAY_VALUE_BITS": "1"}
+    )
+    assert daemon.value_bits == 1
     assert daemon.target == "unix:/run/spillwayd.sock"
     given = {"VLLM_SPILLWAY_TARGET": "unix:/x", "VLLM_SPILLWAY_REPRODUCIBLE": " 0 "}
     assert not settings_from(given).reproducible
@@ -175,6 +182,9 @@ def test_settings() -> None:
         ("RECONNECT_SECONDS", "nan", r"RECONNECT_SECONDS is 'nan', not seconds in \[0, 86400\]"),
         ("RECONNECT_SECONDS", "soon", "RECONNECT_SECONDS is 'soon', not seconds"),
         ("REPRODUCIBLE", "yes", "REPRODUCIBLE is 'yes', not 0 or 1"),
+        ("VALUE_BITS", "4", r"VALUE_BITS is '4', not a whole number in \[0, 3\]"),
+        ("VALUE_BITS", "-1", r"VALUE_BITS is '-1', not a whole number in \[0, 3\]"),
+        ("VALUE_BITS", "two", "VALUE_BITS is 'two', not a whole number"),
         ("TARGTE", "x", "VLLM_SPILLWAY_TARGTE is not a setting of Spillway; settings are VL"),
     ],
 )

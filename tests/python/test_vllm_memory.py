@@ -166,6 +166,11 @@ def test_workspaces_are_what_the_requests_need() -> None:
     drafts = SimpleNamespace(method="ngram", num_speculative_tokens=3)
     limits = _limits(Settings(), 12 << 30, max_num_seqs=2, speculative_config=drafts)
     assert limits.workspace_bytes == of_eight
+    # Value codes take, of each of 6 query heads, a byte a token, and in each of 8 spans of 4,096
+    # tokens 12 bytes of 32 strata, 4 of 32 pages, and 3 * 128 + 4 floats.
+    coded = 6 * (32768 + 8 * (12 * 32 + 4 * 32 + 4 * (3 * 128 + 4)))
+    limits = _limits(Settings(value_bits=2), 12 << 30, max_num_seqs=8)
+    assert limits.workspace_bytes == of_eight + 16 * coded // 2 * 5
     # At least 64 MiB.
     assert _limits(Settings(), 12 << 30, max_num_seqs=1).workspace_bytes == 64 << 20
     # No more than the engine has by itself: a sixth, or a quarter of less than 4 GiB.
@@ -193,6 +198,10 @@ def test_copies_of_rows_make_room_for_codes(monkeypatch: pytest.MonkeyPatch) -> 
     assert limits.kept_room == KeptRoom(
         arena, code_bytes=62 * 56, row_bytes=512 * 56, copy_bytes=int(limits.gpu_resident)
     )
+    # Codes of values of 2 bits take 36 bytes more: 32 of codes, a factor and a part of a centre.
+    limits = _limits(Settings(value_bits=2), 8 << 30)
+    assert limits.kept_room is not None
+    assert limits.kept_room.code_bytes == (62 + 36) * 56
     # Where codes may need everything, there are no copies.
     limits = _limits(Settings(), 2 << 30)
     assert (limits.gpu_resident, limits.kept_room) == ("0", None)

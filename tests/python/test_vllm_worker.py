@@ -15,6 +15,7 @@ from daemon_process import binary, device, on_gpu
 from helpers import wait_for
 from spillway_kv._library import Sums
 from spillway_kv.decoding import Decoding
+from spillway_kv.indices import RotationHash
 from spillway_kv.lab import serving
 from spillway_kv.policy import Policy
 from spillway_kv.step import DecodeStep
@@ -171,6 +172,19 @@ def _request(key: int, start: int, count: int, **more: Any) -> PlannedRequest:
 
 def _check(model: Model, outs: torch.Tensor, text: int, start: int) -> None:
     torch.testing.assert_close(outs, model.expected(text, start, outs.shape[1]), rtol=0, atol=2e-5)
+
+
+def test_the_engines_model_has_the_codes_of_values_that_are_set() -> None:
+    for value_bits in (0, 2):
+        settings = Settings(memory="64MiB", device=str(DEVICE), value_bits=value_bits)
+        model = Model(settings=settings)
+        try:
+            _, outs = model.step(StepPlan([_request(1, 0, 3)]), {1: 1})
+            _check(model, outs[1], 1, 0)
+            (made,) = model.worker._sequences.client.list_models()
+            assert made.hash_weights == RotationHash(value_bits=value_bits)
+        finally:
+            model.worker.close()
 
 
 def test_chunks_and_decode_steps_in_one_batch(model: Model) -> None:

@@ -42,33 +42,42 @@ def test_agreement_with_exact_attention(
         **OF_TRAINED,
     }
     folder = model_folder(TRAINED)
-    # On a GPU, layers would be dense and exact while copies of the rows fit.
-    settings = {"VLLM_SPILLWAY_MEMORY": "3GiB", "VLLM_SPILLWAY_REPRODUCIBLE": "1"}
+    folder = model_folder(TRAINED)
     with running(folder, tmp_path / "stock.log", **arguments) as stock:
         expected = stock.ask(schedule)
-    with running(
-        folder, tmp_path / "ours.log", settings, attention_backend="CUSTOM", **arguments, **GRAPHS
-    ) as ours:
-        got = ours.ask(schedule)
-        counts = ours.ask("counts")
     forced = [request["forced"] for request in schedule]
     assert [parts[0] for parts in expected["tokens"]] == forced
-    assert [parts[0] for parts in got["tokens"]] == forced
-    pairs = [
-        (one, near)
-        for mine, theirs in zip(got["best"], expected["near"], strict=True)
-        for one, near in zip(mine[0], theirs[0], strict=True)
-    ]
-    agreement = sum(dict(near).get(one, math.inf) <= _STEP for one, near in pairs) / len(pairs)
-    outputs = sum(counts[f"outputs_{kind}"] for kind in ("exact", "statistical", "none"))
-    sparse = 1 - counts["outputs_exact"] / outputs
-    with capsys.disabled():
-        print(
-            f"\n{len(pairs)} tokens: agreement {agreement:.4f}; {sparse:.1%} of outputs sparse, "
-            f"{counts['rows_read'] / counts['rows_visible']:.1%} of the rows read, mean certified "
-            f"error {counts['certified_error_millionths'] / counts['certified_errors'] / 1e6:.4f}, "
-            f"{counts['outputs_none']:.0f} of {outputs:.0f} promise nothing"
-        )
-    assert len(pairs) == 512
-    assert sparse >= 0.9
-    assert agreement >= 0.97
+    for value_bits in (0, 2):
+        # On a GPU, layers would be dense and exact while copies of the rows fit.
+        settings = {
+            "VLLM_SPILLWAY_MEMORY": "3GiB",
+            "VLLM_SPILLWAY_REPRODUCIBLE": "1",
+            "VLLM_SPILLWAY_VALUE_BITS": str(value_bits),
+        }
+        log = tmp_path / f"ours-{value_bits}.log"
+        with running(
+            folder, log, settings, attention_backend="CUSTOM", **arguments, **GRAPHS
+        ) as ours:
+            got = ours.ask(schedule)
+            counts = ours.ask("counts")
+        assert [parts[0] for parts in got["tokens"]] == forced
+        pairs = [
+            (one, near)
+            for mine, theirs in zip(got["best"], expected["near"], strict=True)
+            for one, near in zip(mine[0], theirs[0], strict=True)
+        ]
+        agreement = sum(dict(near).get(one, math.inf) <= _STEP for one, near in pairs) / len(pairs)
+        outputs = sum(counts[f"outputs_{kind}"] for kind in ("exact", "statistical", "none"))
+        sparse = 1 - counts["outputs_exact"] / outputs
+        with capsys.disabled():
+            print(
+                f"\n{len(pairs)} tokens, values' codes of {value_bits} bits: agreement "
+                f"{agreement:.4f}; {sparse:.1%} of outputs sparse, "
+                f"{counts['rows_read'] / counts['rows_visible']:.1%} of the rows read, mean "
+                f"certified error "
+                f"{counts['certified_error_millionths'] / counts['certified_errors'] / 1e6:.4f}, "
+                f"{counts['outputs_none']:.0f} of {outputs:.0f} promise nothing"
+            )
+        assert len(pairs) == 512
+        assert sparse >= 0.9
+        assert agreement >= 0.97

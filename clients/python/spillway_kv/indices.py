@@ -18,7 +18,7 @@ class RotationHash:
             the page is subtracted first.
         value_bits: Bits per dimension of the codes of values, in [0, 3]. With them, the codes
             answer for all tokens, and the rows that are read correct the answer: fewer rows are
-            read. Attends take longer, but where the link to a GPU is the limit. 0 means none.
+            read. Attends take longer, unless the link to a GPU is the limit. 0 means none.
     """
 
     bits_per_dim: int = 3
@@ -88,6 +88,19 @@ class KeyIndices:
     def from_proto(cls, message: model_service_pb2.KeyIndices) -> KeyIndices:
         """Reads a `spillway.v1.KeyIndices`."""
         return cls(**{field.name: getattr(message, field.name) for field in fields(cls)})
+
+
+def value_code_bytes(head_dim: int, value_bits: int) -> float:
+    """Returns the bytes of a value's codes and factor, and its share of the centre of its page.
+
+    Args:
+        head_dim: Elements of a value.
+        value_bits: As of a `RotationHash`.
+    """
+    if value_bits == 0:
+        return 0.0
+    page_token_count, element_bytes = 128, 2
+    return head_dim * value_bits / 8 + 2 + head_dim * element_bytes / page_token_count
 
 
 def hash_to_proto(weights: HashWeights | None) -> model_service_pb2.HashWeights | None:

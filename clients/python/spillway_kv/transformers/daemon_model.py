@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 
 from spillway_kv.client import Client
-from spillway_kv.indices import HashWeights
+from spillway_kv.indices import HashWeights, RotationHash
 from spillway_kv.results import Model
 from spillway_kv.shared_model import shared_model
 from spillway_kv.tensors import DTypeName
@@ -110,6 +110,9 @@ class DaemonModel:
                 "sequences are used all the same"
             )
         self.found = model
+        # Of the same kind are models that this creates later, if their codes need no upload.
+        if isinstance(model.hash_weights, RotationHash):
+            self._hash_weights = model.hash_weights
 
     def _check_shapes(self, model: Model) -> None:
         has = Shapes(model.layer_count, model.query_head_count, model.kv_head_count, model.head_dim)

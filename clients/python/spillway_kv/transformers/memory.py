@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from spillway_kv.indices import value_code_bytes
 from spillway_kv.prefill import BLOCK_TOKEN_COUNT, attend_bytes, buffer_bytes
 from spillway_kv.transformers.appends import BYTES_MAX
 from spillway_kv.transformers.sliding import SPARE_TOKEN_COUNT
@@ -62,6 +63,7 @@ def prompt_memory(
     dtype: torch.dtype = torch.bfloat16,
     block_token_count: int = BLOCK_TOKEN_COUNT,
     logits_token_count: int = 1,
+    value_bits: int = 0,
 ) -> PromptMemory:
     """Returns upper bounds for the GPU memory of a prompt in chunks.
 
@@ -78,6 +80,8 @@ def prompt_memory(
         dtype: dtype of weights, activations and K/V.
         block_token_count: `prefill_block_token_count` of `SpillwayCache`.
         logits_token_count: Number of positions whose logits are computed. generate() needs one.
+        value_bits: That of the cache's `RotationHash`, in [0, 3]: bits per dimension of the codes
+            of values.
 
     Raises:
         UnsupportedModelError: As for `SpillwayCache`.
@@ -134,8 +138,10 @@ def prompt_memory(
             * shapes.layer_count
             * shapes.kv_head_count
             * token_count
-            * shapes.head_dim
-            * _CODE_BYTES_PER_ELEMENT
+            * (
+                shapes.head_dim * _CODE_BYTES_PER_ELEMENT
+                + value_code_bytes(shapes.head_dim, value_bits)
+            )
         ),
         resident_rows=batch_size * shapes.layer_count * row_bytes * _resident_rows(token_count),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import sys
 from dataclasses import replace
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 from spillway_kv import prefill
+from spillway_kv.indices import value_code_bytes
 from spillway_kv.vllm.appends import BYTES_MAX
 from spillway_kv.vllm.guard import has_draft_model
 from spillway_kv.vllm.prompts import JOINED_TOKEN_COUNT
@@ -172,11 +174,12 @@ def with_limits(
             f"prompts of {chunk} tokens {(appends + buffers + prompts) >> 20} MiB; nothing is "
             "left for codes of keys. Raise it, or lower --max-num-batched-tokens"
         )
-    workspace = _workspace_bytes(limit, config, shapes)
+    workspace = _workspace_bytes(limit, config, shapes, settings.value_bits)
     arena = limit - (workspace or _usual_workspace(limit))
-    copies = _resident_bytes(arena, config, shapes)
+    code_bytes = _code_bytes(shapes, settings.value_bits)
+    copies = _resident_bytes(arena, config, shapes, code_bytes)
     heads = shapes.layer_count * shapes.kv_head_count
-    room = KeptRoom(arena, heads * _code_bytes(shapes), _token_bytes(shapes), copies)
+    room = KeptRoom(arena, heads * code_bytes, _token_bytes(shapes), copies)
     return replace(
         settings,
         gpu_memory=str(limit),
@@ -231,12 +234,15 @@ def _token_bytes(shapes: Shapes) -> int:
     return shapes.layer_count * shapes.kv_head_count * _row_bytes(shapes)
 
 
-def _code_bytes(shapes: Shapes) -> int:
+def _code_bytes(shapes: Shapes, value_bits: int) -> int:
     """Bytes of codes of a token, a layer and a KV head.
 
-    Three bits a dimension in words of 32, factors, and one row in a hundred.
+    Three bits a dimension of the key in words of 32, factors, codes of the value, and one row in a
+    hundred.
     """
-    return 3 * -(-shapes.head_dim // 32) * 4 + 8 + -(-_row_bytes(shapes) // 100)
+    of_key = 3 * -(-shapes.head_dim // 32) * 4 + 8
+    of_value = math.ceil(value_code_bytes(shapes.head_dim, value_bits))
+    return of_key + of_value + -(-_row_bytes(shapes) // 100)
 
 
 def _rows_bytes(config: Any, shapes: Shapes) -> int:
@@ -250,7 +256,7 @@ def _usual_workspace(limit: int) -> int:
     return min(limit // 6, 4 << 30) if limit >= 4 << 30 else limit // 4
 
 
-def _workspace_bytes(limit: int, config: Any, shapes: Shapes) -> int:
+def _workspace_bytes(limit: int, config: Any, shapes: Shapes, value_bits: int) -> int:
     """Returns the workspaces that the requests need at most, or 0 if that is the usual or more.
 
     Of it, a step of all requests may take two fifths (`WorkspaceShares` of the engine).
@@ -264,6 +270,9 @@ def _workspace_bytes(limit: int, config: Any, shapes: Shapes) -> int:
     sums = 3 * 96 * group * (2 * shapes.head_dim + 140) * 4
     exact = 128 * 16 * (shapes.head_dim + 2) * 4
     unit = 20 * longest + gathered * (row + 8) + sums + exact
+    if value_bits > 0:
+        # Of a query head: a byte a token, and predictions and sums of codes of 4,096 tokens each.
+        unit += group * (longest + -(-longest // 4096) * (528 + 12 * shapes.head_dim))
     drafts = getattr(config.speculative_config, "num_speculative_tokens", None) or 0
     units = config.scheduler_config.max_num_seqs * shapes.kv_head_count * (1 + drafts)
     # And of two long appends: two stages of 32 pages each.
@@ -272,7 +281,7 @@ def _workspace_bytes(limit: int, config: Any, shapes: Shapes) -> int:
     return needed if needed < _usual_workspace(limit) else 0
 
 
-def _resident_bytes(arena: int, config: Any, shapes: Shapes) -> int:
+def _resident_bytes(arena: int, config: Any, shapes: Shapes, code_bytes: int) -> int:
     """Returns the most of the memory for codes and copies of rows that copies may take.
 
     They make room for codes, but sequences in use keep those of one layer. So if these and the
@@ -282,7 +291,7 @@ def _resident_bytes(arena: int, config: Any, shapes: Shapes) -> int:
     row = _row_bytes(shapes)
     rows = min(_rows_bytes(config, shapes), _host_bytes())
     heads = shapes.layer_count * shapes.kv_head_count
-    codes = rows // row * _code_bytes(shapes)
+    codes = rows // row * code_bytes
     # And of each request: its first and newest rows, and tables.
     codes += config.scheduler_config.max_num_seqs * heads * (256 * row + (24 << 10))
     most = arena // 8 * 7

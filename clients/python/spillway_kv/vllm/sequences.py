@@ -16,6 +16,7 @@ import torch
 
 import spillway_kv
 from spillway_kv.batch import HeadShapes
+from spillway_kv.indices import RotationHash
 from spillway_kv.sequence import Sequence
 from spillway_kv.shared_model import shared_model
 from spillway_kv.tensors import DTypeName
@@ -312,8 +313,10 @@ class Sequences:
     def _open_model(self) -> spillway_kv.Model:
         """Returns the engine's model with these shapes. Creates it if necessary."""
         if self._model is None:
-            shapes = self._shapes
+            shapes, value_bits = self._shapes, self._settings.value_bits
             named = {**asdict(shapes), "dtype": shapes.dtype_name}
+            if value_bits > 0:
+                named["value_bits"] = value_bits
             self._model = shared_model(
                 self.client,
                 "vllm",
@@ -324,6 +327,7 @@ class Sequences:
                 head_dim=shapes.head_dim,
                 dtype=shapes.dtype_name,
                 softmax_scale=shapes.scale,
+                hash_weights=RotationHash(value_bits=value_bits),
             )
         return self._model
 

@@ -64,6 +64,7 @@ class Settings:
         reconnect_seconds: How long a worker waits for a daemon that is gone.
         seed: Seed of the sampling of an embedded engine, like `models.sampling_seed`. All ranks
             have the same. -1 means random.
+        value_bits: Bits per dimension of the codes of values, as of a `RotationHash`. 0 means none.
         ready_bytes: Host memory of an embedded engine that is pinned at the start, like
             `memory.ready`. No variable sets it.
         append_bytes: Most GPU memory of K/V that wait to be appended. No variable sets it.
@@ -84,6 +85,7 @@ class Settings:
     seed: int = -1
     gpu_resident: str = ""
     reproducible: bool = False
+    value_bits: int = 0
     ready_bytes: int = 0
     append_bytes: int = BYTES_MAX
     prompt_bytes: int = 0
@@ -105,6 +107,7 @@ _NAMES = {
     "DEVICE": "device",
     "SEED": "seed",
     "QUALITY": "quality",
+    "VALUE_BITS": "value_bits",
     "KEPT_SEQUENCES": "kept_sequence_count",
     "RECONNECT_SECONDS": "reconnect_seconds",
 }
@@ -149,6 +152,8 @@ def _value(variable: str, name: str, text: str) -> str | int | float:
         return text.strip() == "1"
     if name == "kept_sequence_count":
         return _whole(variable, text, 0, 100_000)
+    if name == "value_bits":
+        return _whole(variable, text, 0, 3)
     if name == "seed":
         return _whole(variable, text, -1, (1 << 63) - 1)
     if name == "reconnect_seconds":
