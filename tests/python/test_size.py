@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -244,13 +246,14 @@ def test_texts() -> None:
         "1.00 GiB",
         "4.55 TiB",
     ]
-    assert [tokens_text(n) for n in (12, 1536, 98816, 2**20, 1310720, 10**9)] == [
+    assert [tokens_text(n) for n in (12, 1536, 98816, 2**20 - 1, 2**20, 1310720, 10**9)] == [
         "12",
         "1.5K",
         "96.5K",
+        "1023K",
         "1M",
         "1.25M",
-        "954M",
+        "953M",
     ]
 
 
@@ -386,6 +389,16 @@ def test_models_that_are_refused(tmp_path: Path) -> None:
     assert json.loads(done.stdout) == {"model": str(path), "refused": reason}
 
 
+def test_a_model_that_writes_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "vit"}))
+    done = run(path, *MACHINE)
+    assert done.exit_code == 1
+    assert (
+        "a vit model cannot be served: transformers has no class of it that writes" in done.stderr
+    )
+
+
 def test_quantised_weights(llama: Path) -> None:
     path = llama / "config.json"
     config = json.loads(path.read_text())
@@ -439,3 +452,11 @@ def test_wrong_command_lines(llama: Path, tmp_path: Path) -> None:
     assert f"{junk}: " in refused(junk, *MACHINE)
     junk.write_text(json.dumps({"model_type": "nothing"}))
     assert f"{junk}: " in refused(junk, *MACHINE)
+
+
+@pytest.mark.skipif(not SIZES.exists(), reason="only in a checkout")
+def test_the_tables_of_the_documentation() -> None:
+    script = str(ROOT / "scripts/size_table.py")
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True)
+    made = (ROOT / "docs/models.md").read_text().split("<!-- made by scripts/size_table.py -->")[1]
+    assert made.split("<!-- end -->")[0].strip() == done.stdout.strip()

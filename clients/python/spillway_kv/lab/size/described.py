@@ -12,7 +12,12 @@ import torch
 import transformers
 
 from spillway_kv.transformers.sliding import SPARE_TOKEN_COUNT
-from spillway_kv.transformers.support import Shapes, shapes_of, windows_of
+from spillway_kv.transformers.support import (
+    Shapes,
+    UnsupportedModelError,
+    shapes_of,
+    windows_of,
+)
 
 DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -80,7 +85,8 @@ def load_config(model: str) -> Any:
         return transformers.AutoConfig.from_pretrained(
             str(path if path.exists() else model), local_files_only=True, trust_remote_code=False
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:
+        # Of any kind: configs check themselves, and each in its own way.
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         if not path.exists():
             reason = "there is no such file or folder, and it was not downloaded from the hub"
@@ -95,10 +101,15 @@ def describe(config: Any, dtype: str | None = None) -> Described:
         dtype: A key of `DTYPES`. None: the config's, or bfloat16 if it has none.
 
     Raises:
-        UnsupportedModelError: Spillway does not serve the model.
+        UnsupportedModelError: Spillway does not serve the model, or it does not write text.
         ValueError: K/V of the config's dtype are not served.
     """
     shapes = shapes_of(config)
+    if not _classes(config):
+        raise UnsupportedModelError(
+            f"a {config.model_type} model cannot be served: transformers has no class of it that "
+            "writes text"
+        )
     windows = Counter(window for window in windows_of(config) if window is not None)
     text = config.get_text_config(decoder=True)
     if dtype is None:
@@ -125,23 +136,37 @@ def weight_count(config: Any) -> int:
     Of a composite model all parts count, and weights that are tied count once.
 
     Raises:
-        UnknownWeightsError: They are quantised, or transformers has no class for the model.
+        UnknownWeightsError: They are quantised, or the model cannot be laid out.
     """
     quantised = getattr(config, "quantization_config", None)
     if quantised is not None:
         method = quantised.get("quant_method") if isinstance(quantised, dict) else None
         raise UnknownWeightsError(f"the weights are quantised ({method or 'an unknown method'})")
-    auto = transformers.AutoModelForCausalLM
-    wide = transformers.AutoModelForImageTextToText
+    kind, of = _classes(config)[0]
+    try:
+        with torch.device("meta"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = kind.from_config(of, dtype=torch.bfloat16)
+    except Exception as error:
+        # Of any kind: what a config lacks shows when its model is made.
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UnknownWeightsError(f"the model cannot be laid out ({reason})") from error
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _classes(config: Any) -> list[tuple[Any, Any]]:
+    """Returns the classes of transformers that write text, each with the config it is made of.
+
+    The first one has all parts of the model.
+    """
     text = config.get_text_config(decoder=True)
-    reason = f"transformers has no class for {config.model_type}"
-    for kind, of in ((wide, config), (auto, config), (auto, text)):
-        try:
-            with torch.device("meta"), warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                model = kind.from_config(of, dtype=torch.bfloat16)
-        except (ValueError, ImportError) as error:
-            reason = (str(error).strip().splitlines() or [reason])[0]
-            continue
-        return sum(parameter.numel() for parameter in model.parameters())
-    raise UnknownWeightsError(f"the model cannot be laid out: {reason}")
+    causal = transformers.AutoModelForCausalLM, transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+    wide = (
+        transformers.AutoModelForImageTextToText,
+        transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    )
+    found = []
+    for (kind, known), of in ((wide, config), (causal, config), (causal, text)):
+        if type(of) in known:
+            found.append((kind, of))
+    return found

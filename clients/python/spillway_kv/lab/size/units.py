@@ -72,11 +72,14 @@ def bytes_text(value: float) -> str:
 
 
 def tokens_text(value: int) -> str:
-    """Returns a number of tokens as `tokens_of` reads it: "12", "96.5K", "1M", "1.25M"."""
+    """Returns a number of tokens as `tokens_of` reads it, with three digits, rounded down.
+
+    Such as "12", "96.5K", "1M", "1.25M".
+    """
     for unit, factor in (("M", 2**20), ("K", 2**10)):
         if value >= factor:
-            number = f"{value / factor:.{_places(value / factor)}f}"
-            return (number.rstrip("0").rstrip(".") if "." in number else number) + unit
+            power = 10 ** max(3 - len(str(value // factor)), 0)
+            return f"{value * power // factor / power:g}{unit}"
     return str(value)
 
 
