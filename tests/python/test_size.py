@@ -373,7 +373,7 @@ def test_layers_with_windows(tmp_path: Path) -> None:
     assert said["bytes_per_sequence"]["windows"] == 10 * (1024 + 255) * 2 * 64 * 2 * 2
     free = 24 * 10**9 - said["gpu"]["weights"] - said["bytes_per_sequence"]["windows"]
     assert said["gpu"]["limit"] == free // 10 * 9
-    assert "10 layers have a window of 1024 tokens" in run(tmp_path, *MACHINE).stdout
+    assert "10 layers with a window of 1024 tokens" in run(tmp_path, *MACHINE).stdout
 
 
 def test_models_that_are_refused(tmp_path: Path) -> None:

@@ -103,20 +103,26 @@ def show(said: Report, console: Console) -> None:
     layout, gpu = said["layout"], said["gpu"]
     ranks = said["rank_count"]
     console.print(
-        f"{said['type']}: {layout['layer_count']} layers with full attention, "
-        f"{layout['kv_head_count']} KV heads of {layout['head_dim']}, {said['dtype']}"
+        f"{said['type']}: {_count(layout['layer_count'], 'layer')} with full attention, "
+        f"{_count(layout['kv_head_count'], 'KV head')} of {layout['head_dim']}, {said['dtype']}"
         + (f"; one of {ranks} ranks" if ranks > 1 else "")
     )
     for window, count in said["window_layers"].items():
         console.print(
-            f"{count} layers have a window of {window} tokens: they keep their K/V on the model's "
-            "device, not in Spillway."
+            f"{_count(count, 'layer')} with a window of {window} tokens: K/V on the model's "
+            "device, not in Spillway"
         )
-    console.print()
-    console.print(_of_a_token(said))
-    console.print(_of_sequences(said))
-    console.print(_memory(said))
-    console.print(_fits(said))
+    tables = {
+        "A token takes": _of_a_token(said),
+        f"A sequence of {tokens_text(said['context'])} tokens takes": _of_sequences(said),
+        "Memory of the engine": _memory(said),
+        "What fits": _fits(said),
+    }
+    for title, table in tables.items():
+        # A table's own title would be as narrow as the table.
+        console.print(f"\n{title}", style="bold", highlight=False)
+        console.print(table)
+    console.print(f"{_verdict(said)}\n")
     positions = said["position_count"]
     if positions is not None and said["context"] > positions:
         console.print(
@@ -132,8 +138,12 @@ def show(said: Report, console: Console) -> None:
         )
 
 
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold")
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}{'' if number == 1 else 's'}"
+
+
+def _table(*columns: str) -> Table:
+    table = Table()
     table.add_column(columns[0])
     for column in columns[1:]:
         table.add_column(column, justify="right")
@@ -151,7 +161,7 @@ def _of_a_token(said: Report) -> Table:
         "value_metadata": ("  factors, centres", gpu),
         "resident_sample": (f"resident sample, {layout['resident_sample']:.2%}", gpu),
     }
-    table = _table("A token takes", "", "in", "a layer", f"{layout['layer_count']} layers")
+    table = _table("", "in", "a layer", _count(layout["layer_count"], "layer"))
     of_layer, of_all = said["bytes_per_token_and_layer"], said["bytes_per_token"]
     for name, (words, place) in rows.items():
         if of_all[name]:
@@ -163,7 +173,7 @@ def _of_sequences(said: Report) -> Table:
     gpu = "GPU" if said["gpu"] is not None else "host"
     count = said["sequence_count"]
     columns = ["", "in", "one"] + ([str(count)] if count > 1 else [])
-    table = _table(f"A sequence of {tokens_text(said['context'])} tokens takes", *columns)
+    table = _table(*columns)
     rows = {
         "rows": ("K/V rows", "host"),
         "codes": ("codes", gpu),
@@ -183,7 +193,7 @@ def _of_sequences(said: Report) -> Table:
 def _memory(said: Report) -> Table:
     host, gpu = said["host"], said["gpu"]
     ranks = said["rank_count"]
-    table = _table("Memory of the engine", "", "bytes")
+    table = _table("", "bytes")
     table.add_row("host" + (" (a rank's part)" if ranks > 1 else ""), bytes_text(host["memory"]))
     table.add_row("  memory.limit", bytes_text(host["limit"]))
     what = "rows" if gpu is not None else "rows and codes"
@@ -202,18 +212,13 @@ def _memory(said: Report) -> Table:
 def _fits(said: Report) -> Table:
     fits = said["fits"]
     on_gpu = said["gpu"] is not None
-    columns = ["", *(["GPU"] if on_gpu else []), "host", "both" if on_gpu else "", "a dense cache"]
-    columns = [column for i, column in enumerate(columns) if column or i == 0]
-    table = _table("What fits", *columns)
-    ways = (("tokens of one sequence", "tokens", tokens_text),)
-    for words, name, text in ways:
-        table.add_row(words, *_cells(fits, name, text, on_gpu))
+    columns = ["", *(["GPU", "host", "both"] if on_gpu else ["host"]), "a dense cache"]
+    table = _table(*columns)
+    table.add_row("tokens of one sequence", *_cells(fits, "tokens", tokens_text, on_gpu))
     table.add_row(
         f"sequences of {tokens_text(said['context'])} tokens",
         *_cells(fits, "sequences", str, on_gpu),
     )
-    table.caption = _verdict(said)
-    table.caption_justify = "left"
     return table
 
 
@@ -224,7 +229,7 @@ def _cells(fits: Report, name: str, text: Any, on_gpu: bool) -> list[str]:
 
 def _verdict(said: Report) -> str:
     fits, count = said["fits"], said["sequence_count"]
-    what = f"{count} sequence{'s' if count > 1 else ''} of {tokens_text(said['context'])} tokens"
+    what = f"{_count(count, 'sequence')} of {tokens_text(said['context'])} tokens"
     place = {"gpu": "GPU memory", "host": "host memory"}[fits["sequences_limited_by"]]
     if fits["asked"]:
         return f"{what} fit{'' if count > 1 else 's'}. The limit is {place}."
