@@ -79,6 +79,6 @@ def test_what_sequences_take(case: Case) -> None:
     for sequence in taken:
         assert sequence.row_bytes == sizes.row_bytes(layout, case.tokens)
         assert sequence.index_bytes == pytest.approx(said.total - said.tables, rel=0.02)
-    assert grown == pytest.approx(
-        sizes.gpu_slab_bytes(layout, case.tokens, case.sequences), rel=0.02
-    )
+    # A slab more or less for the pages of resident rows, whose number is drawn.
+    slabs = sizes.gpu_slab_bytes(layout, case.tokens, case.sequences)
+    assert grown == pytest.approx(slabs, rel=0.02, abs=sizes.SLAB_BYTES)
