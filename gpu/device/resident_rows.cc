@@ -169,8 +169,8 @@ void ResidentRowsOfLayer::Fill(int64_t begin, int64_t end, Place place) {
   recent_begin_ = recent > begin ? recent : std::max(recent_begin_, end - kRecentRows);
 }
 
-int64_t ResidentRowsOfLayer::TableWords(int64_t page_capacity) const {
-  return static_cast<int64_t>(heads_.size()) * page_capacity * (kPageWords + kRowPages);
+int64_t ResidentRowsOfLayer::TableWords(int64_t head_count, int64_t page_capacity) {
+  return head_count * page_capacity * (kPageWords + kRowPages);
 }
 
 void ResidentRowsOfLayer::Sync(uint64_t* tables, int64_t page_capacity, bool anew,

@@ -40,8 +40,13 @@ class ResidentRowsOfLayer {
   // REQUIRES: they are prepared.
   void Fill(int64_t begin, int64_t end, Place place);
 
-  // Words of the tables in GPU memory that Sync() fills, for page_capacity pages of tokens.
-  int64_t TableWords(int64_t page_capacity) const;
+  // Words of the tables in GPU memory that Sync() fills, for page_capacity pages of tokens of
+  // head_count KV heads.
+  static int64_t TableWords(int64_t head_count, int64_t page_capacity);
+  // The same for the KV heads of which it holds rows.
+  int64_t TableWords(int64_t page_capacity) const {
+    return TableWords(static_cast<int64_t>(heads_.size()), page_capacity);
+  }
   // Adds the updates that the tables need. tables: TableWords() words. anew: they are empty.
   void Sync(uint64_t* tables, int64_t page_capacity, bool anew, std::vector<TableUpdate>& updates);
   // The kernels' view of a KV head.

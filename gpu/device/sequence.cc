@@ -11,6 +11,8 @@ namespace spillway::cuda {
 namespace {
 
 constexpr int64_t kPageCapacityMin = 64;
+// Tables of addresses for each KV head: pages of rows, of the index, and to read rows from.
+constexpr int64_t kPageTables = 3;
 // A longer append is a whole prompt, which is not followed by another one.
 constexpr int64_t kAheadTokensMax = 16384;
 
@@ -28,7 +30,7 @@ LayerIndex::LayerIndex(const CudaModel& model, BlockPools* blocks, int layer)
       blocks_(blocks),
       resident_(model.spec(), model.row_pool(), blocks, layer),
       whole_(model.spec(), model.copy_pool(layer)),
-      mirror_(3 * model.spec().kv_head_count) {
+      mirror_(kPageTables * model.spec().kv_head_count) {
   for (int h = 0; model.spec().has_index() && h < model.spec().kv_head_count; ++h) {
     codes_.emplace_back(model.code_pool(), kPageTokenCount);
   }
@@ -41,7 +43,7 @@ LayerIndex::LayerIndex(const CudaModel& model, BlockPools* blocks, const LayerIn
       indexed_token_count_(Indexed(std::min(token_count, source.indexed_token_count_))),
       resident_(source.resident_, indexed_token_count_),
       whole_(source.whole_, token_count),
-      mirror_(3 * model.spec().kv_head_count) {
+      mirror_(kPageTables * model.spec().kv_head_count) {
   if (indexed_token_count_ > 0) heads_ = source.heads_.Share();
   for (const PageTable& codes : source.codes_) codes_.push_back(codes.Share(indexed_token_count_));
 }
@@ -102,12 +104,8 @@ absl::Status LayerIndex::Prepare(int64_t start, int64_t count) {
 
 absl::Status LayerIndex::Grow(int64_t page_count) {
   if (page_count <= capacity_) return absl::OkStatus();
-  const int64_t capacity = std::max(
-      kPageCapacityMin, static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(page_count))));
-  const int64_t words =
-      static_cast<int64_t>(mirror_.size()) * capacity + resident_.TableWords(capacity);
-  ASSIGN_OR_RETURN(tables_,
-                   Block::Create(blocks_->Of(words * static_cast<int64_t>(sizeof(uint64_t)))));
+  const int64_t capacity = CapacityFor(page_count);
+  ASSIGN_OR_RETURN(tables_, Block::Create(blocks_->Of(TableBytes(model_->spec(), capacity))));
   capacity_ = capacity;
   ForgetTables();
   return absl::OkStatus();
@@ -152,14 +150,26 @@ absl::Status LayerIndex::Update(const LayerRows& rows, int64_t token_count,
   return absl::OkStatus();
 }
 
-int64_t LayerIndex::HeadBytes() const {
-  const int64_t heads = model_->spec().kv_head_count;
-  const int64_t vector_bytes = model_->spec().head_dim * static_cast<int64_t>(sizeof(float));
+int64_t LayerIndex::CapacityFor(int64_t page_count) {
+  return std::max(kPageCapacityMin,
+                  static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(page_count))));
+}
+
+int64_t LayerIndex::TableBytes(const ModelSpec& spec, int64_t capacity) {
+  const int64_t heads = spec.kv_head_count;
+  const int64_t words = kPageTables * heads * capacity +
+                        ResidentRowsOfLayer::TableWords(spec.has_index() ? heads : 0, capacity);
+  return words * static_cast<int64_t>(sizeof(uint64_t));
+}
+
+int64_t LayerIndex::HeadBytes(const ModelSpec& spec, bool methods_encode) {
+  const int64_t heads = spec.kv_head_count;
+  const int64_t vector_bytes = spec.head_dim * static_cast<int64_t>(sizeof(float));
   int64_t bytes = 0;
-  if (model_->has_rotation()) {
+  if (spec.hash.kind == HashKind::kRotation) {
     bytes += heads * (static_cast<int64_t>(sizeof(HeadStatistics)) + vector_bytes);
   }
-  if (model_->methods_encode()) bytes += heads * vector_bytes;
+  if (methods_encode) bytes += heads * vector_bytes;
   return bytes;
 }
 

@@ -25,6 +25,13 @@ class LayerIndex {
   LayerIndex(const CudaModel& model, BlockPools* blocks, const LayerIndex& source,
              int64_t token_count);
 
+  // Pages for which tables have room that are made for page_count pages.
+  static int64_t CapacityFor(int64_t page_count);
+  // Bytes of tables with room for `capacity` pages.
+  static int64_t TableBytes(const ModelSpec& spec, int64_t capacity);
+  // Bytes of statistics and centres of the KV heads. methods_encode: CudaModel::methods_encode().
+  static int64_t HeadBytes(const ModelSpec& spec, bool methods_encode);
+
   // Tokens that methods have encoded, and of which the GPU has the rows that it holds; 0 below
   // kCentreTokenCount. Pages are coded when they are full.
   int64_t indexed_token_count() const { return indexed_token_count_; }
@@ -91,7 +98,7 @@ class LayerIndex {
 
  private:
   // Bytes of heads_.
-  int64_t HeadBytes() const;
+  int64_t HeadBytes() const { return HeadBytes(model_->spec(), model_->methods_encode()); }
   // Makes tables for page_count pages.
   absl::Status Grow(int64_t page_count);
   // After the addresses of pages.

@@ -320,3 +320,24 @@ def test_the_environment_names_the_target(target: str) -> None:
         [BINARY, "models"], env=environment, capture_output=True, timeout=60, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_size_is_a_command_of_the_python_package(tmp_path: Path) -> None:
+    lab = tmp_path / "spillway-lab"
+    lab.write_text('#!/bin/sh\nprintf \'%s\\n\' "$#" "$@"\nexit 7\n')
+    lab.chmod(0o755)
+    words = ["--gpu", "24GB", "a folder", "--format", "x", "--help"]
+
+    def ran(path: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "PATH": path}
+        return subprocess.run(
+            [BINARY, *arguments], env=environment, capture_output=True, text=True, check=False
+        )
+
+    done = ran(f"{tmp_path}:/usr/bin:/bin", "size", *words)
+    assert (done.returncode, done.stdout.splitlines()) == (7, ["7", "size", *words])
+    done = ran(f"{tmp_path}:/usr/bin:/bin", "--format", "json", "size", "model")
+    assert done.stdout.splitlines() == ["3", "size", "model", "--json"]
+    done = ran(str(tmp_path / "none"), "size", "model")
+    assert done.returncode == 1
+    assert "spillway-lab of the Python package, which is not in PATH: pip install" in done.stderr

@@ -1,5 +1,5 @@
 // The command line tool `spillway`: shows the state of a daemon, deletes its models and sequences,
-// measures it, and makes tokens.
+// measures it, makes tokens, and says what a model takes.
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
@@ -14,6 +14,7 @@
 #include "cli/bench_options.h"
 #include "cli/commands.h"
 #include "cli/interrupt.h"
+#include "cli/lab.h"
 #include "cli/tokens.h"
 #include "cli/usage.h"
 #include "spillway/client.h"
@@ -123,6 +124,11 @@ int Main(int argc, char** argv) {
       ->check(CLI::PositiveNumber);
   new_token->add_option("--file", asked.file,
                         "append the entry to this file instead of printing it");
+  CLI::App* size = app.add_subcommand(
+      "size", "say what a model takes and what fits; spillway-lab size --help has the options");
+  // All that follows is for spillway-lab.
+  size->prefix_command();
+  size->fallthrough(false);
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
@@ -130,6 +136,13 @@ int Main(int argc, char** argv) {
     if (error.get_exit_code() == 0) return app.exit(error);
     std::cerr << "spillway: " << UsageMessage(app, error) << "\nRun with --help for more.\n";
     return kUsage;
+  }
+
+  if (size->parsed()) {
+    std::vector<std::string> words = size->remaining();
+    if (format == "json") words.emplace_back("--json");
+    PrintError(RunLabSize(words));
+    return kFailed;
   }
 
   Interrupt interrupt;

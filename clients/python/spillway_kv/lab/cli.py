@@ -34,6 +34,9 @@ _COMMANDS = {
     "models": _Command(
         "spillway_kv.lab.models.command", "models", "Finds out which architectures are served."
     ),
+    "size": _Command(
+        "spillway_kv.lab.size.command", "size", "Says what a model takes, and what fits."
+    ),
     "train-hash": _Command(
         "spillway_kv.lab.training.command", "train_hash", "Trains hash functions for a model."
     ),

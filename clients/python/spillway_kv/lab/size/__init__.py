@@ -1,0 +1,1 @@
+"""What a model takes with Spillway, and what fits: `spillway-lab size`."""
