@@ -30,9 +30,9 @@ first is more than the layer's time in sum, and the second is that time.
 With --shared N, all sequences are forks of one that has the first N tokens. They have up to four
 different queries, in turn.
 
-With --link-load, a copy engine copies to the GPU all the time, so that rows have what is left
-of the link. The rate of these copies is printed as `load_gb_per_s`. Only ways whose rows cross
-the link are timed then.
+With --link-load R, another process copies R GB/s to the GPU, so that rows have what is left of
+the link. What it has reached is printed as `load_gb_per_s`. Only ways whose rows cross the link
+are timed then.
 
 KV heads of 64 are halves of those of the data, KV heads of 256 are two of them. A group of
 more than four takes the queries of further tokens too.
@@ -44,10 +44,11 @@ more than four takes the queries of further tokens too.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import multiprocessing
 import re
 import statistics
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -403,47 +404,54 @@ class Sdpa:
         return timed(self.graph.replay) / len(self.layers)
 
 
+def copy_at_rate(rate: float, copied: Any, done: Any) -> None:
+    """Copies from pinned memory to the GPU until `done` is set; adds the bytes to `copied`.
+
+    rate: in bytes a second, at most the link's.
+    """
+    size = 2 << 20
+    source = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty(size, dtype=torch.uint8, device="cuda")
+    marks = [torch.cuda.Event() for _ in range(4)]
+    begin = time.perf_counter()
+    for i in itertools.count():
+        while time.perf_counter() - begin < i * size / rate:
+            pass
+        if done.is_set():
+            return
+        if i >= len(marks):
+            marks[i % len(marks)].synchronize()
+            copied.value += size
+        target.copy_(source, non_blocking=True)
+        marks[i % len(marks)].record()
+
+
 class LinkLoad:
-    """Copies from pinned memory to the GPU, beside whatever is timed."""
+    """A process of its own that copies to the GPU, from begin() to end()."""
 
-    # A step's own uploads wait for the copies that were enqueued before them.
-    BYTES = 16 << 20
-    ENQUEUED = 3
-
-    def __init__(self) -> None:
-        self.stream = torch.cuda.Stream()
-        self.source = torch.empty(self.BYTES, dtype=torch.uint8, pin_memory=True)
-        self.target = torch.empty(self.BYTES, dtype=torch.uint8, device="cuda")
+    def __init__(self, gb_per_s: float) -> None:
+        spawned = multiprocessing.get_context("spawn")
+        self.copied = spawned.Value("Q", 0)
+        self.done = spawned.Event()
+        self.process = spawned.Process(
+            target=copy_at_rate, args=(1e9 * gb_per_s, self.copied, self.done)
+        )
         self.rates: list[float] = []
 
-    def beside(self, step: Callable[[], float]) -> list[float]:
-        """What STEPS steps return, with copies under way all the time."""
-        marks: list[torch.cuda.Event] = []
+    def begin(self) -> None:
+        self.process.start()
+        while self.copied.value == 0:
+            time.sleep(0.01)
 
-        def keep_busy() -> None:
-            while not done.is_set():
-                if len(marks) < self.ENQUEUED or marks[-self.ENQUEUED].query():
-                    with torch.cuda.stream(self.stream):
-                        self.target.copy_(self.source, non_blocking=True)
-                        marks.append(torch.cuda.Event(enable_timing=True))
-                        marks[-1].record()
-                else:
-                    time.sleep(1e-4)
+    def end(self) -> None:
+        self.done.set()
+        self.process.join()
 
-        done = threading.Event()
-        copies = threading.Thread(target=keep_busy)
-        copies.start()
-        try:
-            step()
-            first = len(marks)
-            result = [step() for _ in range(STEPS)]
-            last = len(marks)
-        finally:
-            done.set()
-            copies.join()
-        torch.cuda.synchronize()
-        copied = (last - first - 1) * self.BYTES
-        self.rates.append(copied / marks[first].elapsed_time(marks[last - 1]) / 1e6)
+    def beside(self, steps: Callable[[], list[float]]) -> list[float]:
+        """What `steps` returns; adds the rate of the copies meanwhile to `rates`, in GB/s."""
+        begin, before = time.perf_counter(), self.copied.value
+        result = steps()
+        self.rates.append((self.copied.value - before) / (time.perf_counter() - begin) / 1e9)
         return result
 
 
@@ -515,16 +523,23 @@ def measure(
         way.attend_us.clear()
     ways["job"].moved_row_counts.clear()
     times: dict[str, list[float]] = {name: [] for name in (*ways, "sdpa")}
-    load = LinkLoad() if options.link_load else None
+    load = LinkLoad(options.link_load) if options.link_load else None
+    if load:
+        load.begin()
     for _ in range(ROUNDS):
         for name, way in ways.items():
 
             def once(way: Any = way) -> float:
                 return way.step()[1]
 
-            times[name] += load.beside(once) if load else [once() for _ in range(STEPS)]
+            def steps(once: Callable[[], float] = once) -> list[float]:
+                return [once() for _ in range(STEPS)]
+
+            times[name] += load.beside(steps) if load else steps()
         if load is None:
             times["sdpa"] += [sdpa.step() for _ in range(STEPS)]
+    if load:
+        load.end()
     times = {name: of_way for name, of_way in times.items() if of_way}
     job = statistics.median(times["job"])
     moved_rows = statistics.median(ways["job"].moved_row_counts)
@@ -590,7 +605,7 @@ def main() -> None:
     parser.add_argument("--gpu-memory", help="of the engine without copies of rows, like 1GiB")
     parser.add_argument("--value-bits", type=int, default=0, choices=range(4))
     parser.add_argument("--shared", type=int, default=0, help="tokens of a common prefix")
-    parser.add_argument("--link-load", action="store_true", help="share the link with copies")
+    parser.add_argument("--link-load", type=float, help="share the link with copies, in GB/s")
     parser.add_argument("--device", default="cuda:0")
     arguments = parser.parse_args()
     policy = spillway_kv.Policy()

@@ -27,7 +27,7 @@ class CodeSummer {
   static constexpr int kFields = 8 / kWidth;
   static constexpr int kRunWords = kSummedDims / kFields;
   static constexpr int kWordTiles = kRunWords / 16;
-  static constexpr int kHeadTiles = kHeads / 8;
+  static constexpr int kHeadTiles = (kHeads + 7) / 8;
 
   // part: of the codes. first_word: of the part's words. weights: of the span. stages: of the warp.
   // mass: SpanPages::MassMask().
@@ -52,23 +52,23 @@ class CodeSummer {
                          has_mass && before % kSpanParts == static_cast<int>(threadIdx.x) / 32);
   }
 
-  // Starts to copy the warp's first page, to the first stage.
-  __device__ void Begin() {
-    at_ = Next();
-    Bring(at_, 0);
-  }
   // Adds all of the warp's pages.
   __device__ void AddAll() {
-    for (int stage = 0; at_ >= 0; stage ^= 1) {
-      const int after = Next();
-      Bring(after, stage ^ 1);
-      asm volatile("cp.async.wait_group 1;" ::: "memory");
-      __syncwarp();
-      Add(at_, stages_ + stage * kStageWords);
-      __syncwarp();
-      at_ = after;
+    int at = -1;  // the page that is on its way
+#pragma unroll 1
+    for (int stage = 0;; stage ^= 1) {
+      const int next = Next();
+      if (next >= 0) Bring(next, stage);
+      asm volatile("cp.async.commit_group;" ::: "memory");
+      if (at >= 0) {
+        asm volatile("cp.async.wait_group 1;" ::: "memory");
+        __syncwarp();
+        Add(at, stages_ + (stage ^ 1) * kStageWords);
+        __syncwarp();
+      }
+      if (next < 0) break;
+      at = next;
     }
-    asm volatile("cp.async.wait_group 0;" ::: "memory");
   }
 
   // Stores the warp's sums: to [G][kSummedDims], by SumAt().
@@ -107,25 +107,22 @@ class CodeSummer {
     return row * kRunWords + (word ^ (row * 8 & (kRunWords - 8)));
   }
 
-  // Starts to copy a page, if there is one.
+  // Starts to copy a page.
   __device__ void Bring(int at, int stage) {
-    if (at >= 0) {
-      const auto* const codes = reinterpret_cast<const uint32_t*>(pages_.codes[at]) + codes_at_;
-      const int words = min(kRunWords, words_ - first_word_);
-      uint32_t* const to = stages_ + stage * kStageWords;
-      if (row_words_ % 4 == 0 && words % 4 == 0 && codes_at_ % 4 == 0) {
-        BringRows<16>(to, codes, words);
-      } else {
-        BringRows<8>(to, codes, words);
-      }
+    const auto* const codes = reinterpret_cast<const uint32_t*>(pages_.codes[at]) + codes_at_;
+    const int words = min(kRunWords, words_ - first_word_);
+    uint32_t* const to = stages_ + stage * kStageWords;
+    if (row_words_ % 4 == 0 && words % 4 == 0 && codes_at_ % 4 == 0) {
+      BringRows<16>(to, codes, words);
+    } else {
+      BringRows<8>(to, codes, words);
     }
-    asm volatile("cp.async.commit_group;" ::: "memory");
   }
   template <int kBytes>
   __device__ void BringRows(uint32_t* to, const uint32_t* codes, int words) {
     constexpr int kChunkWords = kBytes / 4;
     constexpr int kChunks = kRunWords / kChunkWords;  // of a row
-#pragma unroll 4
+#pragma unroll 1
     for (int i = lane_; i < kPageRows * kChunks; i += 32) {
       const int row = i / kChunks;
       const int word = i % kChunks * kChunkWords;
@@ -137,7 +134,7 @@ class CodeSummer {
     int32_t products[kWordTiles][kFields][kHeadTiles][4] = {};
     const int column = lane_ / 4;
     const uint32_t* const weights = weights_ + at * shape_.group * kWeightWords;
-#pragma unroll
+#pragma unroll 1
     for (int tile = 0; tile < kCodeTilesPerPage; ++tile) {
       const int row = tile * 8 + lane_ % 4;
       uint32_t b[kHeadTiles][2];
@@ -202,7 +199,6 @@ class CodeSummer {
   const float inverse_unit_;
   const int lane_ = threadIdx.x % 32;
   uint32_t own_;  // one bit for each page that the warp has not taken yet
-  int at_ = -1;   // the page that is added next
   float sums_[kWordTiles][kFields][kHeadTiles][4] = {};
 };
 

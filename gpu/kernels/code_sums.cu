@@ -17,8 +17,13 @@ cudaError_t LaunchCodeSums(const Wave& wave, cudaStream_t stream) {
                              kSpanThreads,
                              static_cast<size_t>(SpanLayout(wave.shape).end),
                              wave.overlap};
-  return wave.shape.group <= 8 ? Launch<SumCodesKernel<8>>(shape, stream, wave.shape, wave.units)
-                               : Launch<SumCodesKernel<16>>(shape, stream, wave.shape, wave.units);
+  const int group = wave.shape.group;
+  const auto launch = [&]<int kHeads> {
+    return Launch<SumCodesKernel<kHeads>>(shape, stream, wave.shape, wave.units);
+  };
+  return group <= 4   ? launch.template operator()<4>()
+         : group <= 8 ? launch.template operator()<8>()
+                      : launch.template operator()<16>();
 }
 
 }  // namespace spillway::cuda

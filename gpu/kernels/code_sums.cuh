@@ -40,7 +40,7 @@ __device__ inline void SumCentres(const AttendShape& shape, const UnitRequest& u
   const float inverse_unit = 1 / ValueUnit(u);
   float sum[kHeads] = {}, square[kHeads] = {};
   if (i < d && slice < slices) {
-#pragma unroll 16
+#pragma unroll 4
     for (int page = slice; page < pages.place.count; page += slices) {
       const auto* centre = reinterpret_cast<const uint16_t*>(
           pages.codes[page] + shape.tiling.value_centre_offset_bytes());
@@ -80,18 +80,16 @@ __device__ inline void SumCentres(const AttendShape& shape, const UnitRequest& u
   }
 }
 
-// One pass over the codes of the pages that have mass: kSummedDims dimensions of a part. between():
-// what may run while the first pages are on their way. All threads; ends with a barrier.
-template <int kWidth, int kHeads, typename Between>
+// One pass over the codes of the pages that have mass: kSummedDims dimensions of a part. All
+// threads; ends with a barrier.
+template <int kWidth, int kHeads>
 __device__ inline void SumPart(const AttendShape& shape, const UnitRequest& u,
                                const SpanPages& pages, int part, int first_word,
                                const uint32_t* weights, uint32_t* stages, uint32_t mass, float* to,
-                               int64_t stride, Between between) {
+                               int64_t stride) {
   using Summer = CodeSummer<kWidth, kHeads>;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   Summer summer(shape, u, pages, part, first_word, weights, stages + warp * 2 * kStageWords, mass);
-  summer.Begin();
-  between();
   summer.AddAll();
   __syncthreads();
   auto* const sums = reinterpret_cast<float*>(stages);  // [kSpanParts][G][kSummedDims]
@@ -112,10 +110,29 @@ __device__ inline void SumPart(const AttendShape& shape, const UnitRequest& u,
   __syncthreads();
 }
 
+// Weighs the span's pages, which SpanLoader copies, and predicts variances: predicted
+// [kSpanParts][2][kStrataMax][G], by warp. All threads; ends with a barrier.
+template <int kHeads>
+__device__ inline void WeighSpan(const AttendShape& shape, const UnitRequest& u, int strata,
+                                 const TailBins& tail, uint32_t* weights, uint32_t* stages,
+                                 SpanPages& pages, uint32_t mass, float* predicted) {
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  auto& weighed = *reinterpret_cast<WeighedPages*>(stages + (warp * 2 + 1) * kStageWords);
+  asm volatile("cp.async.wait_group 0;" ::: "memory");
+  __syncthreads();
+  PageWeigher weigher(shape, u, tail, weights, weighed, pages, mass);
+  SpanPredictor<kHeads> predictor(shape, u, pages, strata, weights, weighed, mass);
+  predictor.Add(weigher.FindTail());
+  __syncwarp();
+  weigher.Weigh();
+  predictor.Store(predicted + warp * 2 * kStrataMax * shape.group);
+  __syncthreads();
+}
+
 // Weighs the tail's tokens, predicts variances, and sums the codes of the pages that have mass and
 // all pages' centres. Grid (spans, units). Shared memory: SpanLayout.
 template <int kHeads>
-__global__ void __launch_bounds__(kSpanThreads, kHeads == 8 ? 2 : 1)
+__global__ void __launch_bounds__(kSpanThreads, kHeads <= 8 ? 2 : 1)
     SumCodesKernel(AttendShape shape, const UnitRequest* units) {
   extern __shared__ __align__(16) std::byte span_memory[];
   __shared__ TailBins tail;
@@ -134,35 +151,17 @@ __global__ void __launch_bounds__(kSpanThreads, kHeads == 8 ? 2 : 1)
   const CodeTiling& tiling = shape.tiling;
   const int64_t stride = SpanFloats(shape.head_dim, tiling.value_parts());
   float* const to = u.codes.sums + int64_t{blockIdx.x} * shape.group * stride;
-  // The copies of SpanLoader are complete if all groups but the last are.
-  const auto weigh = [&] {
-    asm volatile("cp.async.wait_group 1;" ::: "memory");
-    __syncthreads();
-    const int warp = static_cast<int>(threadIdx.x) / 32;
-    WeighedPages& weighed = *reinterpret_cast<WeighedPages*>(stages + (warp * 2 + 1) * kStageWords);
-    PageWeigher weigher(shape, u, tail, weights, weighed, pages, mass);
-    SpanPredictor<kHeads> predictor(shape, u, pages, strata, weights, weighed, mass);
-    predictor.Add(weigher.FindTail());
-    __syncwarp();
-    weigher.Weigh();
-    predictor.Store(predicted + warp * 2 * kStrataMax * shape.group);
-    __syncthreads();
-    AddPredictions(shape, u, strata, pages, predicted);
-    __syncthreads();
-    SumCentres<kHeads>(shape, u, pages, predicted, to, stride);
-  };
-  bool weighed = false;
+  WeighSpan<kHeads>(shape, u, strata, tail, weights, stages, pages, mass, predicted);
+  AddPredictions(shape, u, strata, pages, predicted);
+  __syncthreads();
+  SumCentres<kHeads>(shape, u, pages, predicted, to, stride);
   for (int part = 0; part < tiling.value_parts(); ++part) {
     const int run_words = kSummedDims * tiling.value_width(part) / 8;
     for (int word = 0; word < tiling.value_words(part); word += run_words) {
-      const auto between = [&] {
-        if (!weighed) weigh();
-        weighed = true;
-      };
       if (tiling.value_width(part) == 2) {
-        SumPart<2, kHeads>(shape, u, pages, part, word, weights, stages, mass, to, stride, between);
+        SumPart<2, kHeads>(shape, u, pages, part, word, weights, stages, mass, to, stride);
       } else {
-        SumPart<1, kHeads>(shape, u, pages, part, word, weights, stages, mass, to, stride, between);
+        SumPart<1, kHeads>(shape, u, pages, part, word, weights, stages, mass, to, stride);
       }
     }
   }

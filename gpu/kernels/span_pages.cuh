@@ -77,7 +77,8 @@ struct SpanPlace {
   __device__ static SpanPlace Of(const UnitRequest& u, int span) {
     const int64_t pages = u.scored_page_end() - u.scored_page_begin();
     const int64_t step = u.spans();
-    return {u.scored_page_begin() + span, step, static_cast<int>((pages - span + step - 1) / step)};
+    return {u.scored_page_begin() + span, step,
+            (static_cast<int>(pages - span) + static_cast<int>(step) - 1) / static_cast<int>(step)};
   }
   __device__ int64_t page(int i) const { return first + i * step; }
 };
@@ -89,6 +90,7 @@ struct SpanPages {
   uint32_t counted[kStrataMax];    // tokens that count in predictions
   const std::byte* codes[kSpanPages];
   float shrinkage[kGroupMax];                  // LevelShrinkage()
+  float weight_of_level[kLevelMax + 1];        // LevelWeight()
   float sums[kSpanPages][kGroupMax];           // of x^
   float largest[kSpanPages][kGroupMax];        // of g x^; 0: the page's codes are not summed
   int32_t weight_sums[kSpanPages][kGroupMax];  // of the integer weights
@@ -121,8 +123,11 @@ class SpanLoader {
       codes = u_.code_pages[place_.page(PageOf(lane_))];
       pages.codes[PageOf(lane_)] = codes;
     }
+    static_assert(kSpanThreads == kLevelMax + 1);
+    pages.weight_of_level[threadIdx.x] = LevelWeight(static_cast<uint8_t>(threadIdx.x));
     LoadOfUnit(memory + at.classes, pages, tail);
     FindMass(pages);
+#pragma unroll 1
     for (int j = 0; j < kWeighedPages && PageOf(j) < place_.count; ++j) {
       const auto of_page = __shfl_sync(kFullWarp, reinterpret_cast<uintptr_t>(codes), j);
       LoadPage(j, weights, weighed, reinterpret_cast<const std::byte*>(of_page));
@@ -136,6 +141,7 @@ class SpanLoader {
 
   __device__ void LoadClasses(std::byte* to) const {
     const int bytes = ClassBytes(shape_.bin_count);
+#pragma unroll 1
     for (int i = static_cast<int>(threadIdx.x) * 16; i < bytes; i += kSpanThreads * 16) {
       CopyAhead<16>(to + i, u_.class_of_bin + i);
     }
@@ -161,6 +167,7 @@ class SpanLoader {
       CopyAhead<16>(weighed.value_factors[j] + chunk, values + chunk);
     }
     const uint8_t* const levels = u_.codes.levels + page * shape_.group * kPageTokenCount;
+#pragma unroll 1
     for (int i = lane_; i < shape_.group * 8; i += 32) {
       CopyAhead<16>(weights + (at * shape_.group + i / 8) * kWeightWords + i % 8 * 4,
                     levels + i * 16);
@@ -199,6 +206,7 @@ class SpanLoader {
     const int64_t page_count = u_.scored_page_end() - u_.scored_page_begin();
     const int64_t page = place_.page(lane_);
     bool has_mass = false;
+#pragma unroll 1
     for (int g = warp_; g < shape_.group; g += kSpanParts) {
       has_mass |= lane_ < place_.count && PageHasMass(u_.rank_sums[page * shape_.group + g].weight,
                                                       u_.state->score_sum[g], page_count);

@@ -36,7 +36,7 @@ __device__ inline float Tf32Of(float x) {
 
 // Predictions of a warp's tokens: sums [strata][2 kHeads] = strata by tokens, times tokens by
 // terms. The first matrix is 1 where the token is of the stratum. A quartet of heads has 8 columns:
-// PredictedTerms::of_value of four heads, then of_centre. kHeads: 8 or 16.
+// PredictedTerms::of_value of four heads, then of_centre. kHeads: 4, 8 or 16.
 template <int kHeads>
 class SpanPredictor {
  public:
@@ -45,6 +45,7 @@ class SpanPredictor {
                            int strata, const uint32_t* weights, const WeighedPages& weighed,
                            uint32_t mass)
       : shape_(shape),
+        pages_(pages),
         weighed_(weighed),
         weights_(weights),
         tiles_((strata + 15) / 16),
@@ -61,6 +62,7 @@ class SpanPredictor {
 
   // Adds the warp's first `count` counted tokens. All lanes.
   __device__ void Add(int count) {
+#pragma unroll 1
     for (int first = 0; first < count; first += 8) {
       const Token tokens[2] = {Load(first + lane_ % 4, count), Load(first + lane_ % 4 + 4, count)};
 #pragma unroll
@@ -130,9 +132,9 @@ class SpanPredictor {
     const auto* const levels = reinterpret_cast<const uint8_t*>(weights_);
     const uint8_t level = levels[token.levels_at + head * kWeightWords * 4];
     if (level == 0) return 0;
-    const PredictedTerms terms =
-        PredictTerms(LevelWeight(level), LogitVariance(token.factor_square, shrinkage_[quartet]),
-                     token.value_square, token.distortion);
+    const PredictedTerms terms = PredictTerms(
+        pages_.weight_of_level[level], LogitVariance(token.factor_square, shrinkage_[quartet]),
+        token.value_square, token.distortion);
     return fminf(lane_ < 16 ? terms.of_value : terms.of_centre, kFactorSquareMax);
   }
 
@@ -142,6 +144,7 @@ class SpanPredictor {
   }
 
   const AttendShape& shape_;
+  const SpanPages& pages_;
   const WeighedPages& weighed_;
   const uint32_t* const weights_;
   const int tiles_;
