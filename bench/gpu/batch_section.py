@@ -14,8 +14,11 @@ _WAYS = (
 )
 
 
-def section(records: list[Record], folder: Path) -> list[str]:
-    """A table and `batches.png`. records: what bench/gpu/decoder.py printed, with commits."""
+def section(records: list[Record], shared: list[Record], folder: Path) -> list[str]:
+    """Two tables and `batches.png`. Both lists: what bench/gpu/decoder.py printed, with commits.
+
+    shared: of runs with --link-load, and without it for comparison.
+    """
     if not records:
         return []
     (machine,) = (r for r in records if "gpu" in r)
@@ -48,6 +51,37 @@ def section(records: list[Record], folder: Path) -> list[str]:
         "| commit |",
         "|---|---|---|---|---|---|---|---|---|",
         *(_row(case, cases[case]) for case in ordered),
+        "",
+        *_shared_link(shared),
+    ]
+
+
+def _shared_link(records: list[Record]) -> list[str]:
+    by_run: dict[tuple[int, int, int], dict[bool, Record]] = {}
+    for r in records:
+        if "way" in r:
+            of_run = by_run.setdefault((r["sequences"], r["tokens"], r["value_bits"]), {})
+            of_run["load_gb_per_s" in r] = r
+    if not by_run:
+        return []
+    (load,) = {r["load_gb_per_s"] for of_run in by_run.values() if (r := of_run.get(True))}
+    commits = sorted({r["commit"] for r in records if "way" in r})
+    return [
+        *paragraph(
+            f"""Where another process copies {load:.0f} GB/s to the same GPU (`--link-load`), rows
+            have about as much of the link as PCIe 4 has. With
+            [codes of values](../value-codes/README.md#on-a-gpu) fewer rows cross it. Rows in host
+            memory, commits {", ".join(commits[:-1])} and {commits[-1]}:"""
+        ),
+        "| sequences x tokens | bits of value codes | rows over the link | us a layer | with the "
+        "copies |",
+        "|---|---|---|---|---|",
+        *(
+            f"| {sequences} x {label(tokens)} | {bits} | {alone['moved_rows']:,} "
+            f"| {alone['layer_us']:,.0f} | {of_run[True]['layer_us']:,.0f} |"
+            for (sequences, tokens, bits), of_run in sorted(by_run.items())
+            for alone in (of_run[False],)
+        ),
         "",
     ]
 

@@ -361,8 +361,10 @@ def main() -> None:
         lines(file) if (file := folder / name).exists() else []
         for name in ("decoder.jsonl", "python_append.jsonl")
     )
-    of_batches = folder / "batches.jsonl"
-    batches = lines(of_batches) if of_batches.exists() else []
+    batches, shared_link = (
+        lines(of_batches) if of_batches.exists() else []
+        for of_batches in (folder / "batches.jsonl", folder / "shared_link.jsonl")
+    )
     tests = json.loads((folder / "tests.json").read_text())["counts"]
     with (folder / "link.csv").open() as file:
         link = list(csv.DictReader(file))
@@ -379,7 +381,7 @@ def main() -> None:
             {environment["gpu"]}; {environment["host"]}; {environment["date"]}.
             `bench/gpu/report.py` makes this page from the files beside it."""
         ),
-        *batch_section.section(batches, folder),
+        *batch_section.section(batches, shared_link, folder),
         *paragraph(
             """In all other sections, attends are of one layer with 32 query heads over 8 KV heads
             of 128, bf16, batch 1. `rows read` are all rows that an attend uses, summed over the KV
