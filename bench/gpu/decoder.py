@@ -105,12 +105,11 @@ class Trace:
         q = q.transpose(0, 1).reshape(KV_HEADS, -1, DIM)  # the queries of all tokens
         if shape.group > q.shape[1]:
             raise SystemExit(f"--heads: the data has {q.shape[1]} queries for each KV head")
-        # [H_kv, N, d]
-        self.k, self.v, of_heads = (_of_dim(x, shape.dim) for x in (k, v, q[:, : shape.group]))
+        # k and v [H_kv, N, d], queries [H_kv, queries of all tokens, d]
+        self.k, self.v, self.queries = (_of_dim(x, shape.dim) for x in (k, v, q))
         if shape.kv_heads > len(self.k):
             raise SystemExit(f"--kv-heads: the data has {len(self.k)} of {shape.dim}")
-        self.q = of_heads
-        self.queries = q
+        self.q = self.queries[:, : shape.group]
         self.tokens = tokens
         self.shape = shape
 
