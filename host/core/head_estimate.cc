@@ -56,20 +56,21 @@ double ErrorDegrees(const HeadEstimate& e, std::span<const StratumSums> strata,
   return DegreesOfFreedom(static_cast<int>(signs.size()), e.variance, trace, square);
 }
 
-// Sums of x and x v over exact rows and codes, in units of exp(e.max).
+// Sums of x and x v over exact rows and codes, in units of exp(e.max). sink: the sink logit's part
+// of D^, in the same units.
 void AddKnown(const RowSums& exact, std::span<const float> exact_value, const CodeSums& codes,
-              HeadEstimate& e) {
-  e.exact_denominator = 0;
+              double sink, HeadEstimate& e) {
+  e.row_denominator = 0;
   e.numerator.assign(exact_value.size(), 0.0);
   if (exact.count > 0) {
     const double f = std::exp(exact.max - e.max);
-    e.exact_denominator = f * exact.sum;
+    e.row_denominator = f * exact.sum;
     for (size_t i = 0; i < e.numerator.size(); ++i) e.numerator[i] = f * exact_value[i];
   }
-  e.denominator = e.exact_denominator;
+  e.exact_denominator = e.row_denominator + sink;
   if (!(codes.sum > 0)) return;
   const double f = std::exp(codes.reference - e.max);
-  e.denominator += f * codes.sum;
+  e.row_denominator += f * codes.sum;
   for (size_t i = 0; i < e.numerator.size(); ++i) e.numerator[i] += f * codes.value[i];
 }
 
@@ -77,7 +78,7 @@ void AddStrata(std::span<const StratumSums> strata, HeadEstimate& e) {
   for (const StratumSums& s : strata) {
     if (s.sums.count == 0) continue;
     const double f = std::exp(s.sums.max - e.max) * StratumRate(s.sums.count, s.token_count);
-    e.denominator += f * s.sums.sum;
+    e.row_denominator += f * s.sums.sum;
     for (size_t i = 0; i < e.numerator.size(); ++i) e.numerator[i] += f * s.value[i];
   }
 }
@@ -136,21 +137,24 @@ double CodeSums::MeanSquareFrom(std::span<const double> output) const {
 
 HeadEstimate EstimateHead(const RowSums& exact, std::span<const float> exact_value,
                           std::span<const StratumSums> strata, std::span<const float> signs,
-                          const CodeSums& codes) {
+                          const CodeSums& codes, double sink) {
   const size_t d = exact_value.size();
   HeadEstimate e{};
-  e.max = exact.max;
+  e.max = std::max<double>(exact.max, sink);
   for (const StratumSums& s : strata) e.max = std::max<double>(e.max, s.sums.max);
   if (codes.sum > 0) e.max = std::max(e.max, codes.reference);
-  AddKnown(exact, exact_value, codes, e);
+  const double sink_part = std::exp(sink - e.max);
+  AddKnown(exact, exact_value, codes, sink_part, e);
   AddStrata(strata, e);
+  e.denominator = e.row_denominator + sink_part;
   // Sums of fp32 are off by their rounding too.
   const double rounding =
       codes.sum > 0 ? std::exp(codes.reference - e.max) * codes.sum * 0x1p-20 : 0;
   if (!codes.value.empty() &&
       !IsClearlyPositive(e.denominator, DenominatorVariance(strata, e.max) + rounding * rounding)) {
     e.from_codes = true;
-    AddKnown(exact, exact_value, codes, e);
+    AddKnown(exact, exact_value, codes, sink_part, e);
+    e.denominator = e.row_denominator + sink_part;
   }
   e.rounding = rounding > 0 ? rounding / e.denominator : 0;
   for (const double v : e.numerator) e.norm_sq += v * v;

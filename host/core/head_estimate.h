@@ -1,5 +1,6 @@
 #pragma once
 
+#include <limits>
 #include <span>
 #include <vector>
 
@@ -34,15 +35,18 @@ struct CodeSums {
 
 // The estimate of one query head's output, before N^ is divided by D^.
 struct HeadEstimate : HeadTotals {
+  double row_denominator;              // D^ without the sink logit
   std::vector<double> numerator;       // [d] N^
   std::vector<StratumSpread> spreads;  // per stratum
 };
 
 // exact: sums over sink, window and heavy set. exact_value: [d], their sum x v. signs: [d], +1 or
 // -1, of the projection. d is a multiple of kProjectionDims. With codes and before any row is
-// drawn, spreads and degrees are the predicted ones.
+// drawn, spreads and degrees are the predicted ones. sink: the head's sink logit, which counts as
+// an exact row with value 0; -infinity: none.
 HeadEstimate EstimateHead(const RowSums& exact, std::span<const float> exact_value,
                           std::span<const StratumSums> strata, std::span<const float> signs,
-                          const CodeSums& codes = {});
+                          const CodeSums& codes = {},
+                          double sink = -std::numeric_limits<double>::infinity());
 
 }  // namespace spillway

@@ -188,7 +188,9 @@ absl::Status AttendDense(const AttendContext& c, int64_t query_begin, int64_t qu
     for (int64_t r = 1; r < ranges; ++r) total.Merge(partials[task * ranges + r].sums);
     for (int64_t i = 0; i < (end - begin) * group; ++i) {
       const int64_t at = (begin + i / group) * spec.query_head_count + kv_head * group + i % group;
-      const float inverse = 1.0f / total.sums[i].sum;
+      const float sink = spec.SinkLogit(c.layer, kv_head * group + i % group);
+      const float keep = total.sums[i].Merge({sink, 1, 0, 0}).keep;
+      const float inverse = keep / total.sums[i].sum;
       for (int j = 0; j < d; ++j) result.out[at * d + j] = total.value[i * d + j] * inverse;
       result.lse[at] = total.sums[i].max + std::log(total.sums[i].sum);
     }

@@ -76,6 +76,9 @@ class SparseAttend {
   // Adds the rows of a method's tail to the sums of the exact rows.
   absl::Status AddTailOf(const CpuMethod& method);
   HeadEstimate Estimate(int head) const;
+  float SinkLogit(int head) const {
+    return c_.spec().SinkLogit(c_.layer, kv_head_ * group_ + head);
+  }
   int64_t DrawnCount() const;
   void WriteOutput();
   void WriteSelection();
@@ -247,7 +250,7 @@ HeadEstimate SparseAttend::Estimate(int head) const {
   }
   static const CodeSums kNoCodes;
   return EstimateHead(exact_.sums[head], exact_.ValueOf(head), strata, values_.signs,
-                      codes_ == nullptr ? kNoCodes : code_sums_[head]);
+                      codes_ == nullptr ? kNoCodes : code_sums_[head], SinkLogit(head));
 }
 
 void SparseAttend::EstimateHeads() {
@@ -258,7 +261,8 @@ void SparseAttend::EstimateHeads() {
 HeadCertificate SparseAttend::Certified(int head) const {
   const bool ranks_hold =
       heavy_set_.strays_fit && values_can_be_sampled_ && RanksHold(rank_variance_[head]);
-  return Certify(terms_, draw_.limited, ranks_hold, DrawnCount(), tail_count_, estimates_[head]);
+  return Certify(terms_, draw_.limited, ranks_hold, DrawnCount(), tail_count_, estimates_[head],
+                 estimates_[head].row_denominator);
 }
 
 void SparseAttend::SetBudgets(std::span<const int> heads, const TailTerms& terms) {
@@ -303,7 +307,8 @@ absl::Status SparseAttend::AddTailOf(const CpuMethod& method) {
   EstimateHeads();
   for (int g = 0; g < group_; ++g) {
     HeadEstimate& e = estimates_[g];
-    e.exact_denominator = exact_alone[g].sum * std::exp(double{exact_alone[g].max} - e.max);
+    e.exact_denominator = exact_alone[g].sum * std::exp(double{exact_alone[g].max} - e.max) +
+                          std::exp(SinkLogit(g) - e.max);
   }
   return absl::OkStatus();
 }

@@ -89,6 +89,28 @@ void CheckIndices(const ModelSpec& spec, FieldChecks& checks) {
   }
 }
 
+void CheckSinks(const ModelSpec& spec, FieldChecks& checks) {
+  const auto count = static_cast<int64_t>(spec.sink_logits.size());
+  if (count == 0) return;
+  const int64_t wanted = int64_t{spec.layer_count} * spec.query_head_count;
+  if (count != wanted || count > kSinkLogitCountMax) {
+    checks.Add("sink_logits",
+               absl::StrCat("has ", count, " values, not layer_count ", spec.layer_count,
+                            " * query_head_count ", spec.query_head_count, ", at most ",
+                            kSinkLogitCountMax));
+    return;
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    const float logit = spec.sink_logits[i];
+    // -infinity is allowed: that head has no sink.
+    if (std::isfinite(logit) || logit < 0) continue;
+    checks.Add("sink_logits", absl::StrCat("value ", logit, " of layer ", i / spec.query_head_count,
+                                           ", query head ", i % spec.query_head_count,
+                                           " is neither finite nor -infinity"));
+    return;
+  }
+}
+
 // Refuses fields that only optional methods read, if the method is not in this build.
 void CheckMethods(const ModelSpec& spec, FieldChecks& checks) {
   const auto check = [&](bool asked, std::string_view field) {
@@ -140,6 +162,7 @@ std::vector<FieldError> Normalize(ModelSpec& spec) {
       checks.Add("hash_weights",
                  absl::StrCat("kind ", static_cast<int>(spec.hash.kind), " is unknown"));
   }
+  if (heads_ok) CheckSinks(spec, checks);
   CheckIndices(spec, checks);
   CheckMethods(spec, checks);
   return checks.Take();

@@ -1,6 +1,8 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -51,6 +53,7 @@ struct KeyIndexSpec {
 };
 
 inline constexpr double kResidentSampleFractionMax = 0.0625;
+inline constexpr int64_t kSinkLogitCountMax = int64_t{1} << 18;
 
 // The shapes of a model. Not changed after the model is created.
 struct ModelSpec {
@@ -60,6 +63,9 @@ struct ModelSpec {
   int head_dim = 0;
   DType dtype = DType::kBF16;
   double softmax_scale = 0;  // 0: 1 / sqrt(head_dim), filled in by Normalize.
+  // Learned sink logits [layer_count][query_head_count]; empty: there are none. A head's sink adds
+  // exp(logit) to the denominator of its softmax, like a row with value 0 that is always read.
+  std::vector<float> sink_logits;
   // If this model is a part of a larger one: the number of layers, and of KV heads, of the larger
   // model before those of this part. Random numbers depend on the position in the larger model, so
   // that the parts give the same answers as the whole.
@@ -79,6 +85,12 @@ struct ModelSpec {
     return policy_seed == resident_sample_seed
                ? static_cast<uint32_t>(resident_sample_fraction * 4294967296.0)
                : 0;
+  }
+  // The sink logit of a query head; -infinity: it has no sink.
+  float SinkLogit(int layer, int query_head) const {
+    return sink_logits.empty()
+               ? -std::numeric_limits<float>::infinity()
+               : sink_logits[static_cast<size_t>(layer) * query_head_count + query_head];
   }
   // Number of query heads that share a KV head: query head h reads KV head h / group().
   int group() const { return query_head_count / kv_head_count; }

@@ -1,9 +1,12 @@
 #include "tests/conformance/device_bench.h"
 
+#include <gtest/gtest.h>
+
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <future>
+#include <string_view>
 #include <utility>
 
 #include "host/cpu/cpu_device.h"
@@ -73,6 +76,17 @@ bool IsBuilt(const Policy& policy) {
   if (FindMethod(policy.selector) == nullptr || FindMethod(policy.tail) == nullptr) return false;
   return !policy.candidate_selector.has_value() ||
          (HasFirstSelection() && FindMethod(*policy.candidate_selector) != nullptr);
+}
+
+bool ServesSinks(const DeviceFactory& factory) {
+  ModelSpec spec = MakeSpec(1, 1, 64, DType::kBF16);
+  DeviceBench bench(factory, spec);
+  spec.sink_logits = {1};
+  const absl::Status status = bench.device().CreateModel(spec, {}).status();
+  if (status.ok()) return true;
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnimplemented) << status;
+  EXPECT_NE(status.message().find("sink_logits"), std::string_view::npos) << status;
+  return false;
 }
 
 DeviceBench::DeviceBench(const DeviceFactory& factory, const ModelSpec& spec, int thread_count,

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <map>
 #include <vector>
 
@@ -62,8 +63,11 @@ void ExpectWeighted(const reference::Context& context, const std::vector<float>&
   const std::vector<double> signs = ProjectionSignsOf(policy, spec.head_dim);
   for (int h = 0; h < spec.query_head_count; ++h) {
     const int kv_head = h / spec.group();
-    const reference::KeyValues kv = context.Head(kv_head);
-    const double unit = ValueUnit(kv, spec);
+    const double unit = ValueUnit(context.Head(kv_head), spec);
+    const auto sink_row = static_cast<uint32_t>(context.n);
+    const reference::KeyValues kv = reference::WithSinkRow(context.Head(kv_head));
+    const float sink =
+        spec.sink_logits.empty() ? -std::numeric_limits<float>::infinity() : spec.sink_logits[h];
     for (int64_t t = 0; t < queries.query_count; ++t) {
       const int64_t n = queries.visible[t];
       const int64_t end = ScoredEnd(spec, policy, n);
@@ -80,27 +84,34 @@ void ExpectWeighted(const reference::Context& context, const std::vector<float>&
       EXPECT_EQ(result.touched_row_counts[t * spec.kv_head_count + kv_head],
                 static_cast<int64_t>(s.indices.size()));
       const std::vector<double> query = reference::Query(spec, q, t, h);
+      std::vector<uint32_t> indices = s.indices;
+      std::vector<float> log_weights = s.log_weights;
+      indices.push_back(sink_row);
+      log_weights.push_back(sink);
       const reference::Attention wanted =
-          reference::WeightedAttention(kv, query, spec.softmax_scale, s.indices, s.log_weights);
+          reference::WeightedAttention(kv, query, spec.softmax_scale, indices, log_weights);
       ASSERT_LT(reference::RelativeDistance(OutputOf(spec, result, t, h), wanted.out), 2e-5)
           << what << " query " << t << " head " << h;
       const int64_t at = t * spec.query_head_count + h;
       ASSERT_NEAR(result.lse[at], wanted.lse, 5e-5) << what;
 
-      const SelectionParts parts = SplitSelection(s);
+      SelectionParts parts = SplitSelection(s);
       const Certificate& c = result.certificates[at];
       EXPECT_EQ(c.visible_token_count, n);
       EXPECT_EQ(c.heavy_token_count, std::count(s.strata.begin(), s.strata.end(), kStratumHeavy));
       EXPECT_EQ(c.heavy_token_count + c.sampled_token_count + policy.sink_token_count + (n - end),
                 static_cast<int64_t>(s.indices.size()));
       if (c.promise == Promise::kExact || parts.strata.empty()) continue;
+      parts.exact.push_back(sink_row);
+      std::vector<double> logits = reference::Logits(kv, query, spec.softmax_scale, kv.n);
+      logits[sink_row] = sink;
       const reference::Estimate e =
-          reference::EstimateOutput(kv, reference::Logits(kv, query, spec.softmax_scale, n),
-                                    parts.exact, parts.strata, signs);
+          reference::EstimateOutput(kv, logits, parts.exact, parts.strata, signs);
       const double z = rests_on_ranks ? reference::ErrorQuantile(e.degrees, policy.delta)
                                       : reference::TwoSidedQuantile(policy.delta);
       const double error = z * std::sqrt(e.variance / e.norm_sq_unbiased);
-      ASSERT_GT(reference::Norm(e.numerator) / e.denominator, unit / 16) << what;
+      const double row_denominator = e.denominator - std::exp(sink - e.max);
+      ASSERT_GT(reference::Norm(e.numerator) / row_denominator, unit / 16) << what;
       // Certificates do not state a smaller error than this one.
       const double least = std::min(1.0 / 64, std::exp2(std::floor(std::log2(policy.epsilon))));
       const double stated = std::max(error, least);

@@ -67,12 +67,14 @@ class ValueCodes : public HeavyTest {
     const JobItem select = sequence_->Select(policy_, q_);
     ASSERT_TRUE(attend.status.ok() && select.status.ok()) << what << attend.status;
     const Selection& selection = select.result.selections[kv_head_];
-    const SelectionParts parts = SplitSelection(selection);
+    SelectionParts parts = SplitSelection(selection);
     ASSERT_FALSE(parts.strata.empty()) << what;
     const reference::KeyValues kv = context_.Head(kv_head_);
+    const reference::KeyValues with_sink = reference::WithSinkRow(kv);
     std::vector<bool> tail(kTokens, false);
     for (int64_t t = begin(); t < end(); ++t) tail[t] = !index().strays[t];
     for (const uint32_t t : parts.exact) tail[t] = false;
+    parts.exact.push_back(kTokens);  // the sink's row
     std::vector<Estimated> heads;
     for (int g = 0; g < spec_.group(); ++g) heads.push_back(EstimateLogits(g));
     const std::vector<bool> summed = PagesWithMass(heads);
@@ -83,13 +85,17 @@ class ValueCodes : public HeavyTest {
     for (int g = 0; g < spec_.group(); ++g) {
       const int head = kv_head_ * spec_.group() + g;
       const std::string of_head = what + " head " + std::to_string(head);
-      const std::vector<double> logits =
+      std::vector<double> logits =
           reference::Logits(kv, QueryOf(head), spec_.softmax_scale, kTokens);
+      logits.push_back(spec_.sink_logits.empty() ? -std::numeric_limits<double>::infinity()
+                                                 : spec_.sink_logits[head]);
       const Estimated& e = heads[g];
-      const reference::CodeTerms codes = reference::TermsOfCodes(
+      reference::CodeTerms codes = reference::TermsOfCodes(
           kv, index(), e.logits, e.variances, e.reference, tail, summed, spec_.hash.value_bits);
+      codes.weights.push_back(0);
+      codes.values.emplace_back(kv.d);
       const reference::Estimate wanted =
-          reference::EstimateOutput(kv, logits, parts.exact, parts.strata, signs, &codes,
+          reference::EstimateOutput(with_sink, logits, parts.exact, parts.strata, signs, &codes,
                                     PredictedTokens(parts.strata, tail));
       std::vector<double> out = wanted.numerator;
       for (double& x : out) x /= wanted.denominator;
@@ -182,6 +188,20 @@ TEST_P(ValueCodes, CorrectTheAnswerOfTheCodes) {
       ExpectCorrected(what);
     }
     EXPECT_GT(largest_difference_, 20 * kTolerance) << what;
+  }
+}
+
+// A sink logit is a row with value 0 that is always read.
+TEST_P(ValueCodes, WithSinkLogits) {
+  if (!ServesSinks(GetParam())) GTEST_SKIP();
+  ModelSpec spec = SpecOf(2, 3, 64, DType::kBF16, 2);
+  // The log-sum-exps are 9 to 11.
+  spec.sink_logits = {9, 2, 14, -std::numeric_limits<float>::infinity(), 11, 30};
+  Prepare(spec);
+  for (kv_head_ = 0; kv_head_ < 2; ++kv_head_) {
+    policy_ = DefaultPolicy(spec_);
+    policy_.seed = 5;
+    ExpectCorrected("sinks");
   }
 }
 

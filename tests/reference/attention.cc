@@ -19,10 +19,23 @@ std::vector<double> Logits(const KeyValues& kv, std::span<const double> q, doubl
   return logits;
 }
 
-Attention DenseAttention(const KeyValues& kv, std::span<const double> q, double scale, int64_t n) {
+Attention DenseAttention(const KeyValues& kv, std::span<const double> q, double scale, int64_t n,
+                         double sink) {
   std::vector<uint32_t> all(n);
   std::iota(all.begin(), all.end(), 0u);
-  return WeightedAttention(kv, q, scale, all, std::vector<float>(n, 0.0f));
+  Attention result = WeightedAttention(kv, q, scale, all, std::vector<float>(n, 0.0f));
+  // The rows' share of the denominator is 1 / (1 + exp(sink - lse)).
+  const double rest = 1 + std::exp(sink - result.lse);
+  for (double& o : result.out) o /= rest;
+  result.lse += std::log(rest);
+  return result;
+}
+
+KeyValues WithSinkRow(KeyValues kv) {
+  ++kv.n;
+  kv.k.resize(kv.k.size() + kv.d);
+  kv.v.resize(kv.v.size() + kv.d);
+  return kv;
 }
 
 Attention WeightedAttention(const KeyValues& kv, std::span<const double> q, double scale,

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <span>
 #include <vector>
 
@@ -28,8 +29,14 @@ double Norm(std::span<const double> a);
 // scale * q.k for the first n tokens.
 std::vector<double> Logits(const KeyValues& kv, std::span<const double> q, double scale, int64_t n);
 
-// softmax(scale * q K^T) V over the first n tokens.
-Attention DenseAttention(const KeyValues& kv, std::span<const double> q, double scale, int64_t n);
+// softmax(scale * q K^T) V over the first n tokens. sink: a sink logit, whose exponential is added
+// to the denominator, and so counts in the log-sum-exp; -infinity: none.
+Attention DenseAttention(const KeyValues& kv, std::span<const double> q, double scale, int64_t n,
+                         double sink = -std::numeric_limits<double>::infinity());
+
+// The KV head with one row more, whose key and value are 0. With a weight of exp(s), this row is
+// what a sink logit s adds.
+KeyValues WithSinkRow(KeyValues kv);
 
 // The same over chosen rows, with log_weights added to their logits.
 Attention WeightedAttention(const KeyValues& kv, std::span<const double> q, double scale,

@@ -18,6 +18,7 @@ struct Coverage {
   int64_t violations = 0;
   int64_t promised = 0;         // certificates STATISTICAL or EXACT
   int64_t broken_promises = 0;  // of these, violations
+  int64_t above = 0;            // errors above the certificate's
   double worst = 0;             // share of violations of the worst (query, KV head)
   double rows = 0;              // mean rows touched
   Interval interval() const { return WilsonInterval(violations, draws); }
@@ -35,10 +36,14 @@ Coverage Count(Experiment& e, Policy policy, int seeds) {
     for (int t = 0; t < e.kQueries; ++t) {
       for (int g = 0; g < e.kKvHeads; ++g) {
         const int h = g * e.kGroup + t % e.kGroup;
-        const bool violated = e.ErrorOf(result, t, h) > policy.epsilon;
-        const Promise promise = result.certificates[t * e.spec.query_head_count + h].promise;
+        const double error = e.ErrorOf(result, t, h);
+        const bool violated = error > policy.epsilon;
+        const Certificate& certificate = result.certificates[t * e.spec.query_head_count + h];
+        const Promise promise = certificate.promise;
         ++c.draws;
         c.violations += violated;
+        // An exact answer has an error too: that of rounding.
+        c.above += promise != Promise::kExact && error > certificate.relative_error;
         cell[t * e.kKvHeads + g] += violated;
         c.promised += promise != Promise::kNone;
         c.broken_promises += promise != Promise::kNone && violated;
@@ -135,6 +140,36 @@ TEST(Coverage, OfATightBound) {
     EXPECT_LE(static_cast<double>(limited.violations),
               policy.delta * static_cast<double>(limited.draws))
         << name;
+  }
+}
+
+// Sink logits from far below the log-sum-exp of the rows, which is about 10, to far above it: each
+// head has another one. The error is that of the output with the sink.
+TEST(Coverage, WithSinkLogits) {
+  if (!ServesSinks(ChosenDevice())) GTEST_SKIP();
+  ModelSpec spec = Experiment::SpecOf(3);
+  for (int h = 0; h < spec.query_head_count; ++h) {
+    spec.sink_logits.push_back(static_cast<float>(2 * h) - 5);
+  }
+  Experiment e(reference::TraceContext(spec, Experiment::kTokens, 81), 1.2,
+               std::vector<int64_t>(Experiment::kQueries, Experiment::kTokens));
+  for (const Selector selector : {Selector::kAsymmetric, Selector::kOracle}) {
+    for (const double epsilon : {0.1, 0.05}) {
+      Policy policy = DefaultPolicy(e.spec);
+      policy.selector = selector;
+      policy.epsilon = epsilon;
+      const std::string name =
+          selector == Selector::kOracle ? "sinks oracle eps " : "sinks asymmetric eps ";
+      const Coverage c = Count(e, policy, kSeeds);
+      ExpectHeld(name + std::to_string(epsilon), c, policy.delta);
+      const Interval above = WilsonInterval(c.above, c.draws);
+      std::printf("above their certificates %.4f [%.4f, %.4f]\n",
+                  static_cast<double>(c.above) / static_cast<double>(c.draws), above.low,
+                  above.high);
+      EXPECT_LE(above.high, policy.delta) << name;
+      // A sink that has nearly all of the weight takes no promise away.
+      EXPECT_GE(static_cast<double>(c.promised), 0.95 * static_cast<double>(c.draws));
+    }
   }
 }
 

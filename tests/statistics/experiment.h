@@ -1,5 +1,6 @@
 #pragma once
 
+#include <limits>
 #include <utility>
 #include <vector>
 
@@ -43,8 +44,11 @@ struct Experiment {
     for (int h = 0; h < kKvHeads; ++h) heads.push_back(context.Head(h));
     for (int t = 0; t < kQueries; ++t) {
       for (int h = 0; h < spec.query_head_count; ++h) {
-        exact.push_back(reference::DenseAttention(
-            heads[h / kGroup], reference::Query(spec, q, t, h), spec.softmax_scale, visible[t]));
+        const double sink = spec.sink_logits.empty() ? -std::numeric_limits<double>::infinity()
+                                                     : spec.sink_logits[h];
+        exact.push_back(reference::DenseAttention(heads[h / kGroup],
+                                                  reference::Query(spec, q, t, h),
+                                                  spec.softmax_scale, visible[t], sink));
       }
     }
   }

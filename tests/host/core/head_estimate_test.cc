@@ -138,6 +138,66 @@ TEST(EstimateHead, MatchesTwoPassMoments) {
   EXPECT_LT(want.degrees, 15);
 }
 
+// A sink logit counts as one more exact row, whose value is 0; here from far below the rows'
+// log-sum-exp, which is about 10, to far above it.
+TEST(EstimateHead, ASinkLogitIsAnExactRowWithoutValue) {
+  Rows rows = RandomRows(1000, 48, 5);
+  const std::vector<reference::SampledTokens> samples = {
+      {60, Range(40, 100)}, {300, Range(100, 150)}, {4000, Range(400, 600)}};
+  const Sums kept = SumRows(rows, Range(0, 40));
+  const std::vector<float> signs = Signs(48);
+  std::vector<Sums> sums;
+  for (const auto& s : samples) sums.push_back(SumRows(rows, s.tokens));
+  std::vector<StratumSums> strata;
+  for (size_t h = 0; h < samples.size(); ++h) {
+    strata.push_back(sums[h].Stratum(samples[h].token_count));
+  }
+  std::vector<uint32_t> exact = Range(0, 40);
+  exact.push_back(1000);
+  rows.kv = reference::WithSinkRow(rows.kv);
+  for (const double sink : {-3.0, 8.0, 12.0, 40.0}) {
+    rows.logits.resize(1000);
+    rows.logits.push_back(sink);
+    const HeadEstimate got = EstimateHead(kept.sums, kept.value, strata, signs, {}, sink);
+    const reference::Estimate want = reference::EstimateOutput(
+        rows.kv, rows.logits, exact, samples, std::vector<double>(signs.begin(), signs.end()));
+    const auto near = [](double a, double b) { EXPECT_NEAR(a, b, 1e-4 * std::fabs(b)); };
+    near(got.max, want.max);
+    near(got.denominator, want.denominator);
+    near(got.exact_denominator, want.exact_denominator);
+    near(got.norm_sq_unbiased, want.norm_sq_unbiased);
+    near(got.variance, want.variance);
+    near(got.degrees, want.degrees);
+    for (size_t h = 0; h < strata.size(); ++h) {
+      near(got.spreads[h].variance_x, want.moments[h].variance_x);
+      near(got.spreads[h].trace_o, want.moments[h].trace_o);
+    }
+    // However small the output is, the values of its rows are not: a promise is possible.
+    TailTerms promising = Terms();
+    promising.may_promise = true;
+    promising.epsilon = 1;
+    const HeadCertificate c = Certify(promising, false, true, 310, 4360, got, got.row_denominator);
+    EXPECT_EQ(c.promise, Promise::kStatistical) << sink;
+    EXPECT_NEAR(c.tail_mass, 1 - want.exact_denominator / want.denominator, 1e-5);
+  }
+}
+
+// The weight of the rows decides whether an output is too small for a promise.
+TEST(EstimateHead, RowsThatCancelPromiseNothingWithASinkLogitEither) {
+  Rows rows = RandomRows(1000, 48, 5);
+  for (double& v : rows.kv.v) v /= 100;
+  const Sums kept = SumRows(rows, Range(0, 40)), drawn = SumRows(rows, Range(40, 240));
+  TailTerms promising = Terms();
+  promising.may_promise = true;
+  promising.epsilon = 1e6;
+  const std::vector<StratumSums> strata = {drawn.Stratum(960)};
+  for (const double sink : {-3.0, 12.0}) {
+    const HeadEstimate head = EstimateHead(kept.sums, kept.value, strata, Signs(48), {}, sink);
+    EXPECT_EQ(Certify(promising, false, true, 200, 960, head, head.row_denominator).promise,
+              Promise::kNone);
+  }
+}
+
 // Codes of all rows from `first` on: x^ is x times exp(bias) and noise, v^ is v with noise.
 reference::CodeTerms NoisyCodes(const Rows& rows, uint32_t first, double bias, double noise) {
   std::mt19937_64 random(77);

@@ -62,6 +62,11 @@ INSTANTIATE_TEST_SUITE_P(
                 [](ModelSpec& s) { s.softmax_scale = std::numeric_limits<double>::quiet_NaN(); }},
         BadCase{"softmax_scale",
                 [](ModelSpec& s) { s.softmax_scale = std::numeric_limits<double>::infinity(); }},
+        BadCase{"sink_logits",
+                [](ModelSpec& s) {
+                  s.sink_logits = {1, 2, 3};
+                }},
+        BadCase{"sink_logits", [](ModelSpec& s) { s.sink_logits.assign(32 * 32 + 1, 0.0f); }},
         BadCase{"hash_weights.rotation.bits_per_dim",
                 [](ModelSpec& s) { s.hash.bits_per_dim = 0; }},
         BadCase{"hash_weights.rotation.bits_per_dim",
