@@ -96,11 +96,6 @@ class CudaDevice final : public Device {
                                                            const CancelToken* cancel) override {
     const CurrentDevice current(ordinal_);
     RETURN_IF_ERROR(current.status());
-    if (!spec.sink_logits.empty()) {
-      return absl::UnimplementedError(
-          absl::StrCat("sink_logits: ", info_.name,
-                       ", a GPU, does not serve models with learned sink logits; a CPU does"));
-    }
     if (const size_t needed = cuda::CodeSumsSharedBytes(spec.group());
         spec.value_bits() > 0 && needed > static_cast<size_t>(gpu_.block_shared_bytes)) {
       return absl::UnimplementedError(absl::StrCat(

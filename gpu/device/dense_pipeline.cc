@@ -162,6 +162,7 @@ void DensePipeline::Fill(Part& part) const {
     unit.row_pages = part.staged ? part.device_stage_table + block.kv_head * kStagePages
                                  : context_->index(block.item).read_pages(block.kv_head);
     unit.over_link = !part.staged && part.host_row_count * kLinkShare >= part.row_count;
+    unit.sinks = context_->model().sinks(context_->layer(), block.kv_head);
     unit.error_token = part.errors + i;
     unit.result = part.results + i;
     unit.lse = part.lse + i * kDenseQueryRows;

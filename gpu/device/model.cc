@@ -58,11 +58,12 @@ absl::StatusOr<std::unique_ptr<CudaModel>> CudaModel::Create(const ModelSpec& sp
     };
     AddMatrices(spec, make, model->rotations_, packer);
   }
+  packer.Add(model->spec_.sink_logits, model->sinks_);
   if (cancel != nullptr) RETURN_IF_ERROR(cancel->Check());
   if (model->methods_ != nullptr) model->methods_->AddWeights(packer);
   const auto bytes = static_cast<int64_t>(packer.bytes().size());
   if (bytes == 0) return model;
-  ASSIGN_OR_RETURN(model->weights_, DeviceBuffer::Create(bytes, budget, "a model's hash weights"));
+  ASSIGN_OR_RETURN(model->weights_, DeviceBuffer::Create(bytes, budget, "a model's weights"));
   SPILLWAY_CUDA_RETURN_IF_ERROR(
       CopyToGpu(model->weights_.data(), packer.bytes().data(), static_cast<size_t>(bytes)));
   packer.Place(model->weights_.data());

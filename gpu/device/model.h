@@ -53,6 +53,11 @@ class CudaModel final : public DeviceModel {
   CopyLayers::Pages CopyPages(int64_t ahead) const;
   bool has_rotation() const { return spec_.hash.kind == HashKind::kRotation; }
   RotationWeights rotation(int layer) const;
+  // Sink logits [G] of a KV head, in GPU memory; null: the model has none.
+  const float* sinks(int layer, int kv_head) const {
+    if (sinks_ == nullptr) return nullptr;
+    return sinks_ + int64_t{layer} * spec_.query_head_count + kv_head * spec_.group();
+  }
   // May be null.
   const ModelMethods* methods() const { return methods_.get(); }
   bool methods_encode() const { return methods_ != nullptr && methods_->encodes(); }
@@ -74,6 +79,7 @@ class CudaModel final : public DeviceModel {
   const std::unique_ptr<CopyLayers> copy_layers_;
   DeviceBuffer weights_;                 // everything below, and the methods' weights
   std::vector<const float*> rotations_;  // transposed [d][d], per layer
+  const float* sinks_ = nullptr;         // [layers][query heads]
   const std::unique_ptr<ModelMethods> methods_;
   Event half_appended_;
 };

@@ -335,6 +335,7 @@ void SparsePipeline::Address(const Unit& unit, UnitRequest& r) const {
   r.row_pages = index.read_pages(unit.kv_head);
   if (spec().has_index()) r.code_pages = index.code_pages(unit.kv_head);
   r.resident = index.resident(unit.kv_head);
+  r.sinks = context_->model().sinks(layer, unit.kv_head);
   if (spec().hash.kind == HashKind::kRotation) {
     r.rotation_transposed = context_->model().rotation(layer).transposed;
     r.statistics = index.statistics(unit.kv_head);

@@ -259,6 +259,7 @@ struct UnitRequest {
   ResidentRows resident;
   const float* rotation_transposed;  // [d][d], with a rotation
   const HeadStatistics* statistics;  // with a rotation
+  const float* sinks;                // [G] sink logits; null: there are none
   float* q;                          // [G][d]
   int64_t n;                         // visible tokens
   int64_t begin;                     // scored tokens [begin, end)

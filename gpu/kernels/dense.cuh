@@ -251,6 +251,7 @@ __global__ void __launch_bounds__(kDenseFinishThreads, 2) DenseFinishKernel(Dens
   const int64_t split_count = u.split_count;
   const float* const partials = u.partials;
   uint32_t* const error_token = u.error_token;
+  const float sink = u.sinks != nullptr ? u.sinks[r % wave.group] : -INFINITY;
   GridDependencyWait();
   if (r == 0 && threadIdx.x == 0) u.result->error_token = *error_token;
   if (r >= query_rows) return;
@@ -262,7 +263,7 @@ __global__ void __launch_bounds__(kDenseFinishThreads, 2) DenseFinishKernel(Dens
   };
   // Few units have more splits than threads.
   const float2 own = threadIdx.x < split_count ? part_of(threadIdx.x) : make_float2(-INFINITY, 0);
-  float max = own.x;
+  float max = fmaxf(own.x, sink);
   for (int64_t s = threadIdx.x + kThreads; s < split_count; s += kThreads) {
     max = fmaxf(max, part_of(s).x);
   }
@@ -321,7 +322,7 @@ __global__ void __launch_bounds__(kDenseFinishThreads, 2) DenseFinishKernel(Dens
 #pragma unroll
   for (int e = 0; e < 4; ++e) shares[threadIdx.x][e] = of_four[e];
   __syncthreads();
-  sum = 0;
+  sum = sink > -INFINITY ? exp(double{sink} - max) : 0.0;
   for (const double of_warp : warp_sums) sum += of_warp;
   // Thread i has element i now.
   double value = 0;

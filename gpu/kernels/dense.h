@@ -28,7 +28,8 @@ inline constexpr int64_t kStagedSplitRows = 2048;
 struct DenseUnit {
   UnitPlace place{};  // of the first query
   const std::byte* const* row_pages = nullptr;
-  const float* q = nullptr;  // [rows][d], rows = queries * G; null: the wave's step.q
+  const float* q = nullptr;      // [rows][d], rows = queries * G; null: the wave's step.q
+  const float* sinks = nullptr;  // [G] sink logits; null: there are none
   int32_t query_rows = 0;
   int64_t visible[kDenseQueryRows] = {};  // tokens that each query row sees
   int64_t n = 0;                          // the largest of them

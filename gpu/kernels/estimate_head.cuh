@@ -16,6 +16,9 @@ struct HeadScratch {
   int16_t set_of[kAllSplitsMax];  // of the split at a place; -1: no split
   SoftmaxSums sums[kAllSplitsMax];
   double factors[kAllSplitsMax];  // exp(split's max - set's max)
+  float sink;                     // the head's sink logit; -infinity: it has none
+  double sink_part;               // exp(sink - M)
+  double exact_rows;              // the exact rows' part of D^
   // Of a coded unit.
   HeadCodes codes;
   double code_factor;                       // exp(codes' reference - M); 0 if they give nothing
@@ -89,6 +92,7 @@ class HeadEstimate {
 
   __device__ void LoadSets() {
     if (threadIdx.x == kSetsMax) scratch_.codes = CodesOf(shape_, u_, g_);
+    if (threadIdx.x == kSetsMax + 1) scratch_.sink = u_.sinks != nullptr ? u_.sinks[g_] : -INFINITY;
     if (threadIdx.x >= kSetsMax) return;
     const UnitState& s = *u_.state;
     RowSet set{};
@@ -128,6 +132,7 @@ class HeadEstimate {
     __syncthreads();
     double max = sets_[0].max;
     for (int i = 1; i <= strata_; ++i) max = fmax(max, static_cast<double>(sets_[i].max));
+    max = fmax(max, static_cast<double>(scratch_.sink));
     const HeadCodes& codes = scratch_.codes;
     if (codes.sum > 0) max = fmax(max, codes.reference);
     if (threadIdx.x <= strata_) {
@@ -140,6 +145,7 @@ class HeadEstimate {
     if (threadIdx.x == 0) {
       head_.max = max;
       scratch_.code_factor = codes.sum > 0 ? exp(codes.reference - max) : 0.0;
+      scratch_.sink_part = scratch_.sink > -INFINITY ? exp(scratch_.sink - max) : 0.0;
     }
     __syncthreads();
   }
@@ -198,10 +204,13 @@ class HeadEstimate {
       part = set.rate * set.factor * scratch_.factors[own.place] * scratch_.sums[own.place].sum;
     }
     const TwoSums sums = BlockSums(part, own.set == 0 ? part : 0.0);
-    const double all = sums.first + CodeSum();
+    const double rows = sums.first + CodeSum();
+    const double all = rows + scratch_.sink_part;
     if (threadIdx.x == 0) {
+      scratch_.exact_rows = sums.second;
+      head_.row_denominator = rows;
       head_.denominator = all;
-      head_.exact_denominator = sums.second;
+      head_.exact_denominator = sums.second + scratch_.sink_part;
       head_.from_codes = false;
       head_.rounding = 0;
     }
@@ -231,9 +240,11 @@ class HeadEstimate {
       if (threadIdx.x == 0) head_.rounding = rounding / denominator;
       return denominator;
     }
-    const double known = head_.exact_denominator + CodeSum();
+    const double rows = scratch_.exact_rows + CodeSum();
+    const double known = rows + scratch_.sink_part;
     __syncthreads();
     if (threadIdx.x == 0) {
+      head_.row_denominator = rows;
       head_.denominator = known;
       head_.from_codes = true;
     }
