@@ -275,7 +275,7 @@ class AttendResult:
 
     @cached_property
     def lse(self) -> Any:
-        """Log-sum-exp of the scaled logits, natural log, float32 [T, H_q]."""
+        """Log-sum-exp of the scaled logits and of sink logits, natural log, float32 [T, H_q]."""
         return self._decode(self.message.lse)
 
     @cached_property

@@ -8,18 +8,13 @@ from typing import Any
 
 # Models whose softmax has learned sink logits. No field of their configs says so.
 _SINK_MODELS = frozenset({"flint", "gpt_oss", "granite_swa", "granitemoe_swa"})
-_OTHER_SINKS = "it has learned attention sinks of a kind that is not served"
 # What else no field says.
 _OTHER_ATTENTION = {
-    "deepseek_v4": _OTHER_SINKS,
     "diffllama": "its layers attend twice to the same keys",
     "doge": "it adds learned values to its logits",
     "dory": "it runs some of its layers several times for each token",
-    "hy_v4": _OTHER_SINKS,
-    "inkling2_text": _OTHER_SINKS,
     "jetmoe": "it changes keys after they were cached",
-    "mimo_v2_flash": _OTHER_SINKS,
-    "openai_privacy_filter": _OTHER_SINKS,
+    "mimo_v2_flash": "its values have fewer elements than its keys",
 }
 
 
