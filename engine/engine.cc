@@ -58,7 +58,9 @@ absl::StatusOr<std::shared_ptr<Model>> Engine::MakeModel(const std::string& id,
                                                          const ModelSpec& spec,
                                                          const Policy& policy,
                                                          absl::Time create_time) {
-  int64_t table_bytes = kModelTableBytes;
+  // Both the engine and the device hold the sink logits.
+  int64_t table_bytes =
+      kModelTableBytes + 2 * static_cast<int64_t>(spec.sink_logits.size() * sizeof(float));
   if (auditor() != nullptr && auditor()->share() > 0) table_bytes += AuditTable::BytesOf(spec);
   AccountCharge charge(accounts_.Of(NamespaceOf(id)));
   RETURN_IF_ERROR(charge.Add(table_bytes));

@@ -207,7 +207,7 @@ typedef struct {
   spillway_tensor k;   /* [B, T, H_kv, d] in the model's dtype, after the positional encoding */
   spillway_tensor v;   /* [B, T, H_kv, d] in the model's dtype */
   spillway_tensor out; /* [B, T, H_q, d], written */
-  float* lse;          /* [B, T, H_q] in C order, written; may be NULL */
+  float* lse;          /* [B, T, H_q] in C order, written; with sink logits; may be NULL */
 } spillway_step_tensors;
 
 /* There is no answer yet. */

@@ -1,8 +1,10 @@
 #include "engine/snapshot/description.h"
 
 #include <nlohmann/json.hpp>
+#include <span>
 
 #include "absl/strings/str_cat.h"
+#include "engine/sha256.h"
 
 namespace spillway {
 namespace {
@@ -46,24 +48,28 @@ Json Describe(const HashSpec& hash) {
 
 std::string DescribeModel(const std::string& name, const ModelSpec& spec) {
   const KeyIndexSpec& indices = spec.indices;
-  const Json json = {{"name", name},
-                     {"layer_count", spec.layer_count},
-                     {"query_head_count", spec.query_head_count},
-                     {"kv_head_count", spec.kv_head_count},
-                     {"head_dim", spec.head_dim},
-                     {"dtype", std::string(DTypeName(spec.dtype))},
-                     {"softmax_scale", spec.softmax_scale},
-                     {"first_layer", spec.first_layer},
-                     {"first_kv_head", spec.first_kv_head},
-                     {"hash_weights", Describe(spec.hash)},
-                     {"key_indices",
-                      {{"int4_keys", indices.int4_keys},
-                       {"quest_page_token_count", indices.quest_page_token_count},
-                       {"label_channel_count", indices.label_channel_count},
-                       {"lsh_table_count", indices.lsh_table_count},
-                       {"lsh_bits", indices.lsh_bits},
-                       {"lsh_seed", indices.lsh_seed}}},
-                     {"resident_sample_fraction", spec.resident_sample_fraction}};
+  Json json = {{"name", name},
+               {"layer_count", spec.layer_count},
+               {"query_head_count", spec.query_head_count},
+               {"kv_head_count", spec.kv_head_count},
+               {"head_dim", spec.head_dim},
+               {"dtype", std::string(DTypeName(spec.dtype))},
+               {"softmax_scale", spec.softmax_scale},
+               {"first_layer", spec.first_layer},
+               {"first_kv_head", spec.first_kv_head},
+               {"hash_weights", Describe(spec.hash)},
+               {"key_indices",
+                {{"int4_keys", indices.int4_keys},
+                 {"quest_page_token_count", indices.quest_page_token_count},
+                 {"label_channel_count", indices.label_channel_count},
+                 {"lsh_table_count", indices.lsh_table_count},
+                 {"lsh_bits", indices.lsh_bits},
+                 {"lsh_seed", indices.lsh_seed}}},
+               {"resident_sample_fraction", spec.resident_sample_fraction}};
+  // Descriptions of models without sinks, and older ones, do not have it.
+  if (!spec.sink_logits.empty()) {
+    json["sink_logits_sha256"] = Sha256::Of(std::as_bytes(std::span(spec.sink_logits)));
+  }
   // A name from a file of unknown origin may not be valid UTF-8.
   return json.dump(-1, ' ', false, Json::error_handler_t::replace);
 }
@@ -71,6 +77,9 @@ std::string DescribeModel(const std::string& name, const ModelSpec& spec) {
 std::string FirstDifference(const std::string& saved, const std::string& there) {
   const Json a = Json::parse(saved);
   const Json b = Json::parse(there);
+  for (const auto& [name, value] : a.items()) {
+    if (!b.contains(name)) return absl::StrCat(name, " is nothing, saved was ", value.dump());
+  }
   for (const auto& [name, value] : b.items()) {
     if (name == "name") continue;
     // Integers that older builds did not save had the value 0.

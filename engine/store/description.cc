@@ -1,7 +1,9 @@
 #include "engine/store/description.h"
 
 #include <array>
+#include <cmath>
 #include <exception>
+#include <limits>
 #include <nlohmann/json.hpp>
 #include <stdexcept>
 #include <utility>
@@ -64,6 +66,15 @@ class Writer {
   void Added(const char* name, const T& value) {
     Member(name, value);
   }
+  // JSON has no infinity: it is written as null.
+  void Added(const char* name, const std::vector<float>& logits) {
+    if (logits.empty()) return;
+    Json array = Json::array();
+    for (const float logit : logits) {
+      array.push_back(std::isfinite(logit) ? Json(logit) : Json(nullptr));
+    }
+    json_[name] = std::move(array);
+  }
   Json& json() { return json_; }
 
  private:
@@ -93,6 +104,13 @@ class Reader {
   void Added(const char* name, T& value) const {
     if (json_.contains(name)) Member(name, value);
   }
+  void Added(const char* name, std::vector<float>& logits) const {
+    if (!json_.contains(name)) return;
+    for (const Json& logit : json_[name]) {
+      logits.push_back(logit.is_null() ? -std::numeric_limits<float>::infinity()
+                                       : logit.get<float>());
+    }
+  }
 
  private:
   const Json& json_;
@@ -108,6 +126,7 @@ void SpecMembers(Archive& archive, S& spec) {
   archive.Member("softmax_scale", spec.softmax_scale);
   archive.Added("first_layer", spec.first_layer);
   archive.Added("first_kv_head", spec.first_kv_head);
+  archive.Added("sink_logits", spec.sink_logits);
   archive.Member("hash.kind", spec.hash.kind);
   archive.Member("hash.raw_keys", spec.hash.raw_keys);
   archive.Member("hash.bits_per_dim", spec.hash.bits_per_dim);

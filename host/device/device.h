@@ -133,7 +133,7 @@ struct AttendQuery {
 // The result of an attend; filled by the device.
 struct AttendResult {
   std::vector<float> out;                   // [T, H_q, d]
-  std::vector<float> lse;                   // [T, H_q], natural log
+  std::vector<float> lse;                   // [T, H_q], natural log; with sink logits
   std::vector<Certificate> certificates;    // [T, H_q]
   std::vector<int64_t> touched_row_counts;  // [T, H_kv]
   int64_t moved_row_count = 0;              // how many of these rows came over a link

@@ -105,6 +105,7 @@ absl::StatusOr<ModelDescription> FromProto(const v1::Model& model) {
   spec.head_dim = model.head_dim();
   spec.first_layer = model.first_layer();
   spec.first_kv_head = model.first_kv_head();
+  spec.sink_logits.assign(model.sink_logits().begin(), model.sink_logits().end());
   if (const std::optional<DType> dtype = FromProto(model.dtype())) {
     spec.dtype = *dtype;
   } else {
@@ -151,6 +152,7 @@ v1::Model ToProto(const Model& model, const Engine& engine) {
   out.set_softmax_scale(spec.softmax_scale);
   out.set_first_layer(spec.first_layer);
   out.set_first_kv_head(spec.first_kv_head);
+  out.mutable_sink_logits()->Add(spec.sink_logits.begin(), spec.sink_logits.end());
   out.set_resident_sample_fraction(spec.resident_sample_fraction);
   *out.mutable_default_policy() = ToProto(model.policy);
   if (spec.hash.kind != HashKind::kNone) *out.mutable_hash_weights() = HashToProto(spec.hash);

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import spillway_kv
 import torch
+from daemon_process import on_gpu
 from helpers import step as step_of_one
 from local_cluster import LocalCluster, local_cluster
 from random_llama import generate, llama, prompt
@@ -44,11 +45,17 @@ Q = rows(3, 2, KV_HEADS * GROUP, DIM)
 class Pair:
     """The same sequence, whole on one daemon and split."""
 
-    def __init__(self, one: spillway_kv.Client, many: ClusterClient, value_bits: int) -> None:
+    def __init__(
+        self,
+        one: spillway_kv.Client,
+        many: ClusterClient,
+        value_bits: int,
+        sinks: np.ndarray | None,
+    ) -> None:
         self.clients: list[Any] = [one, many]
         weights = spillway_kv.RotationHash(value_bits=value_bits)
         self.models = [
-            client.create_model(**SHAPES, policy=POLICY, hash_weights=weights)
+            client.create_model(**SHAPES, policy=POLICY, hash_weights=weights, sink_logits=sinks)
             for client in self.clients
         ]
         self.one, self.many = (
@@ -82,13 +89,30 @@ def target(cluster: LocalCluster) -> str:
 
 # Two daemons share the heads as 2 + 1, three have one each, or two daemons share the layers.
 @pytest.fixture(
-    scope="module", params=["heads of 2", "heads of 2, value codes", "heads of 3", "layers"]
+    scope="module",
+    params=[
+        "heads of 2",
+        "heads of 2, value codes",
+        "heads of 3",
+        "layers",
+        "heads of 2, sinks",
+        "layers, sinks",
+    ],
 )
 def pair(request: pytest.FixtureRequest, cluster: LocalCluster, target: str) -> Iterator[Pair]:
     count = 3 if request.param == "heads of 3" else 2
-    groups = 2 if request.param == "layers" else 1
+    groups = 2 if "layers" in request.param else 1
+    sinks = None
+    if "sinks" in request.param:
+        if on_gpu():
+            pytest.skip("a GPU does not serve sinks")
+        # The log-sum-exps of the rows are about 8 and more.
+        sinks = np.linspace(3, 14, LAYERS * KV_HEADS * GROUP).reshape(LAYERS, KV_HEADS * GROUP)
     with spillway_kv.connect(target) as one, cluster.connect(count, groups) as many:
-        made = Pair(one, many, 2 if "value codes" in request.param else 0)
+        made = Pair(one, many, 2 if "value codes" in request.param else 0, sinks)
+        whole, parts = made.models
+        assert parts.sink_logits == whole.sink_logits
+        assert many.get_model(parts.name).sink_logits == whole.sink_logits
         yield made
         made.delete()
         assert not [s for c in many.clients for s in c.list_sequences()]

@@ -466,6 +466,17 @@ TEST(DescribeModelTest, DifferencesAreNamed) {
   other.hash.seed = 7;
   EXPECT_THAT(FirstDifference(DescribeModel("models/a", spec), DescribeModel("models/a", other)),
               HasSubstr("hash_weights is {\"kind\":\"rotation\""));
+  ModelSpec sinks = spec;
+  sinks.sink_logits = {1, 2, 3, 4, 5, 6, 7, 8};
+  const std::string plain = DescribeModel("models/a", spec);
+  const std::string of_sinks = DescribeModel("models/a", sinks);
+  EXPECT_THAT(FirstDifference(plain, of_sinks),
+              AllOf(HasSubstr("sink_logits_sha256 is \""), HasSubstr("saved was nothing")));
+  EXPECT_THAT(FirstDifference(of_sinks, plain), HasSubstr("sink_logits_sha256 is nothing"));
+  EXPECT_EQ(FirstDifference(of_sinks, of_sinks), "");
+  sinks.sink_logits[7] = 9;
+  EXPECT_THAT(FirstDifference(of_sinks, DescribeModel("models/a", sinks)),
+              HasSubstr("sink_logits_sha256"));
   // A name that is not UTF-8.
   EXPECT_THAT(DescribeModel("models/\xFF", spec), HasSubstr("\"layer_count\":2"));
 }

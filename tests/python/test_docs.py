@@ -101,6 +101,7 @@ GIVEN: dict[str, dict[int, Any]] = {
 }
 # Snippets of these pages need more, and other tests run them.
 ELSEWHERE = {
+    "docs/models.md": "tests/python/test_sink_layers.py",
     "docs/quickstart.md": "tests/model/test_readme.py",
     "docs/cluster.md": "tests/cluster_ray/test_ray_cluster.py",
     "docs/gpu.md": "tests/python/test_docs.py",

@@ -25,6 +25,7 @@ USED = {
     "gemma3_text": 2,
     "glm4": 4,
     "gpt2": 4,
+    "gpt_oss": 2,
     "granite": 4,
     "llama": 4,
     "mistral": 4,
@@ -70,11 +71,12 @@ def test_the_most_used_are_served(engine: Client, name: str) -> None:
     [
         ("bart", "it is an encoder-decoder"),
         ("falcon", "not behind transformers' attention interface"),
-        ("gpt_oss", "it has learned attention sinks"),
+        ("mimo_v2_flash", "its values have fewer elements than its keys"),
         ("mamba2", "linear_attention"),
     ],
 )
 def test_others_are_refused(engine: Client, name: str, said: str) -> None:
+    require(name)
     found = check(name, engine, SHORT)
     assert found.verdict is Verdict.REFUSED
     assert said in found.words

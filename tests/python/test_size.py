@@ -382,7 +382,10 @@ def test_models_that_are_refused(tmp_path: Path) -> None:
     done = run(path, *MACHINE)
     assert done.exit_code == 1
     assert done.stdout == ""
-    reason = "a gpt_oss model cannot be served: it has learned attention sinks"
+    reason = (
+        "a gpt_oss model cannot be served: it has learned attention sinks, and a GPU does not "
+        "serve them"
+    )
     assert done.stderr == f"{path}: {reason}\n"
     done = run(path, *MACHINE, "--json")
     assert done.exit_code == 1

@@ -327,7 +327,7 @@ def config(**changes: Any) -> Odd:
         ({"attention_chunk_size": 8192}, "chunks of 8192"),
         ({"attn_logit_softcapping": 50.0}, "caps its logits at 50"),
         ({"kv_lora_rank": 512}, "latent"),
-        ({"model_type": "gpt_oss"}, "sinks"),
+        ({"model_type": "gpt_oss"}, "sinks, which are not in its config"),
         ({"alibi": True}, "ALiBi"),
         ({"num_kv_shared_layers": 1}, "share"),
         ({"is_encoder_decoder": True}, "encoder-decoder"),
@@ -386,7 +386,7 @@ def test_real_configs_of_refused_models(client: Client) -> None:
         ("DogeConfig", "adds learned values to its logits"),
         ("DoryConfig", "several times for each token"),
         ("JetMoeConfig", "changes keys after they were cached"),
-        ("MiMoV2FlashConfig", "learned attention sinks"),
+        ("MiMoV2FlashConfig", "its values have fewer elements than its keys"),
         ("MllamaTextConfig", "cross-attention"),
     ],
 )

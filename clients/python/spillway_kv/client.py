@@ -6,6 +6,7 @@ import datetime
 import math
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceABC
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -20,6 +21,7 @@ from spillway_kv.region import GpuRegion, Region
 from spillway_kv.results import AttendResult, Model, SequenceInfo
 from spillway_kv.sequence import Sequence
 from spillway_kv.server import ServerInfo, Statistics
+from spillway_kv.sinks import SinkLogits, sink_rows
 from spillway_kv.step import DecodeStep
 from spillway_kv.tensors import Array, DTypeName, OutDType, dtype_number
 from spillway_kv.uploading import upload_requests
@@ -110,6 +112,7 @@ class Client:
         key_indices: KeyIndices | None = None,
         first_layer: int = 0,
         first_kv_head: int = 0,
+        sink_logits: SinkLogits | None = None,
     ) -> Model:
         """Creates a model: shapes and kind of codes for its sequences.
 
@@ -133,10 +136,16 @@ class Client:
                 number of layers of the larger model before this part.
             first_kv_head: Like `first_layer`, for KV heads. The results of the parts are
                 bit-identical to those of one daemon with the whole model.
+            sink_logits: Learned sink logits [layer_count, query_head_count], finite, or -inf for a
+                head without one; used as float32. A head's sink adds exp(logit) to the denominator
+                of its softmax, like a row with value 0 that is always read. Outputs,
+                log-sum-exps and certificates include it. None means no sinks.
 
         Raises:
             AlreadyExists: The id is taken.
             InvalidArgument: A value is out of range. See `fields`.
+            SpillwayError: UNIMPLEMENTED: there are sink logits, and the engine uses a GPU.
+            ValueError: `sink_logits` has another shape.
         """
         message = model_service_pb2.Model(
             layer_count=layer_count,
@@ -151,6 +160,7 @@ class Client:
             key_indices=None if key_indices is None else key_indices.to_proto(),
             first_layer=first_layer,
             first_kv_head=first_kv_head,
+            sink_logits=chain.from_iterable(sink_rows(sink_logits, layer_count, query_head_count)),
         )
         response = self.connection.call(
             self.connection.stubs.models.CreateModel,

@@ -35,6 +35,7 @@ from spillway_kv.prefill_kernels import (
     merge,
     merge_into,
     window_attention,
+    with_sinks,
 )
 from spillway_kv.tensors import engine_array, gpu_uuid
 
@@ -298,6 +299,7 @@ class Prefill:
         scale: float,
         window: int | None = None,
         next_layer: int | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attends causally for tokens [start, start + T), appended or not.
 
@@ -318,6 +320,7 @@ class Prefill:
                 rows before the chunk that this needs, at most window - 1, are fetched at once.
             next_layer: A layer of the sequence that is attended next, with the same `start` and
                 shapes. Its rows are fetched meanwhile, so they must be appended already.
+            sinks: Logits of learned sinks [H_q] on q's device, float32. None: there are none.
 
         Returns:
             Output [T, H_q, d], contiguous, of q's dtype.
@@ -333,8 +336,11 @@ class Prefill:
         try:
             with torch.no_grad():
                 if window is not None:
-                    return self._attend_window(sequence, layer, q, k, v, start, scale, window)
-                return self._attend_all(sequence, layer, q, k, v, start, scale, next_layer)
+                    return self._attend_window(
+                        sequence, layer, q, k, v, start, scale, window, sinks
+                    )
+                out, lse = self._attend_all(sequence, layer, q, k, v, start, scale, next_layer)
+                return with_sinks(out, lse, sinks, q.dtype)
         finally:
             self._busy.release()
 
@@ -360,7 +366,8 @@ class Prefill:
         start: int,
         scale: float,
         next_layer: int | None,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the output [T, H_q, d] and its log-sum-exp [T, H_q]."""
         blocks = [
             (at, min(at + self.block_token_count, start))
             for at in range(0, start, self.block_token_count)
@@ -372,7 +379,7 @@ class Prefill:
                 self.kernel = kernel_of(q, k, causal=True)
                 own, lse = attention_with_lse(q, k, v, causal=True, scale=scale)
                 if not blocks:
-                    return own.contiguous()
+                    return own, lse
                 out = torch.empty(own.shape, dtype=torch.float32, device=own.device).copy_(own)
                 lse = lse.clone()
                 del own
@@ -384,7 +391,7 @@ class Prefill:
                     own, own_lse = self._attend_joined(slot, count, q, k, v, scale)
                     slot.note_read()
                     if number == 1:
-                        return own.contiguous()
+                        return own, own_lse
                     merge_into(out, lse, own, own_lse)
                     continue
                 rows = slot.rows(count)
@@ -392,7 +399,7 @@ class Prefill:
                 for queries, part, part_lse in attention_in_parts(q, *rows, scale=scale):
                     merge_into(out[queries], lse[queries], part, part_lse)
                 slot.note_read()
-        return out.to(q.dtype)
+        return out, lse
 
     def _attend_joined(
         self,
@@ -420,6 +427,7 @@ class Prefill:
         start: int,
         scale: float,
         window: int,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         self.kernel = "window"
         before = min(start, window - 1)
@@ -428,7 +436,7 @@ class Prefill:
             earlier = k.new_empty(shape), k.new_empty(shape)
             sequence.fetch(layer, start - before, start, into=earlier)
             k, v = (torch.cat(pair, dim=1) for pair in zip(earlier, (k, v), strict=True))
-        return window_attention(q, k, v, window=window, scale=scale)
+        return window_attention(q, k, v, window=window, scale=scale, sinks=sinks)
 
     @contextlib.contextmanager
     def _fetches(

@@ -33,6 +33,8 @@ _TRIED_TOKENS = 256
 _PLAIN_BYTES = 64 << 20
 # Number of queries that share a mask in `window_attention`.
 _WINDOW_TILE = 512
+# The same with learned sinks, in plain arithmetic.
+_SINK_TILE = 128
 
 
 def _grouped(q: torch.Tensor, kv_heads: int) -> torch.Tensor:
@@ -391,8 +393,63 @@ def copy_rows(to: torch.Tensor, rows: torch.Tensor) -> None:
     to.copy_(rows)
 
 
+def with_sinks(
+    out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """Adds learned sinks to the softmax of exact attention.
+
+    Args:
+        out: Output without them [T, H_q, d].
+        lse: Its log-sum-exp [T, H_q], float32.
+        sinks: Logits of the sinks [H_q], float32. None: there are none.
+        dtype: Dtype of the result.
+
+    Returns:
+        Output with them [T, H_q, d], contiguous.
+    """
+    if sinks is not None:
+        out = out * (lse - sinks).sigmoid()[..., None]
+    return out.to(dtype).contiguous()
+
+
+def attention_with_sinks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor,
+    *,
+    scale: float,
+    mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attends with learned sinks, in plain arithmetic in float32.
+
+    Args:
+        q: Queries [..., H_kv, group, T, d].
+        k: Keys [..., H_kv, 1, L, d].
+        v: Values, with the same shape.
+        sinks: Logits of the sinks [H_q].
+        scale: Factor on q.k.
+        mask: Which keys a query sees, bool [T, L]. None means all.
+
+    Returns:
+        Output [..., H_kv, group, T, d] of q's dtype.
+    """
+    logits = torch.matmul(q.float() * scale, k.float().transpose(-1, -2))
+    if mask is not None:
+        logits.masked_fill_(~mask, -math.inf)
+    sums = logits.logsumexp(dim=-1, keepdim=True)
+    sums = torch.logaddexp(sums, sinks.view(*q.shape[-4:-2], 1, 1))
+    return torch.matmul(logits.sub_(sums).exp_(), v.float()).to(q.dtype)
+
+
 def window_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, window: int, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    window: int,
+    scale: float,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attends causally for the last T of L tokens, each to at most `window` tokens up to its own.
 
@@ -402,6 +459,7 @@ def window_attention(
         v: Values, with the same shape.
         window: Number of tokens that a query sees, including its own.
         scale: Factor on q.k.
+        sinks: Logits of learned sinks [H_q], float32. None: there are none.
 
     Returns:
         Output [T, H_q, d], contiguous.
@@ -410,19 +468,26 @@ def window_attention(
     before = length - token_count
     group = q.shape[1] // k.shape[0]
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    for start in range(0, token_count, _WINDOW_TILE):
-        stop = min(start + _WINDOW_TILE, token_count)
+    tile = _WINDOW_TILE if sinks is None else _SINK_TILE
+    for start in range(0, token_count, tile):
+        stop = min(start + tile, token_count)
         first, last = max(before + start + 1 - window, 0), before + stop
         at = torch.arange(before + start, before + stop, device=q.device)[:, None]
         key = torch.arange(first, last, device=q.device)
         mask = (key <= at) & (key > at - window)
-        part = scaled_dot_product_attention(
+        queries, keys, values = (
             _grouped(q[start:stop], k.shape[0]),
-            _shared(k[:, first:last], group),
-            _shared(v[:, first:last], group),
-            attn_mask=mask,
-            scale=scale,
+            k[:, first:last],
+            v[:, first:last],
         )
+        if sinks is None:
+            part = scaled_dot_product_attention(
+                queries, _shared(keys, group), _shared(values, group), attn_mask=mask, scale=scale
+            )
+        else:
+            part = attention_with_sinks(
+                queries, keys[:, None], values[:, None], sinks, scale=scale, mask=mask
+            )
         out[start:stop] = part.permute(2, 0, 1, 3).flatten(1, 2)
     return out
 
@@ -433,6 +498,7 @@ __all__ = [
     "add_kernel",
     "attention_in_parts",
     "attention_with_lse",
+    "attention_with_sinks",
     "joins",
     "kernel_of",
     "largest_part",
@@ -440,4 +506,5 @@ __all__ = [
     "merge_into",
     "trials",
     "window_attention",
+    "with_sinks",
 ]

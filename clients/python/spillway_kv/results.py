@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
@@ -46,6 +46,8 @@ class Model:
         ready: Whether sequences can be created. False while the model waits for an upload.
         row_bytes_per_token: Bytes of K and V of one token over all layers.
         index_bytes_per_token: Bytes of codes of one token over all layers.
+        sink_logits: Learned sink logits, a row for each layer and a number for each query head;
+            empty if there are none.
     """
 
     name: str
@@ -64,10 +66,13 @@ class Model:
     ready: bool
     row_bytes_per_token: int
     index_bytes_per_token: int
+    sink_logits: tuple[tuple[float, ...], ...] = field(default=(), repr=False)
 
     @classmethod
     def from_proto(cls, message: model_service_pb2.Model) -> Model:
         """Reads a `spillway.v1.Model` as the daemon returns it."""
+        heads = message.query_head_count
+        logits = list(message.sink_logits)
         return cls(
             name=message.name,
             layer_count=message.layer_count,
@@ -85,6 +90,9 @@ class Model:
             ready=message.ready,
             row_bytes_per_token=message.row_bytes_per_token,
             index_bytes_per_token=message.index_bytes_per_token,
+            sink_logits=tuple(
+                tuple(logits[at : at + heads]) for at in range(0, len(logits), heads)
+            ),
         )
 
 
@@ -267,7 +275,7 @@ class AttendResult:
 
     @cached_property
     def lse(self) -> Any:
-        """Log-sum-exp of the scaled logits, natural log, float32 [T, H_q]."""
+        """Log-sum-exp of the scaled logits and of sink logits, natural log, float32 [T, H_q]."""
         return self._decode(self.message.lse)
 
     @cached_property

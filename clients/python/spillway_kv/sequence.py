@@ -192,7 +192,8 @@ class Sequence:
             timeout: Seconds. None means the client's timeout.
 
         Returns:
-            Indices, log-weights and strata per KV head, as arrays of q's kind.
+            Indices, log-weights and strata per KV head, as arrays of q's kind. Learned sinks of the
+            model are no rows: who attends to the selection must add them.
         """
         return attending.select(self.state, layer, q, policy, visible, timeout)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import reprlib
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceABC
 from typing import Any
@@ -73,15 +74,25 @@ def _check(client: spillway_kv.Client, part: Model, dealt: Dealt, number: int) -
         kv_head_count=len(share.kv_heads),
         first_layer=share.layers.start,
         first_kv_head=share.kv_heads.start,
+        sink_logits=_sinks_of(whole.sink_logits, share, group),
         policy=dataclasses.replace(whole.policy, dense_layers=part.policy.dense_layers),
     )
     for name, there, wanted in _differences(part, expected):
         if name not in _OF_THE_SHARE:
+            # Sink logits may be thousands.
+            values = f"{reprlib.repr(there)} and not {reprlib.repr(wanted)}"
             raise spillway_kv.FailedPrecondition(
-                f"{client.target} has an older {part.name}, with {name} {there!r} and not "
-                f"{wanted!r}: delete it there, with spillway_kv.connect({client.target!r})"
-                f".delete_model({part.name!r})"
+                f"{client.target} has an older {part.name}, with {name} {values}: delete it there, "
+                f"with spillway_kv.connect({client.target!r}).delete_model({part.name!r})"
             )
+
+
+def _sinks_of(
+    logits: tuple[tuple[float, ...], ...], share: Share, group: int
+) -> tuple[tuple[float, ...], ...]:
+    """Returns the sink logits of a share, from those of the whole model."""
+    layers = logits[share.layers.start : share.layers.stop]
+    return tuple(row[share.query_heads(group)] for row in layers)
 
 
 def _differences(there: Any, wanted: Any) -> Iterator[tuple[str, Any, Any]]:
@@ -124,6 +135,7 @@ def created_part(
             **options,
             "query_head_count": len(share.kv_heads) * group,
             "policy": local_policy(options.get("policy"), share),
+            "sink_logits": _sinks_of(options.get("sink_logits", ()), share, group),
         },
     )
 
@@ -132,6 +144,10 @@ def whole_model(name: str, parts: SequenceABC[Model], shares: SequenceABC[Share]
     """Returns the description of the whole model that consists of these parts."""
     first = parts[0]
     kv_head_count = max(share.kv_heads.stop for share in shares)
+    sinks: dict[int, tuple[float, ...]] = {}
+    for part, share in zip(parts, shares, strict=True):
+        for layer, row in zip(share.layers, part.sink_logits, strict=False):
+            sinks[layer] = sinks.get(layer, ()) + row
     return dataclasses.replace(
         first,
         name=name,
@@ -140,6 +156,7 @@ def whole_model(name: str, parts: SequenceABC[Model], shares: SequenceABC[Share]
         query_head_count=kv_head_count * first.query_head_count // first.kv_head_count,
         first_layer=0,
         first_kv_head=0,
+        sink_logits=tuple(sinks[layer] for layer in sorted(sinks)),
         ready=all(part.ready for part in parts),
         row_bytes_per_token=sum(part.row_bytes_per_token for part in parts),
         index_bytes_per_token=sum(part.index_bytes_per_token for part in parts),

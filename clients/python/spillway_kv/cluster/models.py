@@ -17,6 +17,7 @@ from spillway_kv.cluster.shares import deal
 from spillway_kv.cluster.weights import WeightsFile
 from spillway_kv.errors import Cancelled, NotFound, SpillwayError, Unavailable
 from spillway_kv.results import Model
+from spillway_kv.sinks import sink_rows
 
 T = TypeVar("T")
 
@@ -56,6 +57,8 @@ class Models:
             raise spillway_kv.InvalidArgument(
                 f"query_head_count {query_heads} is not a multiple of kv_head_count {kv_head_count}"
             )
+        # Cut into the shares of the parts, also for daemons that join later.
+        options["sink_logits"] = sink_rows(options.get("sink_logits"), layer_count, query_heads)
         # All parts have the same id, so it is chosen here.
         model_id = model_id or f"model-{secrets.token_hex(8)}"
         check_id(model_id)

@@ -15,7 +15,7 @@ from spillway_kv.transformers.handed import HandedLayer, uncompiled
 from spillway_kv.transformers.support import UnsupportedModelError
 
 # Arguments with which some model kinds change the softmax.
-_REFUSED = ("softcap", "s_aux", "position_bias")
+_REFUSED = ("softcap", "position_bias")
 
 
 @uncompiled
@@ -42,7 +42,8 @@ def spillway_attention(
         dropout: Must be 0.
         scaling: Factor on q.k. None means 1 / sqrt(d).
         is_causal: Must not be False.
-        **kwargs: Arguments of other models. Those that change the softmax must be None.
+        **kwargs: Arguments of other models: `s_aux`, the learned sinks of the layer, must be those
+            that the cache knows. Others that change the softmax must be None.
 
     Returns:
         Output [B, T, H_q, d], and None for the weights.
@@ -81,6 +82,7 @@ def spillway_attention(
             f"the mask has {attention_mask.ndim} dimensions; spillway takes the 2-D mask of "
             "left padding, not one that was made for another attention implementation"
         )
+    layer.sinks.check(kwargs.get("s_aux"))
     layer.meet(module)
     # Under torch.autocast, a model of float32 has rotated queries and keys in float32, and values
     # in the other type.

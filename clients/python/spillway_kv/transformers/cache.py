@@ -19,6 +19,7 @@ from spillway_kv.prefill import BLOCK_TOKEN_COUNT
 from spillway_kv.quality import chosen_policy
 from spillway_kv.results import Model
 from spillway_kv.sequence import Sequence
+from spillway_kv.sinks import sink_rows
 from spillway_kv.transformers.chats import Chats
 from spillway_kv.transformers.contents import Contents
 from spillway_kv.transformers.daemon_model import DaemonModel
@@ -26,6 +27,7 @@ from spillway_kv.transformers.identity import config_fields
 from spillway_kv.transformers.layer import Shared
 from spillway_kv.transformers.rows import RowStore
 from spillway_kv.transformers.selection import row_numbers
+from spillway_kv.transformers.sinks import filled, sinks_of
 from spillway_kv.transformers.statistics import CacheStatistics, OnAttend
 from spillway_kv.transformers.support import shapes_of, windows_of
 from spillway_kv.transformers.turns import Turns
@@ -90,7 +92,8 @@ class SpillwayCache(Cache):
         """Checks that the model is supported. Nothing is sent yet.
 
         Args:
-            config: The model's config.
+            config: The model's config, or the model. One with learned attention sinks (gpt-oss) is
+                needed itself, because they are not in its config.
             client: Connection to the daemon. It must outlive the cache.
             policy: Policy of the sequences. None means the daemon's default.
             quality: The policy in one word: `exact`, `high`, `default` or `fast`
@@ -107,17 +110,31 @@ class SpillwayCache(Cache):
                 while a prompt is processed in chunks.
 
         Raises:
-            UnsupportedModelError: The daemon does not support the model's kind of attention.
+            UnsupportedModelError: The daemon does not support the model's kind of attention, or
+                this is the config of a model with learned sinks.
             ValueError: Both `policy` and `quality` are given, or `quality` is another word.
         """
+        given = config
+        if isinstance(given, torch.nn.Module):
+            config = given.config
+        shapes, windows = shapes_of(config), windows_of(config)
+        sinks = sinks_of(given)
+        full = [sinks.get(layer) for layer, window in enumerate(windows) if window is None]
         store = RowStore(
             client,
-            DaemonModel(client, shapes_of(config), config_fields(config), hash_weights, model),
+            DaemonModel(
+                client,
+                shapes,
+                config_fields(config),
+                hash_weights,
+                model,
+                sink_rows(filled(full), shapes.layer_count, shapes.query_head_count),
+            ),
             policy=chosen_policy(policy, quality),
             ttl=ttl,
             prefill_block_token_count=prefill_block_token_count,
         )
-        self._take(Contents(Shared(store, on_attend), windows_of(config)))
+        self._take(Contents(Shared(store, on_attend), windows, sinks))
 
     def _take(self, contents: Contents) -> None:
         Cache.__init__(self, layers=contents.layers)
@@ -389,7 +406,7 @@ class SpillwayCache(Cache):
 
         Args:
             folder: The folder that was given to `save`.
-            config: The model's config.
+            config: The model's config, or the model.
             client: Connection to the daemon. It must outlive the cache.
             policy: Overrides the saved policy, field by field.
             quality: The policy in one word, as for `SpillwayCache`.
@@ -429,7 +446,7 @@ class SpillwayCache(Cache):
         interrupted, the tokens that it left in some layers are removed.
 
         Args:
-            config: The model's config.
+            config: The model's config, or the model.
             client: Connection to the daemon with the sequences. It must outlive the cache.
             sequences: One sequence, or its name, for each batch row.
             paddings: Left padding of each row. None means none.

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceABC
+
+import torch
 
 from spillway_kv import forks
 from spillway_kv.sequence import Sequence
@@ -28,23 +31,34 @@ class Contents:
     Attributes:
         shared: What the layers share, with the rows in the daemon.
         windows: Size of each layer's sliding window. None: the layer has full attention.
+        sinks: Learned attention sinks [H_q], by number of the layer.
         layers: The layers. transformers calls them.
         texts: Tokens and turns.
         repeats: How many rows transformers makes of each row of a prompt, for beams or samples.
     """
 
-    def __init__(self, shared: Shared, windows: SequenceABC[int | None]) -> None:
+    def __init__(
+        self,
+        shared: Shared,
+        windows: SequenceABC[int | None],
+        sinks: Mapping[int, torch.Tensor],
+    ) -> None:
         self.shared = shared
         self.windows = tuple(windows)
+        self.sinks = sinks
         self.texts = Texts()
         self.repeats = 1
         self.layers: list[HandedLayer] = []
         for model_index, window in enumerate(self.windows):
             if window is None:
                 index = self.windows[:model_index].count(None)
-                self.layers.append(SpillwayLayer(shared, index, model_index))
+                self.layers.append(
+                    SpillwayLayer(shared, index, model_index, sinks.get(model_index))
+                )
             else:
-                self.layers.append(SlidingLayer(shared, model_index, window))
+                self.layers.append(
+                    SlidingLayer(shared, model_index, window, sinks.get(model_index))
+                )
         shared.layer_count = len(self.layers)
         # The store must not refer to this, or it would never be garbage-collected.
         self._finalizer = forks.finalizer(self, shared.store.release)
@@ -199,7 +213,7 @@ class Contents:
     def fork(self) -> Contents:
         """Returns a copy. Its sequences share the daemon's pages."""
         self.settle()
-        made = Contents(Shared(self.shared.store.fork(), None), self.windows)
+        made = Contents(Shared(self.shared.store.fork(), None), self.windows, self.sinks)
         made.shared.phase = self.shared.phase.fork()
         made.texts = self.texts.fork()
         for mine, other in zip(self.layers, made.layers, strict=True):

@@ -38,13 +38,24 @@ class DaemonModel:
         config_fields: dict[str, Any],
         hash_weights: HashWeights | None,
         given: Model | None,
+        sink_logits: tuple[tuple[float, ...], ...] = (),
     ) -> None:
-        """given: A model to use, which only the caller can create again. None: find or create."""
+        """Sends nothing.
+
+        Args:
+            client: Connection to the daemon.
+            shapes: As in the attributes.
+            config_fields: As in the attributes.
+            hash_weights: How a model that this creates computes codes.
+            given: A model to use, which only the caller can create again. None: find or create.
+            sink_logits: Learned sink logits of the layers with full attention.
+        """
         self.shapes = shapes
         self.config_fields = config_fields
         self.found = given
         self._client = client
         self._hash_weights = hash_weights
+        self._sink_logits = sink_logits
         self._is_given = given is not None
         self._checked: tuple[Model, torch.dtype, float] | None = None
 
@@ -57,8 +68,8 @@ class DaemonModel:
             anew: Look it up even if it is known, because the daemon may have restarted.
 
         Raises:
-            ValueError: The model that was given or adopted has other shapes, another dtype or
-                another factor.
+            ValueError: The model that was given or adopted has other shapes, another dtype,
+                another factor or other sinks.
         """
         if self.found is None or (anew and not self._is_given):
             self.found = self._shared(dtype, scaling)
@@ -75,7 +86,10 @@ class DaemonModel:
             # As of a client that does not know them, so that both share a model.
             del weights["value_bits"]
         kind = type(self._hash_weights).__name__
-        spec = json.dumps([asdict(self.shapes), name, scaling, kind, weights])
+        parts: list[Any] = [asdict(self.shapes), name, scaling, kind, weights]
+        if self._sink_logits:
+            parts.append(self._sink_logits)
+        spec = json.dumps(parts)
         return shared_model(
             self._client,
             self._kind(),
@@ -84,6 +98,7 @@ class DaemonModel:
             dtype=name,
             softmax_scale=scaling,
             hash_weights=self._hash_weights,
+            sink_logits=self._sink_logits or None,
         )
 
     def _kind(self) -> str:
@@ -127,3 +142,5 @@ class DaemonModel:
             raise ValueError(
                 f"{model.name} scales logits by {model.softmax_scale}, this layer by {scaling}"
             )
+        if model.sink_logits != self._sink_logits:
+            raise ValueError(f"{model.name} has other learned sinks than the model's layers")

@@ -10,6 +10,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from spillway_kv.transformers.identity import ModelMismatchError, weights_digest
+from spillway_kv.transformers.sinks import LayerSinks
 from spillway_kv.transformers.unfinished import Unfinished
 
 _HANDLE = "_spillway_layer"
@@ -54,8 +55,12 @@ class HandedLayer(CacheLayerMixin):
     # Number of positions that a query sees, the last of which is its own; None: all.
     window: int | None = None
 
-    def __init__(self, forward: Forward, model_index: int) -> None:
+    def __init__(
+        self, forward: Forward, model_index: int, sinks: torch.Tensor | None = None
+    ) -> None:
         super().__init__()
+        # Learned attention sinks of the layer.
+        self.sinks = LayerSinks(model_index, sinks)
         # None for layers in the daemon. transformers expects these attributes.
         self.keys: torch.Tensor | None = None
         self.values: torch.Tensor | None = None

@@ -44,8 +44,10 @@ class Shared:
 class SpillwayLayer(HandedLayer):
     """A layer with full attention, whose K/V are in the daemon."""
 
-    def __init__(self, shared: Shared, index: int, model_index: int) -> None:
-        super().__init__(shared, model_index)
+    def __init__(
+        self, shared: Shared, index: int, model_index: int, sinks: torch.Tensor | None = None
+    ) -> None:
+        super().__init__(shared, model_index, sinks)
         # Index of the layer in the daemon's model.
         self.index = index
         self._shared = shared
@@ -138,8 +140,9 @@ class SpillwayLayer(HandedLayer):
                 k[row, :, new],
                 v[row, :, new],
             )
+        sinks = self.sinks.on(q.device)
         if not any(starts) and min(counts) == query_count:
-            return causal_attention(q, k, v, scaling)
+            return causal_attention(q, k, v, scaling, sinks)
         out = torch.zeros(
             q.shape[0], query_count, q.shape[1], q.shape[3], dtype=q.dtype, device=q.device
         )
@@ -147,7 +150,7 @@ class SpillwayLayer(HandedLayer):
             if starts[row] == 0:
                 one = slice(row, row + 1)
                 out[one, new] = causal_attention(
-                    q[one, :, new], k[one, :, new], v[one, :, new], scaling
+                    q[one, :, new], k[one, :, new], v[one, :, new], scaling, sinks
                 )
                 continue
             out[row, new] = store.prefill.attend(
@@ -158,6 +161,7 @@ class SpillwayLayer(HandedLayer):
                 v[row, :, new],
                 start=starts[row],
                 scale=scaling,
+                sinks=sinks,
             )
         return out
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from spillway_kv.prefill_kernels import window_attention
+from spillway_kv.prefill_kernels import attention_with_sinks, window_attention
 from spillway_kv.transformers.handed import Forward, HandedLayer
 
 # Number of tokens that can still be removed after more tokens than the window have been seen.
@@ -33,8 +33,10 @@ class SlidingLayer(HandedLayer):
 
     is_sliding = True
 
-    def __init__(self, forward: Forward, model_index: int, window: int) -> None:
-        super().__init__(forward, model_index)
+    def __init__(
+        self, forward: Forward, model_index: int, window: int, sinks: torch.Tensor | None = None
+    ) -> None:
+        super().__init__(forward, model_index, sinks)
         self.window = window
         self._window = window
         # Left padding of each row. None: 0 for all rows.
@@ -135,19 +137,28 @@ class SlidingLayer(HandedLayer):
         seen = max(total - self._window, first)
         if query_count == 1 and max(paddings) <= seen:
             newest = slice(seen - first, None)
-            out = scaled_dot_product_attention(
-                q,
-                k[:, :, newest],
-                v[:, :, newest],
-                scale=scaling,
-                enable_gqa=q.shape[1] > k.shape[1],
-            ).transpose(1, 2)
+            out = self._attend_newest(q, k[:, :, newest], v[:, :, newest], scaling)
         else:
             out = self._attend_rows(q, k, v, paddings, first, scaling)
         self._before = Held(self.keys, self.values, self._padding, self.length)
         self._keep(k, v)
         self._padding = paddings
         return out.contiguous()
+
+    def _attend_newest(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        """Attends with one query of each row to all rows of k and v."""
+        sinks = self.sinks.on(q.device)
+        if sinks is None:
+            out = scaled_dot_product_attention(
+                q, k, v, scale=scaling, enable_gqa=q.shape[1] > k.shape[1]
+            )
+        else:
+            grouped = q.unflatten(1, (k.shape[1], -1))
+            out = attention_with_sinks(grouped, k[:, :, None], v[:, :, None], sinks, scale=scaling)
+            out = out.flatten(1, 2)
+        return out.transpose(1, 2)
 
     def _noted(self, padding: list[int] | None, batch_size: int) -> list[int]:
         """Returns the padding of each row: the known one, or for empty rows the given one."""
@@ -185,6 +196,7 @@ class SlidingLayer(HandedLayer):
                 v[row, :, key:],
                 window=self._window,
                 scale=scaling,
+                sinks=self.sinks.on(q.device),
             )
         return out
 

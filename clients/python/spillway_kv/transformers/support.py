@@ -7,25 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 # Models whose softmax has learned sink logits. No field of their configs says so.
-_SINK_MODELS = frozenset(
-    {
-        "deepseek_v4",
-        "flint",
-        "gpt_oss",
-        "granite_swa",
-        "granitemoe_swa",
-        "hy_v4",
-        "inkling2_text",
-        "mimo_v2_flash",
-        "openai_privacy_filter",
-    }
-)
+_SINK_MODELS = frozenset({"flint", "gpt_oss", "granite_swa", "granitemoe_swa"})
 # What else no field says.
 _OTHER_ATTENTION = {
     "diffllama": "its layers attend twice to the same keys",
     "doge": "it adds learned values to its logits",
     "dory": "it runs some of its layers several times for each token",
     "jetmoe": "it changes keys after they were cached",
+    "mimo_v2_flash": "its values have fewer elements than its keys",
 }
 
 
@@ -70,15 +59,20 @@ def shapes_of(config: Any) -> Shapes:
 
     Raises:
         UnsupportedModelError: The model has no layer with full attention, chunked windows, other
-            layer types, a soft cap on the logits, latent attention, learned attention sinks, ALiBi,
-            shared K/V, cross-attention, a scale of its own in each layer, or an encoder; or shapes
-            that the engine does not serve; or its attention is of another kind, or not behind
+            layer types, a soft cap on the logits, latent attention, ALiBi, shared K/V,
+            cross-attention, a scale of its own in each layer, or an encoder; or shapes that the
+            engine does not serve; or its attention is of another kind, or not behind
             transformers' interface.
     """
     if not hasattr(config, "get_text_config"):
         raise TypeError(f"the model's config is expected first, not a {type(config).__name__}")
     windows = windows_of(config)
     return _shapes(config.get_text_config(decoder=True), windows.count(None))
+
+
+def learns_sinks(config: Any) -> bool:
+    """Whether a model of this config has learned attention sinks. config: of the text decoder."""
+    return config.model_type in _SINK_MODELS
 
 
 def _shapes(config: Any, layer_count: int) -> Shapes:
@@ -150,8 +144,6 @@ def _refusals(config: Any) -> list[str]:
         reasons.append(f"it caps its logits at {value('attn_logit_softcapping')}")
     if value("kv_lora_rank"):
         reasons.append("it uses multi-head latent attention")
-    if config.model_type in _SINK_MODELS:
-        reasons.append("it has learned attention sinks")
     if config.model_type in _OTHER_ATTENTION:
         reasons.append(_OTHER_ATTENTION[config.model_type])
     if value("cross_attention_layers"):

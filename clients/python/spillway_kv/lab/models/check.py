@@ -21,6 +21,7 @@ from spillway_kv.lab.models.tiny import (
 from spillway_kv.policy import Policy
 from spillway_kv.transformers import AttendEvent, SpillwayCache, UnsupportedModelError
 from spillway_kv.transformers.arguments import cache_argument
+from spillway_kv.transformers.support import shapes_of
 
 DELTA = 0.1
 # Relative difference of logits that rounding explains in models that do not amplify it.
@@ -104,7 +105,7 @@ def check(model_type: str, client: Client, scale: Scale) -> Finding:
     try:
         for changes, config in tiny_configs(model_type, head_dim=scale.head_dim):
             try:
-                SpillwayCache(config, client).close()
+                shapes_of(config)
             except UnsupportedModelError as error:
                 refused = refused or _refusal(error)
                 continue
@@ -113,16 +114,16 @@ def check(model_type: str, client: Client, scale: Scale) -> Finding:
             return Finding(model_type, **found, changes=changes, seconds=seconds)
     except NotBuiltError as error:
         # If the default config is refused, nothing needs to be built.
-        refused = refused or _refused_by_default(model_type, client)
+        refused = refused or _refused_by_default(model_type)
         if refused is None:
             return Finding(model_type, Verdict.NOT_BUILT, str(error))
     assert refused is not None
     return Finding(model_type, Verdict.REFUSED, refused)
 
 
-def _refused_by_default(model_type: str, client: Client) -> str | None:
+def _refused_by_default(model_type: str) -> str | None:
     try:
-        SpillwayCache(default_config(model_type), client).close()
+        shapes_of(default_config(model_type))
     except UnsupportedModelError as error:
         return _refusal(error)
     except NotBuiltError:
@@ -148,13 +149,13 @@ def _decode(model: torch.nn.Module, client: Client, scale: Scale) -> dict[str, A
         raise NotBuiltError(words[:160]) from error
     try:
         _set_attention(model, "spillway")
-        with SpillwayCache(model.config, client, quality="exact") as cache:
+        with SpillwayCache(model, client, quality="exact") as cache:
             made = _generate(model, ids, scale.new, cache_argument(cache))
             attended = [each.visible_row_count > 0 for each in cache.statistics.layers]
             found |= {"layer_count": len(cache), "served_layer_count": sum(attended)}
         found["equal_tokens"], found["logit_error"] = _compare(made, own)
         outside = _Outside()
-        with SpillwayCache(model.config, client, quality="default", on_attend=outside) as cache:
+        with SpillwayCache(model, client, quality="default", on_attend=outside) as cache:
             given = cache_argument(cache)
             model(input_ids=ids, use_cache=True, **given)
             for _ in range(scale.forced):
