@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from spillway_kv.lab.evaluation import extraction, ruler, suite, suite_page, suite_summary, words
 from spillway_kv.lab.evaluation.command import app
 from spillway_kv.lab.evaluation.extraction import Counts, Extraction
@@ -383,8 +384,8 @@ def test_methods_are_compared_where_dense_attention_can_answer() -> None:
         4096: {"exact": [1, 1, 1, 1, 1, 1, 1, 1], "quest": [1, 1, 1, 0, 1, 0.5, 1, 1]},
         8192: {"exact": [1, 0, 0, 0, 1, 0, 0, 0], "quest": [0] * 8},
     }
-    for length, methods in scores.items():
-        for method, several in methods.items():
+    for length, by_method in scores.items():
+        for method, several in by_method.items():
             for i, score in enumerate(several):
                 place = (length, ("vt", "cwe")[i // 4], i % 4, method)
                 found[place] = {"score": score, "row_share": 0.1, "setting": "share 0.08"}
@@ -524,6 +525,23 @@ def test_tasks_from_end_to_end(
         refused("--minutes", "0.00001", "--samples", 3, "--lengths", "2500")
         == "no sample of every task was answered in the time given"
     )
+
+
+def test_budgets_are_chosen_on_text_that_ends_once() -> None:
+    text = torch.arange(1000)
+    short = suite.stretch(text, 300, seed=1)
+    assert short.tolist() == [(int(short[0]) + i) % 1000 for i in range(300)]
+    assert torch.equal(short, suite.stretch(text, 300, seed=1))
+    assert not torch.equal(short, suite.stretch(text, 300, seed=2))
+    # Of a text that is too short, the beginning comes twice.
+    long = suite.stretch(text, 1600, seed=1)
+    first = int(long[0])
+    assert long.tolist() == [(first + i % 1000) % 1000 for i in [*range(600), *range(1000)]]
+    assert not set(long[-64:].tolist()) & set(long[:-64].tolist())
+    assert len(suite.stretch(text, 1936, seed=1)) == 1936
+    told = "the text has 1,000 tokens; for 2,000 it takes at least 1,032"
+    with pytest.raises(ValueError, match=told):
+        suite.stretch(text, 2000, seed=1)
 
 
 def test_names_of_tasks() -> None:

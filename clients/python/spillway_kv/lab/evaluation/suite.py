@@ -18,7 +18,7 @@ import torch
 
 from spillway_kv.lab.evaluation import asking, extraction, results, ruler
 from spillway_kv.lab.evaluation.asking import Asked, Asker
-from spillway_kv.lab.evaluation.contenders import INDEX, Contender, contenders, matched
+from spillway_kv.lab.evaluation.contenders import INDEX, PILOT, Contender, contenders, matched
 from spillway_kv.lab.evaluation.indexing import policy_told
 from spillway_kv.lab.evaluation.records import Record, Records
 from spillway_kv.lab.evaluation.store import digest
@@ -60,7 +60,7 @@ def run(
         minutes: No question is asked later than this after the start. 0 means no limit.
 
     Raises:
-        ValueError: A name is unknown, no task fits a length, or the text is shorter than one.
+        ValueError: A name is unknown, no task fits a length, or the text is too short for one.
         ModuleNotFoundError: A task needs words of the extra `ruler`.
     """
     _Run(bench, chosen_tasks(tasks), lengths, sample_count, methods, minutes).run()
@@ -93,6 +93,29 @@ def chosen_contenders(bench: Workbench, length: int, names: str) -> list[Contend
     if unknown:
         raise ValueError(f"no method {', '.join(unknown)}; there are {', '.join(known)}")
     return [known[name] for name in dict.fromkeys((DENSE, *wanted))]
+
+
+def stretch(tokens: torch.Tensor, length: int, seed: int) -> torch.Tensor:
+    """Returns a part of a text, for the choice of budgets.
+
+    Args:
+        tokens: Token ids of the text, [N], which is used from a random position on.
+        length: Number of tokens. If the text is shorter, some of it precedes the whole of it, so
+            that the last tokens, on which rows are counted, occur once.
+        seed: Seed of the position.
+
+    Raises:
+        ValueError: The text has less than about half as many tokens.
+    """
+    more = max(0, length - len(tokens))
+    if more > len(tokens) - 2 * PILOT:
+        raise ValueError(
+            f"the text has {len(tokens):,} tokens; for {length:,} it takes at least "
+            f"{length // 2 + PILOT:,}"
+        )
+    start = int(np.random.default_rng([seed, length]).integers(len(tokens)))
+    turned = torch.roll(tokens, -start)
+    return torch.cat((turned[:more], turned))[:length]
 
 
 def _maker(task: str, length: int) -> tuple[Maker, int]:
@@ -222,12 +245,12 @@ class _Run:
 
     def _contenders(self, asker: Asker) -> list[tuple[Contender, str, Asked]]:
         """Returns the contenders of a length. Their budgets are records too."""
-        length = asker.token_count
+        length, setting = asker.token_count, self.bench.setting
         if length not in self._chosen:
             rivals = chosen_contenders(self.bench, length, self.methods)
             keys = [digest({**self._told(length), "budget of": one.name}) for one in rivals]
             if any(self._records.get(key) is None for key in keys):
-                values = matched(asker, self._stretch(length), rivals)
+                values = matched(asker, stretch(self.bench.tokens, length, setting.seed), rivals)
                 for one, key, value in zip(rivals, keys, values, strict=True):
                     told = {"length": length, "budget of": one.name, "value": value}
                     if self._records.get(key) is None:
@@ -239,15 +262,6 @@ class _Run:
                 chosen.append((one, record["value"], one.asked(record["value"])))
             self._chosen[length] = chosen
         return self._chosen[length]
-
-    def _stretch(self, length: int) -> torch.Tensor:
-        """Returns `length` tokens from a random position of the text."""
-        tokens = self.bench.tokens
-        if len(tokens) < length:
-            raise ValueError(f"the text has {len(tokens):,} tokens, {length:,} are needed")
-        random = np.random.default_rng([self.bench.setting.seed, length])
-        start = int(random.integers(len(tokens) - length + 1))
-        return tokens[start : start + length]
 
     def _complete(self, length: int) -> list[int]:
         """Returns the samples of which every task of a length was answered."""
