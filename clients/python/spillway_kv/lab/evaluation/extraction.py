@@ -196,9 +196,9 @@ def _question(records: Sequence[Record], town: str) -> Extraction:
     values = ("K0000", "odd sample", "Nowhere", 11, 12)
     example = {name: value for name, value in zip(FIELDS, values, strict=True) if name in fields}
     text = (
-        f"\n\nList {f'the shipments to {town}' if town else 'all shipments'} in the text above, in "
-        "its order, as a JSON list and nothing else. Each shipment is an object like this one: "
-        f"{json.dumps(example)}"
+        f"\n\nList {f'all shipments to {town}' if town else 'all shipments'} in the text above, in "
+        "its order, as JSON and nothing else. Give a list with an object for each shipment, in "
+        f"this form: [{json.dumps(example)}, ...]"
     )
     length = sum(len(one) + 2 for one in wanted)
     tokens = int(_TOKENS_PER_CHARACTER * length) + 32

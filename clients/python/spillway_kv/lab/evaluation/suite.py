@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from spillway_kv.lab.evaluation import asking, extraction, results, ruler
+from spillway_kv.lab.evaluation import asking, extraction, results, ruler, words
 from spillway_kv.lab.evaluation.asking import Asked, Asker
 from spillway_kv.lab.evaluation.contenders import INDEX, PILOT, Contender, contenders, matched
 from spillway_kv.lab.evaluation.indexing import policy_told
@@ -28,7 +28,7 @@ from spillway_kv.lab.evaluation.workbench import Workbench
 from spillway_kv.lab.training.traces import read_text
 
 BENCHMARKS = {"ruler": ruler.NAMES, "extraction": extraction.NAMES}
-# Part of the keys of records: change it when a generator or a score changes.
+# Part of the keys of records: raise it when a generator or a score changes.
 VERSION = 1
 SECTION = "tasks"
 EXPLANATION = (
@@ -182,6 +182,7 @@ class _Run:
                 {
                     **self._told(length),
                     "task": task,
+                    "words": words.versions() if task in ruler.NAMES else {},
                     "sample": sample,
                     "policy": policy_told(one.case.policy),
                 }

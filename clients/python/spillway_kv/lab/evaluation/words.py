@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from importlib import import_module, resources
+from importlib import import_module, metadata, resources
 
 from spillway_kv._extras import needs
 
@@ -56,3 +56,14 @@ def many() -> tuple[str, ...]:
     with needs("ruler", _WHAT):
         package = import_module("english_words")
     return tuple(sorted(package.get_english_words_set(["web2"], alpha=True, lower=True)))
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of the packages that are installed, by name."""
+    found = {}
+    for name in ("english-words", "wonderwords"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
