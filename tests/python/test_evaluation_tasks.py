@@ -536,7 +536,7 @@ def test_generators_are_those_of_the_version() -> None:
         [[name, task.context, vars(task.questions[0])] for name, task in tasks.items()]
     )
     digest = hashlib.sha256(told.encode()).hexdigest()[:16]
-    assert (suite.VERSION, digest) == (1, "b1a909d87085b31f")
+    assert (suite.VERSION, digest) == (1, "a9e78b2f2788e222")
 
 
 def test_budgets_are_chosen_on_text_that_ends_once() -> None:
@@ -554,6 +554,27 @@ def test_budgets_are_chosen_on_text_that_ends_once() -> None:
     told = "the text has 1,000 tokens; for 2,000 it takes at least 1,032"
     with pytest.raises(ValueError, match=told):
         suite.stretch(text, 2000, seed=1)
+
+
+def test_the_command_names_the_extra(
+    tiny: tuple[Path, Path], target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing(_: str) -> Any:
+        raise ModuleNotFoundError("No module named 'wonderwords'", name="wonderwords")
+
+    words._listed.cache_clear()
+    words.usual.cache_clear()
+    monkeypatch.setattr(words.resources, "files", missing)
+    options = ["--output", tmp_path, "--daemon", target, "--tasks", "vt,cwe"]
+    answer = CliRunner().invoke(app, ["tasks", *(str(word) for word in (*tiny, *options))])
+    assert answer.exit_code == 1
+    told = (
+        "a RULER task needs wonderwords, which is not installed: pip install 'spillway-kv[ruler]'"
+    )
+    assert told in " ".join(answer.output.split())
+    # Tasks without such words are served.
+    served = {name for name in ruler.NAMES if not ruler.needs_words(name)}
+    assert served == {"niah_multikey_3", "vt", "fwe"}
 
 
 def test_names_of_tasks() -> None:

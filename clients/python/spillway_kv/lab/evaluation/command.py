@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from spillway_kv.connecting import connect
 from spillway_kv.errors import SpillwayError
@@ -137,7 +138,7 @@ def _told() -> Iterator[None]:
         FileNotFoundError,
         ModuleNotFoundError,
     ) as error:
-        console.print(f"[red]{type(error).__name__}:[/] {error}", soft_wrap=True)
+        console.print(f"[red]{type(error).__name__}:[/] {escape(str(error))}", soft_wrap=True)
         raise typer.Exit(1) from error
     finally:
         signal.signal(signal.SIGTERM, before)

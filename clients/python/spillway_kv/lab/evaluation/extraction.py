@@ -202,4 +202,4 @@ def _question(records: Sequence[Record], town: str) -> Extraction:
     )
     length = sum(len(one) + 2 for one in wanted)
     tokens = int(_TOKENS_PER_CHARACTER * length) + 32
-    return Extraction(text, "```json\n", wanted, tokens, checked_every=16)
+    return Extraction(text, "```json\n[\n", wanted, tokens, checked_every=16)

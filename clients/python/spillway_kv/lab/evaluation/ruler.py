@@ -68,6 +68,11 @@ NAMES = (*NEEDLES, "vt", "cwe", "fwe")
 LEAST = {"cwe": 20, "fwe": 100}
 
 
+def needs_words(name: str) -> bool:
+    """Whether a task of NAMES has words of the extra `ruler`."""
+    return name == "cwe" or (name in NEEDLES and NEEDLES[name].key == "words")
+
+
 def maker(name: str, token_count: int) -> Maker:
     """Returns the maker of a task. Its pieces are the words of a text, its size is in units.
 

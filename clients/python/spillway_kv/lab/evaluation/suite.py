@@ -153,8 +153,11 @@ class _Run:
 
     def run(self) -> None:
         """Asks all tasks, length by length, each with one sample of every task at a time."""
+        # Before anything is measured: unknown methods, and words that are not installed.
         for length in self.lengths:
             chosen_contenders(self.bench, length, self.methods)
+        if any(ruler.needs_words(task) for task in self.tasks):
+            words.usual()
         with self.bench.progress(SECTION) as progress:
             total = len(self.lengths) * self.sample_count * len(self.tasks)
             bar = progress.add_task("", total=total)
@@ -182,7 +185,7 @@ class _Run:
                 {
                     **self._told(length),
                     "task": task,
-                    "words": words.versions() if task in ruler.NAMES else {},
+                    "words": words.versions() if ruler.needs_words(task) else {},
                     "sample": sample,
                     "policy": policy_told(one.case.policy),
                 }
