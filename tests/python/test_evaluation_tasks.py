@@ -564,7 +564,7 @@ def test_the_command_names_the_extra(
 
     words._listed.cache_clear()
     words.usual.cache_clear()
-    monkeypatch.setattr(words.resources, "files", missing)
+    monkeypatch.setattr("importlib.resources.files", missing)
     options = ["--output", tmp_path, "--daemon", target, "--tasks", "vt,cwe"]
     answer = CliRunner().invoke(app, ["tasks", *(str(word) for word in (*tiny, *options))])
     assert answer.exit_code == 1
