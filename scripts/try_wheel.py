@@ -223,6 +223,7 @@ EXTRAS = {
     "transformers": "import spillway_kv.transformers, spillway_kv.torch",
     "lab": "import spillway_kv.lab.evaluation.command, spillway_kv.lab.models.command, "
     "spillway_kv.lab.training.command",
+    "ruler": "import english_words, wonderwords",
     "ray": "import spillway_kv.cluster.deploy",
 }
 PROGRAMS = ("spillway-lab", "spillway-cluster")

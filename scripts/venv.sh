@@ -57,7 +57,7 @@ if [[ $what == demo ]]; then
   packages=(--editable 'clients/python[lab]')
 else
   echo "venv: installing the Python client, the research tools and what tests them"
-  packages=(--editable 'clients/python[transformers,lab,ray,dev]')
+  packages=(--editable 'clients/python[transformers,lab,ruler,ray,dev]')
 fi
 # torch is asked for beside what depends on it, so that one resolution sees
 # the pin and takes the CPU build where the index has one. Modules are compiled

@@ -42,7 +42,7 @@ esac
 mkdir -p "$work"
 # Pins torch to the build in the checkout's environment.
 sed -n 's/^readonly torch=//p' scripts/venv.sh >"$work/constraint"
-PIP_CONSTRAINT=$PWD/$work/constraint "$python" scripts/try_wheel.py "$wheels" --extras transformers lab ray \
+PIP_CONSTRAINT=$PWD/$work/constraint "$python" scripts/try_wheel.py "$wheels" --extras transformers lab ruler ray \
   --output "$work/here.json"
 if ((EUID != 0)); then
   echo "wheels-test: for an empty Debian it takes root, which is left out" >&2

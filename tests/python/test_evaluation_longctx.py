@@ -16,8 +16,9 @@ from spillway_kv.lab.evaluation import intervals, longctx, sections, sources
 from spillway_kv.lab.evaluation.asking import Answer, Asker
 from spillway_kv.lab.evaluation.attends import EXACT, Case
 from spillway_kv.lab.evaluation.command import app
+from spillway_kv.lab.evaluation.contenders import INDEX, Contender, comparable, contenders, given
 from spillway_kv.lab.evaluation.indexing import DEFAULT_INDEX
-from spillway_kv.lab.evaluation.longctx import Contender, Outcome, comparable, contenders, given
+from spillway_kv.lab.evaluation.longctx import Outcome
 from spillway_kv.lab.evaluation.setting import Setting
 from spillway_kv.lab.evaluation.workbench import Workbench
 from spillway_kv.policy import Policy, TopK
@@ -275,8 +276,8 @@ def test_one_index_serves_all_as_their_own_do(bench: Workbench) -> None:
     asker = Asker(bench, LENGTH)
     tokens = torch.tensor(draw_words(LENGTH))
     for policy in (Policy(), policy_of("fast") or Policy(), Policy(heavy=TopK(fraction=0.05))):
-        dense = Case(longctx.INDEX, EXACT)
-        together = given(asker, tokens, 16, [dense, Case(longctx.INDEX, policy)])[1]
+        dense = Case(INDEX, EXACT)
+        together = given(asker, tokens, 16, [dense, Case(INDEX, policy)])[1]
         own = given(asker, tokens, 16, [Case(DEFAULT_INDEX, EXACT), Case(DEFAULT_INDEX, policy)])[1]
         np.testing.assert_array_equal(together["rows"], own["rows"])
         np.testing.assert_allclose(together["divergence"], own["divergence"], rtol=1e-3, atol=1e-6)

@@ -83,7 +83,7 @@ def test_nothing_called_spillway_is_required(wheels: Wheels) -> None:
         told = metadata(wheel, "METADATA")
         assert "\nName: spillway-kv\n" in told
         extras = set(re.findall(r"^Provides-Extra: (.*)$", told, re.M))
-        assert extras == {"transformers", "vllm", "ray", "lab", "dev"}
+        assert extras == {"transformers", "vllm", "ray", "lab", "ruler", "dev"}
         needs = re.findall(r"^Requires-Dist: ([\w.-]+)", told, re.M)
         assert len(needs) > 20
         assert [name for name in needs if "spillway" in name.lower()] == []

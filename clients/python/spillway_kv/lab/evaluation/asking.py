@@ -17,6 +17,7 @@ import torch
 
 from spillway_kv.lab.evaluation.attends import EXACT, Case
 from spillway_kv.lab.evaluation.decoding import Row, step
+from spillway_kv.lab.evaluation.fitting import largest
 from spillway_kv.lab.evaluation.indexing import DEFAULT_INDEX, Index, check_policy, policy_told
 from spillway_kv.lab.evaluation.language import yarn_factor
 from spillway_kv.lab.evaluation.methods import registry
@@ -141,15 +142,49 @@ class Asker:
         first = random.Random(seed).randrange(len(pieces))
         pieces = [*pieces[first:], *pieces[:first]]
 
-        def count(task: Task) -> int:
-            longest = max(
-                task.questions,
-                key=lambda asked: len(asked.text) + len(asked.start),
-                default=_NOTHING,
-            )
-            return len(self._encoded(task, longest).tokens) + longest.new_token_count
+        task = sized(maker, seed, pieces, self._count, self.token_count)
+        return self._asked(task)
 
-        task = sized(maker, seed, pieces, count, self.token_count)
+    def fitted(
+        self,
+        maker: Maker,
+        seed: str,
+        pieces: Sequence[Any],
+        least: int = 1,
+        guess: int | None = None,
+    ) -> tuple[list[Prompt], int]:
+        """Makes the task of the largest size that fits, however many pieces that takes.
+
+        Args:
+            maker: Maker of the task, of any size.
+            seed: Seed of all its random choices.
+            pieces: Pieces of its context, used from a random position on.
+            least: Smallest size of the task.
+            guess: A size that may be about right, such as that of another seed.
+
+        Returns:
+            A prompt for each question, as from `prompts`, and the size.
+
+        Raises:
+            ValueError: No task fits the number of tokens.
+        """
+        first = random.Random(seed).randrange(len(pieces))
+        pieces = [*pieces[first:], *pieces[:first]]
+
+        def made(size: int) -> Task:
+            return maker(random.Random(seed), pieces, size)
+
+        size = largest(lambda size: self._count(made(size)), self.token_count, least, guess)
+        return self._asked(made(size)), size
+
+    def _count(self, task: Task) -> int:
+        """Counts the tokens of the task's longest prompt with its answer."""
+        longest = max(
+            task.questions, key=lambda asked: len(asked.text) + len(asked.start), default=_NOTHING
+        )
+        return len(self._encoded(task, longest).tokens) + longest.new_token_count
+
+    def _asked(self, task: Task) -> list[Prompt]:
         made = [self._encoded(task, question) for question in task.questions]
         end = min((prompt.context_end for prompt in made), default=0)
         assert all(torch.equal(prompt.tokens[:end], made[0].tokens[:end]) for prompt in made)
@@ -193,7 +228,10 @@ class Asker:
             wanted = [case for lacking in missing.values() for case in lacking]
             with self.reading(context, wanted) as sequences:
                 for number, lacking in missing.items():
-                    self._answer(sequences, prompts[number], lacking)
+                    answers = self._answers(sequences, prompts[number], lacking)
+                    for case, answer in zip(lacking, answers, strict=True):
+                        told = {name: np.array(value) for name, value in vars(answer).items()}
+                        store.put(self._key(prompts[number], case), told)
         return [[self._answered(prompt, case) for case in cases] for prompt in prompts]
 
     def _key(self, prompt: Prompt, case: Case) -> dict[str, Any]:
@@ -218,14 +256,16 @@ class Asker:
         found = self.bench.store.get(self._key(prompt, case))
         return Answer(**{name: value.item() for name, value in found.items()})
 
-    def _answer(
+    def answers(self, prompt: Prompt, cases: Sequence[Case]) -> list[Answer]:
+        """Returns the answer of each case to one prompt. Stores nothing."""
+        with self.reading(prompt.tokens[: prompt.context_end], cases) as sequences:
+            return self._answers(sequences, prompt, cases)
+
+    def _answers(
         self, sequences: Mapping[Index, DaemonSequence], prompt: Prompt, cases: Sequence[Case]
-    ) -> None:
+    ) -> list[Answer]:
         with forks(sequences, cases) as rows:
-            answers = _decode(self.bench.load(self.factor), self.bench, prompt, rows)
-        for case, answer in zip(cases, answers, strict=True):
-            told = {name: np.array(value) for name, value in vars(answer).items()}
-            self.bench.store.put(self._key(prompt, case), told)
+            return _decode(self.bench.load(self.factor), self.bench, prompt, rows)
 
     @contextmanager
     def reading(
@@ -288,21 +328,28 @@ def _decode(model: Any, bench: Workbench, prompt: Prompt, rows: Sequence[Row]) -
     tokens = tokens.expand(len(rows), -1)
     made: list[list[int]] = [[] for _ in rows]
     shares: list[list[float]] = [[] for _ in rows]
-    texts = [""] * len(rows)
-    for _ in range(prompt.question.new_token_count):
+    question = prompt.question
+
+    def text(i: int) -> str:
+        return str(bench.tokenizer.decode(made[i], skip_special_tokens=True))
+
+    def goes_on(i: int, count: int) -> bool:
+        if made[i][-1] in ends:
+            return False
+        return count % question.checked_every != 0 or not question.ended(text(i))
+
+    for count in range(1, question.new_token_count + 1):
         found = step(model, bench.client, [rows[i] for i in going], tokens, start, last_logits=True)
         for i, steps in zip(going, found, strict=True):
             shares[i] += steps.shares.mean(axis=(0, 2)).tolist()
             made[i].append(int(steps.logits[-1].argmax()))
-            texts[i] = bench.tokenizer.decode(made[i], skip_special_tokens=True)
         start += tokens.shape[1]
-        going = [
-            i for i in going if made[i][-1] not in ends and not prompt.question.ended(texts[i])
-        ]
+        going = [i for i in going if goes_on(i, count)]
         if not going:
             break
         tokens = torch.tensor([made[i][-1:] for i in going], device="cpu")
+    answers = [text(i) for i in range(len(rows))]
     return [
-        Answer(text, prompt.question.score(text), float(np.mean(share)))
-        for text, share in zip(texts, shares, strict=True)
+        Answer(answer, question.score(answer), float(np.mean(share)))
+        for answer, share in zip(answers, shares, strict=True)
     ]

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from spillway_kv.connecting import connect
 from spillway_kv.errors import SpillwayError
@@ -32,6 +33,7 @@ from spillway_kv.lab.evaluation import (
     retrieval,
     reuse,
     sources,
+    suite,
 )
 from spillway_kv.lab.evaluation import biases as model_biases
 from spillway_kv.lab.evaluation.asking import ASKED
@@ -129,8 +131,14 @@ def _told() -> Iterator[None]:
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         yield
-    except (NotServedError, SpillwayError, ValueError, FileNotFoundError) as error:
-        console.print(f"[red]{type(error).__name__}:[/] {error}", soft_wrap=True)
+    except (
+        NotServedError,
+        SpillwayError,
+        ValueError,
+        FileNotFoundError,
+        ModuleNotFoundError,
+    ) as error:
+        console.print(f"[red]{type(error).__name__}:[/] {escape(str(error))}", soft_wrap=True)
         raise typer.Exit(1) from error
     finally:
         signal.signal(signal.SIGTERM, before)
@@ -288,11 +296,32 @@ def _longctx(
     longctx.run(bench, plan, minutes)
 
 
+def _tasks(
+    bench: Workbench,
+    tasks: Annotated[
+        str, typer.Option(help="comma-separated tasks, or all of ruler or extraction")
+    ] = "ruler",
+    methods: Annotated[
+        str, typer.Option(help="comma-separated methods beside dense attention; all by default")
+    ] = "",
+    lengths: Annotated[
+        str,
+        typer.Option(help="comma-separated lengths, tokens; with YaRN if longer than the model's"),
+    ] = "4096,8192",
+    samples: Annotated[int, typer.Option(min=1, help="samples for each task and length")] = 5,
+    minutes: Annotated[
+        float, typer.Option(min=0, help="ask no new question after this time; 0: no limit")
+    ] = 0,
+) -> None:
+    """Solves RULER's tasks, and extracts records as JSON; TEXTS: prose for the essays."""
+    suite.run(bench, tasks, _lengths(lengths), samples, methods, minutes)
+
+
 def _all(
     bench: Workbench,
     preset: Annotated[str, typer.Option(help="small (minutes on two cores) or full")] = "full",
 ) -> None:
-    """Runs all of these except `adversarial`, `longctx` and `reuse`, with a preset."""
+    """Runs all of these except `adversarial`, `longctx`, `tasks` and `reuse`, with a preset."""
     if preset not in presets.PRESETS:
         raise ValueError(f"no preset {preset!r}; there are {', '.join(presets.PRESETS)}")
     for run, options in presets.PRESETS[preset]:
@@ -309,6 +338,7 @@ _RUNS = (
     _needle,
     _ruler,
     _longctx,
+    _tasks,
     _reuse,
     _all,
 )

@@ -25,6 +25,7 @@ from spillway_kv.lab.evaluation import (
     reuse_plots,
     sections,
     style,
+    suite_page,
 )
 from spillway_kv.lab.evaluation.markdown import folded, table
 
@@ -154,5 +155,6 @@ _SECTIONS: dict[
     "needle": ("Needles in a haystack", sections.asked, needle_plots.draw_needle),
     "ruler": ("RULER tasks", sections.asked, needle_plots.draw_ruler),
     "longctx": ("Answers from long contexts", sections.longctx, longctx_plots.draw),
+    "tasks": ("RULER and extraction", suite_page.page, lambda told, folder: []),
     "reuse": ("Rows that neighbouring steps share", sections.reuse, reuse_plots.draw),
 }

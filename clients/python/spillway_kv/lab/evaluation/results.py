@@ -32,6 +32,7 @@ SECTIONS = (
     "needle",
     "ruler",
     "longctx",
+    "tasks",
     "reuse",
 )
 

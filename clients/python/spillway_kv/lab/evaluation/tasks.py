@@ -38,6 +38,7 @@ class Question:
         new_token_count: Most tokens of the answer.
         quoted: Whether there is only one answer, which must be equal to the text before the first
             backtick or line end, apart from quotes, spaces and case.
+        checked_every: Tokens after which `ended` is asked, more than one for long answers.
     """
 
     text: str
@@ -45,6 +46,7 @@ class Question:
     answers: tuple[str, ...]
     new_token_count: int
     quoted: bool = False
+    checked_every: int = 1
 
     def score(self, answer: str) -> float:
         """Share of the answers that a text contains, ignoring case."""
@@ -57,6 +59,10 @@ class Question:
         if self.quoted:
             return _quoted(answer) != answer
         return self.score(answer) == 1
+
+    def details(self, answer: str) -> dict[str, Any]:
+        """Returns what a record of the answer has besides its score, for JSON."""
+        return {"wanted": list(self.answers)}
 
 
 def _quoted(answer: str) -> str:
