@@ -22,15 +22,21 @@ from spillway_kv.sequence import Sequence
 from spillway_kv.transformers.chats import Chats
 from spillway_kv.transformers.contents import Contents
 from spillway_kv.transformers.daemon_model import DaemonModel
+from spillway_kv.transformers.handed import uncompiled
 from spillway_kv.transformers.identity import config_fields
 from spillway_kv.transformers.layer import Shared
 from spillway_kv.transformers.rows import RowStore
 from spillway_kv.transformers.selection import row_numbers
 from spillway_kv.transformers.statistics import CacheStatistics, OnAttend
-from spillway_kv.transformers.support import shapes_of, windows_of
+from spillway_kv.transformers.support import continues_one_by_one, layers_of, shapes_of
 from spillway_kv.transformers.turns import Turns
 
 Self = TypeVar("Self", bound="SpillwayCache")
+
+
+@uncompiled
+def _announce(contents: Contents, token_count: int) -> None:
+    contents.announce(token_count)
 
 
 class SpillwayCache(Cache):
@@ -117,7 +123,13 @@ class SpillwayCache(Cache):
             ttl=ttl,
             prefill_block_token_count=prefill_block_token_count,
         )
-        self._take(Contents(Shared(store, on_attend), windows_of(config)))
+        self._take(
+            Contents(
+                Shared(store, on_attend),
+                layers_of(config),
+                one_by_one=continues_one_by_one(config),
+            )
+        )
 
     def _take(self, contents: Contents) -> None:
         Cache.__init__(self, layers=contents.layers)
@@ -181,7 +193,7 @@ class SpillwayCache(Cache):
     @property
     def model_layers(self) -> tuple[int, ...]:
         """The layers of the model that are in the daemon: those with full attention."""
-        return tuple(index for index, window in enumerate(self.contents.windows) if window is None)
+        return tuple(index for index, kind in enumerate(self.contents.kinds) if kind.is_full)
 
     @property
     def batch_size(self) -> int:
@@ -197,9 +209,36 @@ class SpillwayCache(Cache):
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Passes the new K/V of a layer to its attention function."""
-        if layer_idx == 0:
+        if layer_idx == self.contents.attending[0].model_index:
             self.contents.begin_forward(key_states.shape[0])
         return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
+
+    # The first call of a forward pass is that for a mask. Models with a state then read it.
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Returns how many positions a mask covers, and the first of them. Begins a forward pass.
+
+        Raises:
+            UnsupportedModelError: The model cannot continue with so many tokens.
+        """
+        if self.contents.states:
+            _announce(self.contents, query_length)
+        return super().get_mask_sizes(query_length, layer_idx)
+
+    def has_previous_state(self, *args: Any, **kwargs: Any) -> bool:
+        """Whether a layer has a state. As in transformers."""
+        self.contents.begin_states()
+        return super().has_previous_state(*args, **kwargs)
+
+    def get_conv_state(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+        """Returns a convolution's newest inputs. As in transformers."""
+        self.contents.begin_states()
+        return super().get_conv_state(*args, **kwargs)
+
+    def update_conv_state(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Takes inputs of a convolution. As in transformers."""
+        self.contents.begin_states()
+        return super().update_conv_state(*args, **kwargs)
 
     @property
     def _is_user_defined(self) -> bool:
@@ -211,7 +250,12 @@ class SpillwayCache(Cache):
         self.contents.shared.phase.begin_generation()
 
     def activate_past_recording(self) -> None:
-        """Notes that assisted decoding begins, whose candidates do not belong to a prompt."""
+        """Notes that assisted decoding begins, whose candidates do not belong to a prompt.
+
+        Raises:
+            UnsupportedModelError: Layers keep one state, from which no tokens can be removed.
+        """
+        self.contents.check_candidates()
         self.contents.shared.phase.begin_assisted_decoding()
 
     # Rows and lengths.

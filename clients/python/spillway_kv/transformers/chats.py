@@ -43,7 +43,7 @@ class Chats:
         if not store.rows:
             raise ValueError("the cache is empty: there is nothing to save")
         call = secrets.token_hex(8)
-        weights = tuple(layer.find_weights() for layer in contents.layers)
+        weights = tuple(layer.find_weights() for layer in contents.attending)
         ids = texts.rows(len(store.rows))
         if ids is None:
             ids = torch.empty(len(store.rows), 0, dtype=torch.int64, device="cpu")
@@ -81,7 +81,7 @@ class Chats:
             self._contents.reset()
             raise
         if check_model:
-            for layer, weights in zip(self._contents.layers, notes[0].weights, strict=False):
+            for layer, weights in zip(self._contents.attending, notes[0].weights, strict=False):
                 layer.weights = weights
         texts = self._contents.texts
         texts.turns = dict(notes[0].turns)

@@ -44,6 +44,8 @@ _SMALL: dict[str, Any] = {
 _MORE: dict[str, dict[str, Any]] = {
     "beam": {"n_group": 1, "topk_group": 1},
     "dots1": {"n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
 }
 # Fields that do not fit together in some configs; without the first ones that help.

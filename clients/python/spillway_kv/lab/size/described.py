@@ -15,8 +15,8 @@ from spillway_kv.transformers.sliding import SPARE_TOKEN_COUNT
 from spillway_kv.transformers.support import (
     Shapes,
     UnsupportedModelError,
+    layers_of,
     shapes_of,
-    windows_of,
 )
 
 DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -110,7 +110,7 @@ def describe(config: Any, dtype: str | None = None) -> Described:
             f"a {config.model_type} model cannot be served: transformers has no class of it that "
             "writes text"
         )
-    windows = Counter(window for window in windows_of(config) if window is not None)
+    windows = Counter(kind.window for kind in layers_of(config) if kind.window is not None)
     text = config.get_text_config(decoder=True)
     if dtype is None:
         known = getattr(config, "dtype", None) or getattr(text, "dtype", None) or "bfloat16"
