@@ -427,6 +427,7 @@ class SpillwayCache(Cache):
         ttl: datetime.timedelta | float | None = None,
         timeout: float | None = None,
         check_model: bool = True,
+        device: torch.device | str | None = None,
         **options: Any,
     ) -> Self:
         """Creates a cache from the files that `save` has written, in any process, with any engine.
@@ -443,6 +444,8 @@ class SpillwayCache(Cache):
             timeout: Seconds for each row. None means no limit.
             check_model: Whether the model must be the one that computed the K/V, as far as its
                 config tells. The first forward pass also compares a sample of its weights.
+            device: The model's device, for layers with a window or a state. None means that on
+                which they were, or the CPU if it does not exist.
             **options: As for `SpillwayCache`.
 
         Raises:
@@ -451,7 +454,9 @@ class SpillwayCache(Cache):
             SpillwayError: As for `Client.load_sequence`.
         """
         made = cls(config, client, policy=policy, quality=quality, model=model, ttl=ttl, **options)
-        made._chats.load(folder, model, ttl, timeout, check_model=check_model)
+        made._chats.load(
+            folder, model, ttl, timeout, check_model=check_model, device=device
+        )
         return made
 
     @classmethod
