@@ -454,9 +454,7 @@ class SpillwayCache(Cache):
             SpillwayError: As for `Client.load_sequence`.
         """
         made = cls(config, client, policy=policy, quality=quality, model=model, ttl=ttl, **options)
-        made._chats.load(
-            folder, model, ttl, timeout, check_model=check_model, device=device
-        )
+        made._chats.load(folder, model, ttl, timeout, check_model=check_model, device=device)
         return made
 
     @classmethod

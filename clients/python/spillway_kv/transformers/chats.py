@@ -74,9 +74,7 @@ class Chats:
             )
         self._replace_kept(folder, call, len(store.rows))
 
-    def _save_kept(
-        self, folder: str | Path, row: int, call: str, timeout: float | None
-    ) -> None:
+    def _save_kept(self, folder: str | Path, row: int, call: str, timeout: float | None) -> None:
         """Saves what layers keep in this process, beside what was saved before."""
         if kept_layers(self._contents):
             sequence, text = to_sequence(self._contents, row)

@@ -340,5 +340,7 @@ class Contents:
         self.shared.unfinished = None
         self.shared.phase = Phase()
         self.texts = Texts()
-        for layer in (*self.attending, *self.states):
+        for layer in self.attending:
             layer.reset()
+        for state in self.states:
+            state.reset()

@@ -84,7 +84,9 @@ def from_sequences(
             stacked = {name: torch.stack([each[2][name] for each in ofs]) for name in names}
             _give(layer, [each[1] for each in ofs], stacked)
     except _DAMAGES as error:
-        raise ValueError(f"the layers' states were not saved by SpillwayCache.save ({error})") from None
+        raise ValueError(
+            f"the layers' states were not saved by SpillwayCache.save ({error})"
+        ) from None
 
 
 def kept_layers(contents: Contents) -> list[SlidingLayer | StateLayer]:
@@ -122,12 +124,12 @@ def _taken(layer: Any, row: int, length: int) -> tuple[dict[str, Any], Tensors]:
 
 def _give(layer: Any, numbers: list[dict[str, Any]], tensors: Tensors) -> None:
     if isinstance(layer, SlidingLayer):
-        paddings = [each.get("padding") for each in numbers]
+        paddings = [each["padding"] for each in numbers if each.get("padding") is not None]
         layer.hold(
             Held(
                 tensors.get("keys"),
                 tensors.get("values"),
-                None if None in paddings else [int(each) for each in paddings],
+                [int(each) for each in paddings] if len(paddings) == len(numbers) else None,
                 int(numbers[0]["length"]),
             )
         )

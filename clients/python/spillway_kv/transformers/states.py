@@ -33,13 +33,15 @@ class HeldState(NamedTuple):
         """Returns a state of which row i is row indices[i] of this one."""
 
         def chosen(tensors: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-            rows = {each.device: torch.tensor(indices, device=each.device) for each in tensors.values()}
+            rows = {
+                each.device: torch.tensor(indices, device=each.device) for each in tensors.values()
+            }
             return {i: each.index_select(0, rows[each.device]) for i, each in tensors.items()}
 
         return self._replace(convolved=chosen(self.convolved), recurrent=chosen(self.recurrent))
 
 
-class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
+class StateLayer(LinearAttentionLayer):
     """A layer whose state is kept as transformers keeps it, on the model's device.
 
     Models change recurrent states in place, and tell nobody. So a copy is taken before each forward
@@ -221,8 +223,10 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]
         """
         before = self._before
         kept = before is not None and before.length == length
-        if not kept and length > 0 and not (
-            self.is_convolution and self._columns - length <= self._spare()
+        if (
+            not kept
+            and length > 0
+            and not (self.is_convolution and self._columns - length <= self._spare())
         ):
             raise ValueError(
                 f"the state of layer {self.model_index} ({self.kind.name}) after {length} tokens "

@@ -73,10 +73,10 @@ def shapes_of(config: Any) -> Shapes:
 
     Raises:
         UnsupportedModelError: The model has no layer with full attention, or layers of a kind that
-            is not served; a soft cap on the logits, latent attention, learned attention sinks, ALiBi,
-            shared K/V, cross-attention, a scale of its own in each layer, or an encoder; or shapes
-            that the engine does not serve; or its attention is of another kind, or not behind
-            transformers' interface.
+            is not served; a soft cap on the logits, latent attention, learned attention sinks,
+            ALiBi, shared K/V, cross-attention, a scale of its own in each layer, or an encoder; or
+            shapes that the engine does not serve; or its attention is of another kind, or not
+            behind transformers' interface.
     """
     if not hasattr(config, "get_text_config"):
         raise TypeError(f"the model's config is expected first, not a {type(config).__name__}")
@@ -139,9 +139,8 @@ def _refusals(config: Any) -> list[str]:
         if others:
             reasons.append(f"it has layers of the types {others}, and {sorted(SERVED)} are served")
         elif not {FULL, HYBRID} & set(layer_types):
-            reasons.append(
-                f"no layer has full attention: its layers are of the types {sorted(set(layer_types))}"
-            )
+            found = sorted(set(layer_types))
+            reasons.append(f"no layer has full attention: its layers are of the types {found}")
         elif SLIDING in layer_types and not (isinstance(window, int) and window > 0):
             reasons.append(f"it has {SLIDING} layers, and a sliding window of {window} tokens")
     elif value("sliding_window") is not None and value("use_sliding_window") is not False:

@@ -182,10 +182,9 @@ def _in_chunks(
     """The relative difference of the logits after a prompt in two chunks, or why it is refused."""
     half = ids.shape[1] // 2
     with SpillwayCache(model.config, client, quality="exact") as cache:
-        given = cache_argument(cache)
-        model(input_ids=ids[:, :half], use_cache=True, **given)
+        more = {**cache_argument(cache), "prefill_chunk_size": half}
         try:
-            made = model(input_ids=ids[:, half:], use_cache=True, **given).logits[:, -1].float()
+            _, made = _generate(model, ids, 1, more)
         except UnsupportedModelError:
             return 0.0, "no prompts in chunks and no later turns"
     return float((made - own).norm() / own.norm()), ""

@@ -62,7 +62,7 @@ _MORE: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "beam": {"n_group": 1, "topk_group": 1},
     "dots1": {"n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
-    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "granitemoehybrid": {"layers_block_type": ["linear_attention", "full_attention"] * 2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
@@ -73,9 +73,9 @@ _NORMS = re.compile(r"(q|k|query|key)_(norm|layernorm)\.weight$")
 # Fields that do not fit together in some configs; without the first ones that help.
 _DOUBTFUL: tuple[tuple[str, ...], ...] = (
     (),
-    ("layer_types",),
+    ("layer_types", "layers_block_type"),
     ("head_dim",),
-    ("layer_types", "head_dim"),
+    ("layer_types", "layers_block_type", "head_dim"),
 )
 # What makes another kind of attention of the same architecture.
 _VARIANTS: tuple[dict[str, Any], ...] = ({}, {"sliding_window": None}, {"is_decoder": True})
@@ -136,7 +136,7 @@ def tiny_model(config: Any, seed: int = 0) -> torch.nn.Module:
         with torch.no_grad():
             for name, weight in model.named_parameters():
                 if _NORMS.search(name):
-                    weight += 1
+                    weight.add_(1)
     except NotBuiltError:
         raise
     except Exception as error:
@@ -156,7 +156,9 @@ def _tiny(base: Any, text: Any, sizes: dict[str, int], changes: dict[str, Any]) 
         values.pop("sliding_window", None)
     kinds = list(dict.fromkeys(getattr(text, "layer_types", None) or ()))
     if kinds:
-        values["layer_types"] = (kinds * 4)[:4]
+        # Some configs derive other fields from it, and only by its older name.
+        name = getattr(text, "attribute_map", {}).get("layer_types", "layer_types")
+        values[name] = (kinds * 4)[:4]
     values |= _MORE.get(text.model_type, {}) | changes
     refusal: Exception | None = None
     for without in _DOUBTFUL:
