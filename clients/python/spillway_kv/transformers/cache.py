@@ -59,10 +59,12 @@ class SpillwayCache(Cache):
     and the first tokens of a direct call of the model after `generate()` has done assisted
     decoding on the cache.
 
-    For layers with a sliding window (Gemma 2 and 3 without soft caps, Qwen2), the newest K/V
-    stay on the model's device: those of the window and 128 tokens more, so that 128 tokens can
-    be removed again. The daemon's model has only the other layers (`model_layers`). `save` and
-    other methods that pass a cache on refuse such models.
+    For layers with a sliding window, the newest K/V stay on the model's device: those of the window
+    and 128 tokens more, so that 128 tokens can be removed again. Layers with a state (linear
+    attention, state spaces) keep it there, and a copy of before the last forward pass, to which
+    alone they can go back: there is no assisted decoding. Convolutions can go back by 128 tokens.
+    The daemon's model has only the layers with full attention (`model_layers`). `save` stores the
+    others too, but `detach` and `attach` refuse such models.
 
     Ctrl-C or an exception in a forward pass leaves the cache as it was before. `length` tells
     how long that is, and the next use undoes the rest. `save` and `load` store a cache, `detach`
@@ -286,8 +288,9 @@ class SpillwayCache(Cache):
                 removes none.
 
         Raises:
-            ValueError: More tokens than a layer with a sliding window can remove: it keeps 128
-                tokens more than the window.
+            ValueError: More tokens than a layer can remove: one with a sliding window or a
+                convolution keeps 128 tokens more, one with a state that before the last forward
+                pass.
         """
         if tokens_to_remove > 0:
             raise ValueError(
@@ -390,7 +393,8 @@ class SpillwayCache(Cache):
 
         Raises:
             KeyError: There is no such turn.
-            ValueError: More positions than the cache has.
+            ValueError: More positions than the cache has, or a layer cannot go back so far, as for
+                `crop`.
         """
         self._turns.truncate(to)
 
