@@ -46,7 +46,7 @@ def read(entry: dict[str, Any], folder: Path) -> Served | str:
     path.write_text(json.dumps(entry["config"]))
     config = load_config(str(path))
     try:
-        described = describe(config, on_gpu=True)
+        described = describe(config)
     except UnsupportedModelError as error:
         return str(error)
     count = weight_count(config)

@@ -46,9 +46,7 @@ def test_all_is_there_after_a_restart(tmp_path: Path, killed: bool, value_bits: 
             heads = SHAPES["query_head_count"]
             sinks = np.linspace(-3, 9, SHAPES["layer_count"] * heads).reshape(-1, heads)
             sinks[-1, -1] = -np.inf
-            model = client.create_model(
-                "m", **SHAPES, hash_weights=weights, sink_logits=None if on_gpu() else sinks
-            )
+            model = client.create_model("m", **SHAPES, hash_weights=weights, sink_logits=sinks)
             policy = spillway_kv.Policy(epsilon=0.2, dense_token_count=1024)
             sequence = client.create_sequence(model, "long", policy=policy, ttl=0)
             writer = Writer(1, "sequences/long")

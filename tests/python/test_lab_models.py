@@ -27,6 +27,8 @@ USED = {
     "gpt2": 4,
     "gpt_oss": 2,
     "granite": 4,
+    "granitemoehybrid": 2,
+    "lfm2": 2,
     "llama": 4,
     "mistral": 4,
     "mixtral": 4,
@@ -34,6 +36,7 @@ USED = {
     "phi3": 4,
     "qwen2": 4,
     "qwen3_moe": 4,
+    "qwen3_next": 2,
 }
 
 app = typer.Typer()
@@ -80,6 +83,20 @@ def test_others_are_refused(engine: Client, name: str, said: str) -> None:
     found = check(name, engine, SHORT)
     assert found.verdict is Verdict.REFUSED
     assert said in found.words
+
+
+def test_chunks_that_would_be_wrong_are_found(
+    engine: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without its name in the list, Jamba forgets its state between two chunks."""
+    require("jamba")
+    found = check("jamba", engine, SHORT)
+    assert found.verdict is Verdict.SERVED
+    assert found.words == "no prompts in chunks and no later turns"
+    monkeypatch.setattr(support, "_ONE_BY_ONE", frozenset())
+    found = check("jamba", engine, SHORT)
+    assert found.verdict is Verdict.WRONG
+    assert "after a prompt in two chunks" in found.words
 
 
 def test_what_is_not_refused_is_wrong(engine: Client, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,16 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from daemon_process import on_gpu
 from random_llama import VOCABULARY, generate, llama, prompt
 from spillway_kv import Client, Policy
 from spillway_kv.transformers import ModelMismatchError, SpillwayCache, UnsupportedModelError
 
 transformers = pytest.importorskip("transformers")
-pytestmark = [
-    pytest.mark.transports("embedded"),
-    pytest.mark.skipif(on_gpu(), reason="a GPU does not serve sinks"),
-]
+pytestmark = pytest.mark.transports("embedded")
 
 WINDOW = 64
 EXACT = Policy(selector="all")

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import spillway_kv
 import torch
-from daemon_process import on_gpu
-from helpers import delete_model, refused
+from helpers import delete_model
 from reference import dense_attention
 from spillway_kv import Client, FailedPrecondition, InvalidArgument, Model, Policy, Sequence
 
@@ -29,7 +28,6 @@ SHAPES: dict[str, Any] = {
     "dtype": "float32",
 }
 EXACT = Policy(selector="all")
-cpu_only = pytest.mark.skipif(on_gpu(), reason="a GPU does not serve sinks")
 
 
 def rows(seed: int, *shape: int) -> np.ndarray:
@@ -60,7 +58,6 @@ def sequence(client: Client, model: Model) -> Sequence:
     return sequence
 
 
-@cpu_only
 def test_a_model_has_them(client: Client, model: Model) -> None:
     assert model.sink_logits == SINKS
     assert client.get_model(model.name) == model
@@ -74,7 +71,6 @@ def test_a_model_has_them(client: Client, model: Model) -> None:
     client.delete_model(without)
 
 
-@cpu_only
 @pytest.mark.parametrize("layer", range(LAYERS))
 def test_exact_attends(sequence: Sequence, layer: int) -> None:
     for query_count in (1, 3, 40):
@@ -86,7 +82,6 @@ def test_exact_attends(sequence: Sequence, layer: int) -> None:
         assert (np.abs(result.out - out).max((0, 2)) < 2e-5 * np.abs(out).max((0, 2))).all()
 
 
-@cpu_only
 def test_sparse_attends(sequence: Sequence) -> None:
     errors, certified = [], []
     for layer in range(LAYERS):
@@ -104,7 +99,6 @@ def test_sparse_attends(sequence: Sequence) -> None:
     assert np.isfinite(certified).all()
 
 
-@cpu_only
 def test_steps_of_several_sequences(client: Client, model: Model) -> None:
     counts = (100, TOKENS - 1)
     sequences = [client.create_sequence(model) for _ in counts]
@@ -121,7 +115,6 @@ def test_steps_of_several_sequences(client: Client, model: Model) -> None:
                 np.testing.assert_allclose(lse[i], sums, atol=1e-4)
 
 
-@cpu_only
 def test_attention_to_other_rows_is_merged_as_usual(client: Client, model: Model) -> None:
     """The sink counts once, if the other part has none."""
     half = TOKENS // 2
@@ -136,7 +129,6 @@ def test_attention_to_other_rows_is_merged_as_usual(client: Client, model: Model
     np.testing.assert_allclose(merged, expected(q, 1)[0], atol=1e-5)
 
 
-@cpu_only
 def test_snapshots_belong_to_models_with_the_same(
     client: Client, sequence: Sequence, folder: str
 ) -> None:
@@ -154,8 +146,6 @@ def test_snapshots_belong_to_models_with_the_same(
 
 
 def test_an_embedded_engine_makes_the_model_of_a_snapshot(tmp_path: Path) -> None:
-    if on_gpu():
-        pytest.skip("a GPU does not serve sinks")
     q = rows(7, 1, HEADS, D)
     outputs = []
     for saves in (True, False):
@@ -195,10 +185,3 @@ def test_refused_shapes(client: Client) -> None:
     for shape in ((HEADS, LAYERS), (LAYERS, HEADS + 1), (LAYERS,)):
         with pytest.raises(ValueError, match=r"not \[layer_count, query_head_count\] = \[2, 4\]"):
             client.create_model(**SHAPES, sink_logits=np.zeros(shape))
-
-
-@pytest.mark.skipif(not on_gpu(), reason="needs a GPU")
-def test_a_gpu_refuses_them(client: Client) -> None:
-    error = refused(lambda: client.create_model(**SHAPES, sink_logits=SINKS))
-    assert "UNIMPLEMENTED" in str(error)
-    assert "sink_logits" in str(error)

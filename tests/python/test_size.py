@@ -378,14 +378,11 @@ def test_layers_with_windows(tmp_path: Path) -> None:
 
 def test_models_that_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
-    path.write_text(json.dumps({"model_type": "gpt_oss"}))
+    path.write_text(json.dumps({"model_type": "gemma2"}))
     done = run(path, *MACHINE)
     assert done.exit_code == 1
     assert done.stdout == ""
-    reason = (
-        "a gpt_oss model cannot be served: it has learned attention sinks, and a GPU does not "
-        "serve them"
-    )
+    reason = "a gemma2 model cannot be served: it caps its logits at 50.0"
     assert done.stderr == f"{path}: {reason}\n"
     done = run(path, *MACHINE, "--json")
     assert done.exit_code == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -336,14 +337,32 @@ def test_what_is_in_this_process_is_not_handed_on(client: Client, models: tuple[
     with SpillwayCache(spilled.config, client) as cache, torch.no_grad():
         spilled(prompt(1, 20), past_key_values=cache)
         for call in (
-            lambda: cache.save("nowhere"),
             cache.detach,
-            lambda: SpillwayCache.load("nowhere", spilled.config, client),
             lambda: SpillwayCache.attach(spilled.config, client, [cache.sequences[0]]),
         ):
-            with pytest.raises(UnsupportedModelError, match="have a sliding window"):
+            with pytest.raises(UnsupportedModelError, match="of the kind sliding_attention"):
                 call()
         assert cache.length == 20
+
+
+@pytest.mark.parametrize("length", [20, 300])
+def test_save_and_load(
+    client: Client, models: tuple[Any, Any], length: int, tmp_path: Path
+) -> None:
+    """The K/V of the windows are saved too."""
+    eager, spilled = models
+    ids = prompt(2, length + 1)
+    ids[1, :9] = 0
+    mask = (ids != 0).long()
+    with SpillwayCache(spilled.config, client, quality="exact") as cache, torch.no_grad():
+        spilled(ids[:, :length], attention_mask=mask[:, :length], past_key_values=cache)
+        cache.save(tmp_path / "chat")
+    with SpillwayCache.load(tmp_path / "chat", spilled.config, client) as cache, torch.no_grad():
+        got = spilled(ids[:, length:], attention_mask=mask, past_key_values=cache).logits
+        expected = eager(ids, attention_mask=mask).logits[:, length:]
+        torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
+        cache.crop(-1)
+        assert cache.length == length
 
 
 def test_sparse_layers(client: Client, models: tuple[Any, Any]) -> None:

@@ -323,7 +323,9 @@ def config(**changes: Any) -> Odd:
     [
         ({"sliding_window": 4096}, "sliding window of 4096"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
-        ({"layer_types": ["linear_attention", "full_attention"]}, "linear_attention"),
+        ({"layer_types": ["linear_attention"] * 2}, "no layer has full .*linear_attention"),
+        ({"layer_types": ["indexed_attention", "full_attention"]}, "types .'indexed_attention'"),
+        ({"layer_types": ["linear_attention", "full_attention"], "kv_lora_rank": 8}, "latent"),
         ({"attention_chunk_size": 8192}, "chunks of 8192"),
         ({"attn_logit_softcapping": 50.0}, "caps its logits at 50"),
         ({"kv_lora_rank": 512}, "latent"),
@@ -387,6 +389,8 @@ def test_real_configs_of_refused_models(client: Client) -> None:
         ("DoryConfig", "several times for each token"),
         ("JetMoeConfig", "changes keys after they were cached"),
         ("MiMoV2FlashConfig", "its values have fewer elements than its keys"),
+        ("MiniMaxConfig", "takes only a cache of its own kind"),
+        ("KimiLinearConfig", "multi-head latent attention"),
         ("MllamaTextConfig", "cross-attention"),
     ],
 )

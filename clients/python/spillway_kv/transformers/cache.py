@@ -23,16 +23,22 @@ from spillway_kv.sinks import sink_rows
 from spillway_kv.transformers.chats import Chats
 from spillway_kv.transformers.contents import Contents
 from spillway_kv.transformers.daemon_model import DaemonModel
+from spillway_kv.transformers.handed import uncompiled
 from spillway_kv.transformers.identity import config_fields
 from spillway_kv.transformers.layer import Shared
 from spillway_kv.transformers.rows import RowStore
 from spillway_kv.transformers.selection import row_numbers
 from spillway_kv.transformers.sinks import filled, sinks_of
 from spillway_kv.transformers.statistics import CacheStatistics, OnAttend
-from spillway_kv.transformers.support import shapes_of, windows_of
+from spillway_kv.transformers.support import continues_one_by_one, layers_of, shapes_of
 from spillway_kv.transformers.turns import Turns
 
 Self = TypeVar("Self", bound="SpillwayCache")
+
+
+@uncompiled
+def _announce(contents: Contents, token_count: int) -> None:
+    contents.announce(token_count)
 
 
 class SpillwayCache(Cache):
@@ -55,10 +61,12 @@ class SpillwayCache(Cache):
     and the first tokens of a direct call of the model after `generate()` has done assisted
     decoding on the cache.
 
-    For layers with a sliding window (Gemma 2 and 3 without soft caps, Qwen2), the newest K/V
-    stay on the model's device: those of the window and 128 tokens more, so that 128 tokens can
-    be removed again. The daemon's model has only the other layers (`model_layers`). `save` and
-    other methods that pass a cache on refuse such models.
+    For layers with a sliding window, the newest K/V stay on the model's device: those of the window
+    and 128 tokens more, so that 128 tokens can be removed again. Layers with a state (linear
+    attention, state spaces) keep it there, and a copy of before the last forward pass, to which
+    alone they can go back: there is no assisted decoding. Convolutions can go back by 128 tokens.
+    The daemon's model has only the layers with full attention (`model_layers`). `save` stores the
+    others too, but `detach` and `attach` refuse such models.
 
     Ctrl-C or an exception in a forward pass leaves the cache as it was before. `length` tells
     how long that is, and the next use undoes the rest. `save` and `load` store a cache, `detach`
@@ -117,9 +125,8 @@ class SpillwayCache(Cache):
         given = config
         if isinstance(given, torch.nn.Module):
             config = given.config
-        shapes, windows = shapes_of(config), windows_of(config)
-        sinks = sinks_of(given)
-        full = [sinks.get(layer) for layer, window in enumerate(windows) if window is None]
+        shapes, sinks = shapes_of(config), sinks_of(given)
+        full = [sinks.get(layer) for layer, kind in enumerate(layers_of(config)) if kind.is_full]
         store = RowStore(
             client,
             DaemonModel(
@@ -134,7 +141,14 @@ class SpillwayCache(Cache):
             ttl=ttl,
             prefill_block_token_count=prefill_block_token_count,
         )
-        self._take(Contents(Shared(store, on_attend), windows, sinks))
+        self._take(
+            Contents(
+                Shared(store, on_attend),
+                layers_of(config),
+                sinks,
+                one_by_one=continues_one_by_one(config),
+            )
+        )
 
     def _take(self, contents: Contents) -> None:
         Cache.__init__(self, layers=contents.layers)
@@ -198,7 +212,7 @@ class SpillwayCache(Cache):
     @property
     def model_layers(self) -> tuple[int, ...]:
         """The layers of the model that are in the daemon: those with full attention."""
-        return tuple(index for index, window in enumerate(self.contents.windows) if window is None)
+        return tuple(index for index, kind in enumerate(self.contents.kinds) if kind.is_full)
 
     @property
     def batch_size(self) -> int:
@@ -214,9 +228,36 @@ class SpillwayCache(Cache):
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Passes the new K/V of a layer to its attention function."""
-        if layer_idx == 0:
+        if layer_idx == self.contents.attending[0].model_index:
             self.contents.begin_forward(key_states.shape[0])
         return self.layers[layer_idx].update(key_states, value_states, *args, **kwargs)
+
+    # The first call of a forward pass is that for a mask. Models with a state then read it.
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Returns how many positions a mask covers, and the first of them. Begins a forward pass.
+
+        Raises:
+            UnsupportedModelError: The model cannot continue with so many tokens.
+        """
+        if self.contents.states:
+            _announce(self.contents, query_length)
+        return super().get_mask_sizes(query_length, layer_idx)
+
+    def has_previous_state(self, *args: Any, **kwargs: Any) -> bool:
+        """Whether a layer has a state. As in transformers."""
+        self.contents.begin_states()
+        return super().has_previous_state(*args, **kwargs)
+
+    def get_conv_state(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+        """Returns a convolution's newest inputs. As in transformers."""
+        self.contents.begin_states()
+        return super().get_conv_state(*args, **kwargs)
+
+    def update_conv_state(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Takes inputs of a convolution. As in transformers."""
+        self.contents.begin_states()
+        return super().update_conv_state(*args, **kwargs)
 
     @property
     def _is_user_defined(self) -> bool:
@@ -228,7 +269,12 @@ class SpillwayCache(Cache):
         self.contents.shared.phase.begin_generation()
 
     def activate_past_recording(self) -> None:
-        """Notes that assisted decoding begins, whose candidates do not belong to a prompt."""
+        """Notes that assisted decoding begins, whose candidates do not belong to a prompt.
+
+        Raises:
+            UnsupportedModelError: Layers keep one state, from which no tokens can be removed.
+        """
+        self.contents.check_candidates()
         self.contents.shared.phase.begin_assisted_decoding()
 
     # Rows and lengths.
@@ -259,8 +305,9 @@ class SpillwayCache(Cache):
                 removes none.
 
         Raises:
-            ValueError: More tokens than a layer with a sliding window can remove: it keeps 128
-                tokens more than the window.
+            ValueError: More tokens than a layer can remove: one with a sliding window or a
+                convolution keeps 128 tokens more, one with a state that before the last forward
+                pass.
         """
         if tokens_to_remove > 0:
             raise ValueError(
@@ -363,7 +410,8 @@ class SpillwayCache(Cache):
 
         Raises:
             KeyError: There is no such turn.
-            ValueError: More positions than the cache has.
+            ValueError: More positions than the cache has, or a layer cannot go back so far, as for
+                `crop`.
         """
         self._turns.truncate(to)
 
@@ -400,6 +448,7 @@ class SpillwayCache(Cache):
         ttl: datetime.timedelta | float | None = None,
         timeout: float | None = None,
         check_model: bool = True,
+        device: torch.device | str | None = None,
         **options: Any,
     ) -> Self:
         """Creates a cache from the files that `save` has written, in any process, with any engine.
@@ -416,6 +465,8 @@ class SpillwayCache(Cache):
             timeout: Seconds for each row. None means no limit.
             check_model: Whether the model must be the one that computed the K/V, as far as its
                 config tells. The first forward pass also compares a sample of its weights.
+            device: The model's device, for layers with a window or a state. None means that on
+                which they were, or the CPU if it does not exist.
             **options: As for `SpillwayCache`.
 
         Raises:
@@ -424,7 +475,7 @@ class SpillwayCache(Cache):
             SpillwayError: As for `Client.load_sequence`.
         """
         made = cls(config, client, policy=policy, quality=quality, model=model, ttl=ttl, **options)
-        made._chats.load(folder, model, ttl, timeout, check_model=check_model)
+        made._chats.load(folder, model, ttl, timeout, check_model=check_model, device=device)
         return made
 
     @classmethod

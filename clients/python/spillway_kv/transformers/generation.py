@@ -70,7 +70,8 @@ def generate(model: Any, cache: SpillwayCache, ids: torch.Tensor, **kwargs: Any)
 
     Raises:
         TokenMismatchError: The cache holds another text. The error says from which position on.
-        UnsupportedModelError: `assistant_early_exit` is set.
+        UnsupportedModelError: `assistant_early_exit` is set; or layers with a state allow no
+            assisted decoding, no chunks or no later turn.
     """
     if _given(model, kwargs, "assistant_early_exit") is not None:
         raise UnsupportedModelError(
@@ -85,8 +86,10 @@ def generate(model: Any, cache: SpillwayCache, ids: torch.Tensor, **kwargs: Any)
     length = cache.get_seq_length()
     if 0 < length == ids.shape[1]:
         # generate() needs the output of the last token, so the K/V of this token are computed
-        # again.
-        cache.crop(-1)
+        # again, or those of more tokens if a layer cannot go back by one.
+        length = cache.contents.reachable(length - 1)
+        cache.truncate(length)
+    _check_parts(model, cache, ids.shape[1] - length, kwargs)
     cache.note_tokens(rows)
     recorder = _Recorder(rows)
     if beam_count > 1:
@@ -95,16 +98,38 @@ def generate(model: Any, cache: SpillwayCache, ids: torch.Tensor, **kwargs: Any)
     else:
         criteria = kwargs.pop("stopping_criteria", None) or []
         kwargs["stopping_criteria"] = StoppingCriteriaList([*criteria, recorder])
-    cache.contents.repeats = repeats
+    cache.contents.expected_row_count = len(ids) * repeats
     try:
         made = model.generate(ids, **cache_argument(cache), **kwargs)
     finally:
-        cache.contents.repeats = 1
+        cache.contents.expected_row_count = 0
         if beam_count == 1 and len(recorder.ids) == cache.batch_size:
             cache.note_tokens(recorder.ids)
     if beam_count > 1:
         follow(cache, made if isinstance(made, torch.Tensor) else made.sequences, len(ids))
     return made
+
+
+def _check_parts(model: Any, cache: SpillwayCache, count: int, kwargs: dict[str, Any]) -> None:
+    """Refuses what would fail in the middle of `count` new tokens, before anything has changed.
+
+    Raises:
+        UnsupportedModelError: The model cannot take the tokens in these parts, or no candidates.
+    """
+    contents = cache.contents
+    if any(
+        _given(model, kwargs, name) is not None
+        for name in ("assistant_model", "prompt_lookup_num_tokens")
+    ):
+        contents.check_candidates()
+    chunk = _given(model, kwargs, "prefill_chunk_size")
+    if contents.one_by_one and count > 1 and (contents.length or (chunk and chunk < count)):
+        kind = contents.states[0].kind.name
+        raise UnsupportedModelError(
+            f"layers of the kind {kind} of this model forget their state when several tokens "
+            "follow it, so its prompt is neither in chunks nor for a later turn: give the whole "
+            "text to an empty cache, without prefill_chunk_size"
+        )
 
 
 def follow(cache: SpillwayCache, ids: torch.Tensor, prompt_count: int) -> None:
@@ -125,7 +150,7 @@ def follow(cache: SpillwayCache, ids: torch.Tensor, prompt_count: int) -> None:
     try:
         cache.truncate(length)
     except ValueError:
-        # A layer with a sliding window has dropped rows that it would need.
+        # A layer with a sliding window or a state cannot go back so far.
         cache.reset()
 
 

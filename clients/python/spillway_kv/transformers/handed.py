@@ -35,10 +35,13 @@ class Forward(Protocol):
 
     # The layer that has passed on its K/V and has not attended yet.
     pending: HandedLayer | None
-    # The forward pass or truncation in progress; None if there is none.
-    unfinished: Unfinished | None
-    # Number of the model's layers.
-    layer_count: int
+    # Index of the model's last layer that attends, and whether it has in this forward pass.
+    last_index: int
+    attended: bool
+
+    @property
+    def unfinished(self) -> Unfinished | None:
+        """The forward pass or truncation in progress; None if there is none."""
 
 
 class HandedLayer(CacheLayerMixin):
@@ -179,8 +182,8 @@ class HandedLayer(CacheLayerMixin):
         self._forward.pending = None
         out = self._attend(q, k, v, padding, scaling)
         self.length += q.shape[2]
-        if self.model_index == self._forward.layer_count - 1:
-            self._forward.unfinished = None
+        if self.model_index == self._forward.last_index:
+            self._forward.attended = True
         return out
 
     def _attend(

@@ -10,6 +10,7 @@ from spillway_kv.transformers.local import causal_attention
 from spillway_kv.transformers.phase import Phase
 from spillway_kv.transformers.rows import RowStore
 from spillway_kv.transformers.selection import Selection
+from spillway_kv.transformers.states import StateLayer
 from spillway_kv.transformers.statistics import AttendEvent, CacheStatistics, OnAttend
 from spillway_kv.transformers.support import UnsupportedModelError
 from spillway_kv.transformers.transfer import to_device
@@ -28,12 +29,29 @@ class Shared:
         self.prompt = True
         # The layer that has passed on its K/V and has not attended yet.
         self.pending: HandedLayer | None = None
-        # The forward pass or truncation in progress; None if there is none.
-        self.unfinished: Unfinished | None = None
+        self._unfinished: Unfinished | None = None
+        # Whether the change in progress has reached the first layer that attends.
+        self.touched = False
         # The change of the rows in progress; None if there is none.
         self.selection: Selection | None = None
-        # Number of the model's layers, including those with a sliding window.
-        self.layer_count = store.model.shapes.layer_count
+        # Index of the model's last layer that attends.
+        self.last_index = store.model.shapes.layer_count - 1
+        # A layer with a state, if it ends the forward pass, and whether the layers that attend are
+        # done.
+        self.last_state: StateLayer | None = None
+        self.attended = False
+
+    @property
+    def unfinished(self) -> Unfinished | None:
+        """The forward pass or truncation in progress; None if there is none."""
+        if self.attended and (self.last_state is None or self.last_state.state_advanced()):
+            self.unfinished = None
+        return self._unfinished
+
+    @unfinished.setter
+    def unfinished(self, change: Unfinished | None) -> None:
+        self._unfinished = change
+        self.attended = False
 
     def count(self) -> None:
         """Adds the attends of decode steps since the last call to the statistics."""

@@ -11,7 +11,7 @@ from spillway_kv.indices import value_code_bytes
 from spillway_kv.prefill import BLOCK_TOKEN_COUNT, attend_bytes, buffer_bytes
 from spillway_kv.transformers.appends import BYTES_MAX
 from spillway_kv.transformers.sliding import SPARE_TOKEN_COUNT
-from spillway_kv.transformers.support import shapes_of, windows_of
+from spillway_kv.transformers.support import layers_of, shapes_of
 
 # Bytes of codes per element of a key, measured for 128 elements and 3 bits per dimension
 # (docs/adr/0024): 50 bytes of codes and norms, and the key's share of its page's centre.
@@ -86,7 +86,8 @@ def prompt_memory(
     Raises:
         UnsupportedModelError: As for `SpillwayCache`.
     """
-    shapes, windows = shapes_of(config), windows_of(config)
+    shapes = shapes_of(config)
+    windows = [kind.window for kind in layers_of(config)]
     config = config.get_text_config(decoder=True)
     size = dtype.itemsize
     tokens = batch_size * chunk_token_count

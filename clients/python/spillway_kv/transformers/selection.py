@@ -8,6 +8,7 @@ import torch
 
 from spillway_kv.transformers.rows import Row
 from spillway_kv.transformers.sliding import Held
+from spillway_kv.transformers.states import HeldState
 from spillway_kv.transformers.texts import Texts
 
 
@@ -19,12 +20,14 @@ class Selection:
         rows: The rows.
         dropped: Rows that are not used any more.
         held: Contents of the layers with a sliding window.
+        states: States of the layers that have one.
         texts: Tokens and turns.
     """
 
     rows: list[Row]
     dropped: list[Row]
     held: list[Held]
+    states: list[HeldState]
     texts: Texts
 
 

@@ -6,6 +6,8 @@ import importlib
 from dataclasses import dataclass
 from typing import Any
 
+from spillway_kv.transformers.kinds import FULL, HYBRID, SERVED, SLIDING, LayerKind, layer_kinds
+
 # Models whose softmax has learned sink logits. No field of their configs says so.
 _SINK_MODELS = frozenset({"flint", "gpt_oss", "granite_swa", "granitemoe_swa"})
 # What else no field says.
@@ -15,10 +17,11 @@ _OTHER_ATTENTION = {
     "dory": "it runs some of its layers several times for each token",
     "jetmoe": "it changes keys after they were cached",
     "mimo_v2_flash": "its values have fewer elements than its keys",
+    "minimax": "its linear attention takes only a cache of its own kind (MiniMaxCache)",
+    "recurrent_gemma": "its recurrent layers keep their state in the model, not in a cache",
 }
-
-
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+# Models whose layers with a state forget it when several tokens follow it.
+_ONE_BY_ONE = frozenset({"jamba", "zamba"})
 
 # What the engine serves (host/base/limits.h and host/model/model_spec.cc).
 _HEAD_DIM_STEP, _HEAD_DIM_MAX = 16, 256
@@ -58,16 +61,16 @@ def shapes_of(config: Any) -> Shapes:
             used.
 
     Raises:
-        UnsupportedModelError: The model has no layer with full attention, chunked windows, other
-            layer types, a soft cap on the logits, latent attention, ALiBi, shared K/V,
+        UnsupportedModelError: The model has no layer with full attention, or layers of a kind that
+            is not served; a soft cap on the logits, latent attention, ALiBi, shared K/V,
             cross-attention, a scale of its own in each layer, or an encoder; or shapes that the
-            engine does not serve; or its attention is of another kind, or not behind
-            transformers' interface.
+            engine does not serve; or its attention is of another kind, or not behind transformers'
+            interface.
     """
     if not hasattr(config, "get_text_config"):
         raise TypeError(f"the model's config is expected first, not a {type(config).__name__}")
-    windows = windows_of(config)
-    return _shapes(config.get_text_config(decoder=True), windows.count(None))
+    count = sum(kind.is_full for kind in layers_of(config))
+    return _shapes(config.get_text_config(decoder=True), count)
 
 
 def learns_sinks(config: Any) -> bool:
@@ -93,15 +96,17 @@ def _kv_heads(config: Any) -> int | None:
     return getattr(config, "num_key_value_heads", None)
 
 
-def windows_of(config: Any) -> list[int | None]:
-    """Reads the window of each layer, tokens; None: full attention. Raises as `shapes_of`."""
+def layers_of(config: Any) -> list[LayerKind]:
+    """Reads the kind of each layer. Raises as `shapes_of`."""
     config = config.get_text_config(decoder=True)
     for refusal in _refusals(config):
         raise UnsupportedModelError(f"a {config.model_type} model cannot be served: {refusal}")
-    layer_types = getattr(config, "layer_types", None)
-    if layer_types is None:
-        return [None] * config.num_hidden_layers
-    return [config.sliding_window if kind == _SLIDING else None for kind in layer_types]
+    return layer_kinds(config)
+
+
+def continues_one_by_one(config: Any) -> bool:
+    """Whether after the first forward pass, the model's layers take one token at a time."""
+    return config.get_text_config(decoder=True).model_type in _ONE_BY_ONE
 
 
 def _refusals(config: Any) -> list[str]:
@@ -123,16 +128,15 @@ def _refusals(config: Any) -> list[str]:
         reasons.append("its attention is not causal")
     layer_types = value("layer_types")
     if layer_types is not None:
-        others = sorted(set(layer_types) - {_FULL, _SLIDING})
+        others = sorted(set(layer_types) - SERVED)
         window = value("sliding_window")
         if others:
-            reasons.append(
-                f"it has layers of the types {others}; only {_FULL} and {_SLIDING} are served"
-            )
-        elif _FULL not in layer_types:
-            reasons.append("no layer has full attention")
-        elif _SLIDING in layer_types and not (isinstance(window, int) and window > 0):
-            reasons.append(f"it has {_SLIDING} layers, and a sliding window of {window} tokens")
+            reasons.append(f"it has layers of the types {others}, and {sorted(SERVED)} are served")
+        elif not {FULL, HYBRID} & set(layer_types):
+            found = sorted(set(layer_types))
+            reasons.append(f"no layer has full attention: its layers are of the types {found}")
+        elif SLIDING in layer_types and not (isinstance(window, int) and window > 0):
+            reasons.append(f"it has {SLIDING} layers, and a sliding window of {window} tokens")
     elif value("sliding_window") is not None and value("use_sliding_window") is not False:
         reasons.append(
             "no layer has full attention: it attends within a sliding window of "

@@ -76,6 +76,7 @@ class Finding:
         served_layer_count: Layers whose K/V are in the engine, and that were attended there.
         equal_tokens: Generated tokens before the first that differs from those of the own cache.
         logit_error: Largest relative difference of the logits of these tokens.
+        chunk_error: The same for the first token, after a prompt in two chunks.
         own_error: The same between two of transformers' own attention implementations.
         row_share: Rows that were read with quality `default`, of all.
         outside: Outputs with an error above their certificate, of `output_count`.
@@ -91,6 +92,7 @@ class Finding:
     served_layer_count: int = 0
     equal_tokens: int = 0
     logit_error: float = 0
+    chunk_error: float = 0
     own_error: float = 0
     row_share: float = 0
     outside: int = 0
@@ -154,6 +156,7 @@ def _decode(model: torch.nn.Module, client: Client, scale: Scale) -> dict[str, A
             attended = [each.visible_row_count > 0 for each in cache.statistics.layers]
             found |= {"layer_count": len(cache), "served_layer_count": sum(attended)}
         found["equal_tokens"], found["logit_error"] = _compare(made, own)
+        found["chunk_error"], chunk_words = _in_chunks(model, client, ids, own[1][:1])
         outside = _Outside()
         with SpillwayCache(model, client, quality="default", on_attend=outside) as cache:
             given = cache_argument(cache)
@@ -168,16 +171,33 @@ def _decode(model: torch.nn.Module, client: Client, scale: Scale) -> dict[str, A
         return found | {"verdict": Verdict.WRONG, "words": words[:240]}
     if faults := _faults(found, attended, outside):
         return found | {"verdict": Verdict.WRONG, "words": "; ".join(faults)}
-    words = ""
+    words = chunk_words
     if found["own_error"] > _ROUNDING:
         words = f"logits of transformers' own attentions differ by {found['own_error']:.2g}"
     return found | {"verdict": Verdict.SERVED, "words": words}
 
 
+def _in_chunks(
+    model: Any, client: Client, ids: torch.Tensor, own: torch.Tensor
+) -> tuple[float, str]:
+    """The relative difference of the logits after a prompt in two chunks, or why it is refused."""
+    half = ids.shape[1] // 2
+    with SpillwayCache(model.config, client, quality="exact") as cache:
+        more = {**cache_argument(cache), "prefill_chunk_size": half}
+        try:
+            _, made = _generate(model, ids, 1, more)
+        except UnsupportedModelError:
+            return 0.0, "no prompts in chunks and no later turns"
+    return float((made - own).norm() / own.norm()), ""
+
+
 def _faults(found: dict[str, Any], attended: list[bool], outside: _Outside) -> list[str]:
     faults = []
-    if found["logit_error"] > max(_ROUNDING, _OWN_TIMES * found["own_error"]):
+    allowed = max(_ROUNDING, _OWN_TIMES * found["own_error"])
+    if found["logit_error"] > allowed:
         faults.append(f"logits differ by {found['logit_error']:.2g}")
+    if found["chunk_error"] > allowed:
+        faults.append(f"logits differ by {found['chunk_error']:.2g} after a prompt in two chunks")
     if not all(attended):
         faults.append(f"layers {[i for i, has in enumerate(attended) if not has]} did not attend")
     if found["row_share"] > _ROW_SHARE_MAX:

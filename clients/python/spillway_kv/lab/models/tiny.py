@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -39,19 +40,42 @@ _SMALL: dict[str, Any] = {
     "eos_token_id": 2,
     "initializer_range": 0.1,
     "sliding_window": 256,
+    # Layers with a state.
+    "mamba_n_heads": 8,
+    "mamba_d_ssm": 256,
+    "mamba_d_state": 16,
+    "mamba_chunk_size": 64,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 32,
+    "ssm_state_size": 16,
+    "chunk_size": 64,
+    "n_groups": 1,
+    "adapter_rank": 16,
+    "moe_shared_expert_intermediate_size": 64,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
 }
 # What the configs of some architectures need besides.
 _MORE: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1, 3]},
     "beam": {"n_group": 1, "topk_group": 1},
     "dots1": {"n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+    "granitemoehybrid": {"layers_block_type": ["linear_attention", "full_attention"] * 2},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "zaya": {"num_experts_per_tok": 1},
 }
+# Weights of norms of queries and keys. With larger ones, softmax weights are uneven.
+_NORMS = re.compile(r"(q|k|query|key)_(norm|layernorm)\.weight$")
 # Fields that do not fit together in some configs; without the first ones that help.
 _DOUBTFUL: tuple[tuple[str, ...], ...] = (
     (),
-    ("layer_types",),
+    ("layer_types", "layers_block_type"),
     ("head_dim",),
-    ("layer_types", "head_dim"),
+    ("layer_types", "layers_block_type", "head_dim"),
 )
 # What makes another kind of attention of the same architecture.
 _VARIANTS: tuple[dict[str, Any], ...] = ({}, {"sliding_window": None}, {"is_decoder": True})
@@ -109,6 +133,10 @@ def tiny_model(config: Any, seed: int = 0) -> torch.nn.Module:
             raise NotBuiltError(f"the tiny config still has {count:,} parameters")
         torch.manual_seed(seed)
         model: torch.nn.Module = AutoModelForCausalLM.from_config(config).eval()
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                if _NORMS.search(name):
+                    weight.add_(1)
     except NotBuiltError:
         raise
     except Exception as error:
@@ -128,7 +156,9 @@ def _tiny(base: Any, text: Any, sizes: dict[str, int], changes: dict[str, Any]) 
         values.pop("sliding_window", None)
     kinds = list(dict.fromkeys(getattr(text, "layer_types", None) or ()))
     if kinds:
-        values["layer_types"] = (kinds * 4)[:4]
+        # Some configs derive other fields from it, and only by its older name.
+        name = getattr(text, "attribute_map", {}).get("layer_types", "layer_types")
+        values[name] = (kinds * 4)[:4]
     values |= _MORE.get(text.model_type, {}) | changes
     refusal: Exception | None = None
     for without in _DOUBTFUL:

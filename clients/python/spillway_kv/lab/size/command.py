@@ -107,7 +107,7 @@ def size(
     except ValueError as error:
         raise _wrong("CONFIG_OR_MODEL", str(error)) from error
     try:
-        described = describe(config, dtype, on_gpu=gpu_bytes is not None)
+        described = describe(config, dtype)
     except UnsupportedModelError as error:
         _refuse(model, str(error), as_json)
     except ValueError as error:

@@ -15,9 +15,8 @@ from spillway_kv.transformers.sliding import SPARE_TOKEN_COUNT
 from spillway_kv.transformers.support import (
     Shapes,
     UnsupportedModelError,
-    learns_sinks,
+    layers_of,
     shapes_of,
-    windows_of,
 )
 
 DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -94,13 +93,12 @@ def load_config(model: str) -> Any:
         raise ValueError(f"{model}: {reason}") from error
 
 
-def describe(config: Any, dtype: str | None = None, *, on_gpu: bool = False) -> Described:
+def describe(config: Any, dtype: str | None = None) -> Described:
     """Reads a config.
 
     Args:
         config: A `PreTrainedConfig`.
         dtype: A key of `DTYPES`. None: the config's, or bfloat16 if it has none.
-        on_gpu: Whether the engine uses a GPU.
 
     Raises:
         UnsupportedModelError: Spillway does not serve the model, or it does not write text.
@@ -112,12 +110,7 @@ def describe(config: Any, dtype: str | None = None, *, on_gpu: bool = False) -> 
             f"a {config.model_type} model cannot be served: transformers has no class of it that "
             "writes text"
         )
-    if on_gpu and learns_sinks(config.get_text_config(decoder=True)):
-        raise UnsupportedModelError(
-            f"a {config.model_type} model cannot be served: it has learned attention sinks, and a "
-            "GPU does not serve them"
-        )
-    windows = Counter(window for window in windows_of(config) if window is not None)
+    windows = Counter(kind.window for kind in layers_of(config) if kind.window is not None)
     text = config.get_text_config(decoder=True)
     if dtype is None:
         known = getattr(config, "dtype", None) or getattr(text, "dtype", None) or "bfloat16"
