@@ -37,7 +37,7 @@ class Served(NamedTuple):
     name: str
     rank_count: int
     described: Described
-    weights: int  # bytes, bfloat16
+    weights: int  # bytes
 
 
 def read(entry: dict[str, Any], folder: Path) -> Served | str:
@@ -52,7 +52,9 @@ def read(entry: dict[str, Any], folder: Path) -> Served | str:
     count = weight_count(config)
     assert count == entry["published_weights"], (entry["name"], count)
     ranks = entry.get("ranks", 1)
-    return Served(entry["name"], ranks, described, count * described.element_bytes // ranks)
+    # Published as quantised weights.
+    weights = entry.get("weight_bytes", count * described.element_bytes)
+    return Served(entry["name"], ranks, described, weights // ranks)
 
 
 def layout_of(model: Served, value_bits: int) -> Layout:
