@@ -722,3 +722,21 @@ def test_buffers_are_not_overwritten_while_they_are_read() -> None:
             torch.cuda._sleep(100_000_000)
             out = prefill.attend(held, 3, q, k[:, :512], v[:, :512], start=4096, scale=0.125)
             expect(out, wanted, torch.float16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_learned_sinks(dtype: torch.dtype) -> None:
+    """They add to the denominator alone: less than the rows, as much, more, and nothing."""
+    q = made(300, 4, 32, dtype=dtype)
+    k, v = made(2, 420, 32, dtype=dtype, seed=2), made(2, 420, 32, dtype=dtype, seed=3)
+    sinks = torch.tensor([-2.0, 5.0, 9.0, -math.inf], device=DEVICE)
+    for window in (40, None):
+        out, lse = reference(q, k, v, 0.2, causal(300, 420, window))
+        wanted = out * torch.sigmoid(lse - sinks.cpu().double())[..., None]
+        if window is not None:
+            mine = window_attention(q, k, v, window=window, scale=0.2, sinks=sinks)
+            expect(mine, wanted, dtype)
+        given = prefill_kernels.with_sinks(
+            out.to(DEVICE, dtype), lse.float().to(DEVICE), sinks, dtype
+        )
+        expect(given, wanted, dtype)
