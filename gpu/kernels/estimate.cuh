@@ -208,8 +208,8 @@ __device__ inline HeadCertificate WriteHead(const AttendShape& shape, const Unit
   }
   if (threadIdx.x != 0) return {};
   UnitResult& result = *u.result;
-  const HeadCertificate certificate = Certify(u.terms, facts.limited, facts.ranks_hold, facts.drawn,
-                                              facts.tail_count, head, head.row_denominator);
+  const HeadCertificate certificate =
+      Certify(u.terms, facts.limited, facts.ranks_hold, facts.drawn, facts.tail_count, head);
   result.lse[g] = lse;
   result.certificates[g] = certificate;
   if (g == 0) {

@@ -62,7 +62,6 @@ struct RowSet {
 struct HeadSums : HeadTotals {
   RowSet sets[kSetsMax];
   StratumSpread spreads[kEstimatedStrataMax];
-  double row_denominator;       // D^ without the sink logit
   double outputs[kHeadDimMax];  // o^
 };
 

@@ -112,6 +112,7 @@ struct HeadTotals {
   double degrees;            // DegreesOfFreedom() of the error
   bool from_codes;           // the sample gave no clear D^: N and D are those of codes alone
   double rounding;           // error of D^ that fp32 sums of codes may have, relative to D^
+  double row_denominator;    // D^ without the sink logit
 };
 
 // With codes, an answer from all rows still has what fp32 sums of terms x - x^ round. It counts as
@@ -137,9 +138,9 @@ SPILLWAY_HOST_DEVICE inline double RelativeError(const TailTerms& terms, const H
 // D is that of the rows, without the sink logit. Below it, the fp32 sums of squares may miss the
 // values that matter. A sink logit makes the output small, but not the values.
 inline constexpr double kOutputNormMin = 1.0 / 16;
-SPILLWAY_HOST_DEVICE inline bool OutputIsLargeEnough(const HeadTotals& head,
-                                                     double row_denominator) {
-  return head.norm_sq > kOutputNormMin * kOutputNormMin * (row_denominator * row_denominator);
+SPILLWAY_HOST_DEVICE inline bool OutputIsLargeEnough(const HeadTotals& head) {
+  return head.norm_sq >
+         kOutputNormMin * kOutputNormMin * (head.row_denominator * head.row_denominator);
 }
 
 // A stratum as the budget computation takes it. floor: the minimum of the budget: the rows already
@@ -223,11 +224,10 @@ struct HeadCertificate {
 
 // drawn: how many of the tail's tail_count tokens were read. limited: whether row_count_max limited
 // the sample. ranks_hold: whether the ranks are good enough for an error bound: RanksHold(), no
-// stray was left out, and ValuesCanBeSampled(). row_denominator: D^ without the sink logit.
+// stray was left out, and ValuesCanBeSampled().
 SPILLWAY_HOST_DEVICE inline HeadCertificate Certify(const TailTerms& terms, bool limited,
                                                     bool ranks_hold, int64_t drawn,
-                                                    int64_t tail_count, const HeadTotals& head,
-                                                    double row_denominator) {
+                                                    int64_t tail_count, const HeadTotals& head) {
   // D^ may be below its exact part, because terms x - x^ may be negative.
   const double beyond = 1 - head.exact_denominator / head.denominator;
   const float tail_mass = static_cast<float>(beyond < 0 ? 0.0 : beyond);
@@ -237,19 +237,12 @@ SPILLWAY_HOST_DEVICE inline HeadCertificate Certify(const TailTerms& terms, bool
                                           : HeadCertificate{Promise::kNone, HUGE_VALF, tail_mass};
   }
   if (drawn == 0) return {Promise::kNone, HUGE_VALF, std::bit_cast<float>(0x7FC00000u)};
-  const bool known = !head.from_codes && OutputIsLargeEnough(head, row_denominator) &&
+  const bool known = !head.from_codes && OutputIsLargeEnough(head) &&
                      (ranks_hold || !RestsOnRanks(terms.tail, terms.bound));
   const double error = known ? RelativeError(terms, head) : HUGE_VAL;
   const bool promises = terms.may_promise && !limited && error <= terms.epsilon;
   return {promises ? Promise::kStatistical : Promise::kNone,
           static_cast<float>(StatedError(error, terms.epsilon)), tail_mass};
-}
-
-// The same for a head without a sink logit.
-SPILLWAY_HOST_DEVICE inline HeadCertificate Certify(const TailTerms& terms, bool limited,
-                                                    bool ranks_hold, int64_t drawn,
-                                                    int64_t tail_count, const HeadTotals& head) {
-  return Certify(terms, limited, ranks_hold, drawn, tail_count, head, head.denominator);
 }
 
 // Whether a third draw may give the head an error bound: its error after the second draw is above

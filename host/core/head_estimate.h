@@ -35,7 +35,6 @@ struct CodeSums {
 
 // The estimate of one query head's output, before N^ is divided by D^.
 struct HeadEstimate : HeadTotals {
-  double row_denominator;              // D^ without the sink logit
   std::vector<double> numerator;       // [d] N^
   std::vector<StratumSpread> spreads;  // per stratum
 };

@@ -261,8 +261,7 @@ void SparseAttend::EstimateHeads() {
 HeadCertificate SparseAttend::Certified(int head) const {
   const bool ranks_hold =
       heavy_set_.strays_fit && values_can_be_sampled_ && RanksHold(rank_variance_[head]);
-  return Certify(terms_, draw_.limited, ranks_hold, DrawnCount(), tail_count_, estimates_[head],
-                 estimates_[head].row_denominator);
+  return Certify(terms_, draw_.limited, ranks_hold, DrawnCount(), tail_count_, estimates_[head]);
 }
 
 void SparseAttend::SetBudgets(std::span<const int> heads, const TailTerms& terms) {

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import spillway_kv
 import torch
-from daemon_process import on_gpu
 from helpers import step as step_of_one
 from local_cluster import LocalCluster, local_cluster
 from random_llama import generate, llama, prompt
@@ -104,8 +103,6 @@ def pair(request: pytest.FixtureRequest, cluster: LocalCluster, target: str) -> 
     groups = 2 if "layers" in request.param else 1
     sinks = None
     if "sinks" in request.param:
-        if on_gpu():
-            pytest.skip("a GPU does not serve sinks")
         # The log-sum-exps of the rows are about 8 and more.
         sinks = np.linspace(3, 14, LAYERS * KV_HEADS * GROUP).reshape(LAYERS, KV_HEADS * GROUP)
     with spillway_kv.connect(target) as one, cluster.connect(count, groups) as many:

@@ -78,17 +78,6 @@ bool IsBuilt(const Policy& policy) {
          (HasFirstSelection() && FindMethod(*policy.candidate_selector) != nullptr);
 }
 
-bool ServesSinks(const DeviceFactory& factory) {
-  ModelSpec spec = MakeSpec(1, 1, 64, DType::kBF16);
-  DeviceBench bench(factory, spec);
-  spec.sink_logits = {1};
-  const absl::Status status = bench.device().CreateModel(spec, {}).status();
-  if (status.ok()) return true;
-  EXPECT_EQ(status.code(), absl::StatusCode::kUnimplemented) << status;
-  EXPECT_NE(status.message().find("sink_logits"), std::string_view::npos) << status;
-  return false;
-}
-
 DeviceBench::DeviceBench(const DeviceFactory& factory, const ModelSpec& spec, int thread_count,
                          std::span<const std::byte> safetensors)
     : spec_(spec), budget_(int64_t{2} << 30) {

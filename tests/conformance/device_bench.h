@@ -24,10 +24,6 @@ const std::vector<DeviceFactory>& DeviceFactories();
 // variable SPILLWAY_TEST_DEVICE names. Ends the process if no device has that name.
 const DeviceFactory& ChosenDevice();
 
-// Whether the device serves models with learned sink logits. If not, expects that it refuses them
-// by name.
-bool ServesSinks(const DeviceFactory& factory);
-
 // A valid spec with `group` query heads per KV head.
 ModelSpec MakeSpec(int kv_head_count, int group, int head_dim, DType dtype, HashSpec hash = {});
 

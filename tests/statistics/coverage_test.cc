@@ -146,7 +146,6 @@ TEST(Coverage, OfATightBound) {
 // Sink logits from far below the log-sum-exp of the rows, which is about 10, to far above it: each
 // head has another one. The error is that of the output with the sink.
 TEST(Coverage, WithSinkLogits) {
-  if (!ServesSinks(ChosenDevice())) GTEST_SKIP();
   ModelSpec spec = Experiment::SpecOf(3);
   for (int h = 0; h < spec.query_head_count; ++h) {
     spec.sink_logits.push_back(static_cast<float>(2 * h) - 5);

@@ -14,7 +14,7 @@ constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 
 // D = 10, of which exact rows have 8; ||N||^2 = 100, unbiased 64; variance 0.16 in one direction.
 // The relative error is 0.05 z.
-HeadTotals Totals() { return {0, 10, 8, 100, 64, 0.16, 1, false}; }
+HeadTotals Totals() { return {0, 10, 8, 100, 64, 0.16, 1, false, 0, 10}; }
 
 TailTerms Terms() {
   TailTerms terms{};

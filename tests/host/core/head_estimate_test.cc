@@ -176,7 +176,7 @@ TEST(EstimateHead, ASinkLogitIsAnExactRowWithoutValue) {
     TailTerms promising = Terms();
     promising.may_promise = true;
     promising.epsilon = 1;
-    const HeadCertificate c = Certify(promising, false, true, 310, 4360, got, got.row_denominator);
+    const HeadCertificate c = Certify(promising, false, true, 310, 4360, got);
     EXPECT_EQ(c.promise, Promise::kStatistical) << sink;
     EXPECT_NEAR(c.tail_mass, 1 - want.exact_denominator / want.denominator, 1e-5);
   }
@@ -193,8 +193,7 @@ TEST(EstimateHead, RowsThatCancelPromiseNothingWithASinkLogitEither) {
   const std::vector<StratumSums> strata = {drawn.Stratum(960)};
   for (const double sink : {-3.0, 12.0}) {
     const HeadEstimate head = EstimateHead(kept.sums, kept.value, strata, Signs(48), {}, sink);
-    EXPECT_EQ(Certify(promising, false, true, 200, 960, head, head.row_denominator).promise,
-              Promise::kNone);
+    EXPECT_EQ(Certify(promising, false, true, 200, 960, head).promise, Promise::kNone);
   }
 }
 
