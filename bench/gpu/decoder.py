@@ -578,8 +578,8 @@ def measure(
             report(**where, value_bits=options.value_bits, **row)
     for way in ways.values():
         way.close()
-    for name, engine in engines.items():
-        engine.delete_model(models[name])
+    for name, each in engines.items():
+        each.delete_model(models[name])
 
 
 def _row_bytes(shape: Shape) -> int:
@@ -617,11 +617,14 @@ def main() -> None:
         raise SystemExit(f"--layers {shape.layers} is less than 1")
     if shape.heads % shape.kv_heads != 0:
         raise SystemExit(f"--heads {shape.heads} is not a multiple of --kv-heads {shape.kv_heads}")
+    if arguments.link_load is not None:
+        if not arguments.link_load > 0:
+            raise SystemExit(f"--link-load {arguments.link_load} is not above 0")
+        if arguments.kernels:
+            raise SystemExit("--link-load: not with --kernels, which are timed without it")
+        if {"resident", "auto"} & set(arguments.ways):
+            raise SystemExit("--link-load: choose --ways whose rows cross the link, like graph")
     report(gpu=torch.cuda.get_device_name(), torch=torch.__version__)
-    if arguments.link_load and arguments.kernels:
-        raise SystemExit("--link-load: not with --kernels, whose steps would be too many")
-    if arguments.link_load and {"resident", "auto"} & set(arguments.ways):
-        raise SystemExit("--link-load: choose --ways whose rows cross the link, like graph")
     ways = ["job", *(name for name in WAYS[1:] if name in arguments.ways)]
     for tokens in arguments.tokens:
         # Room for all rows of the largest batch, in whole slabs of each sequence.
