@@ -11,6 +11,7 @@ cross the link of a GPU: heavy and sampled rows that are not in the resident sam
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -86,13 +87,15 @@ class Sums:
         self.moved: list[int] = []
         self.heavy: list[int] = []
         self.touched: list[np.ndarray[Any, Any]] = []
-        self.errors: list[np.ndarray[Any, Any]] = []  # [L][T, H_q]
+        self.errors: list[np.ndarray[Any, Any]] = []  # [L][seeds T, H_q]
         self.certified: list[np.ndarray[Any, Any]] = []
         self.none = 0
 
-    def add(self, layer: Layer, sequence: Sequence, policy: Policy) -> None:
+    def add(self, layer: Layer, sequence: Sequence, epsilon: float, seed_count: int) -> None:
+        """Adds a layer. Rows over the link are those of the first seed of the sampling."""
         errors, certified = [], []
-        for at in layer.batches():
+        for seed, at in itertools.product(range(SEED, SEED + seed_count), layer.batches()):
+            policy = Policy(epsilon=epsilon, seed=seed)
             visible = layer.visible[at]
             result = sequence.attend(0, layer.queries[at], policy=policy, visible=visible)
             exact = layer.exact[at]
@@ -100,7 +103,7 @@ class Sums:
             certified.append(np.asarray(result.certificate.relative_errors))
             self.none += int((result.certificate.promises == "none").sum())
             self.touched.append(result.touched_row_counts)
-            for i, count in enumerate(visible):
+            for i, count in enumerate(visible if seed == SEED else ()):
                 query = layer.queries[at][i : i + 1]
                 self._add_rows(sequence.select(0, query, policy=policy, visible=count))
         self.errors.append(np.concatenate(errors))
@@ -127,6 +130,9 @@ class Sums:
             "mean_error": float(errors.mean()),
             "median_certified_error": float(np.median(certified)),
             "above_epsilon": float((errors > epsilon).mean()),
+            "above_epsilon_worst_head": float(
+                max((e > epsilon).mean(axis=0).max() for e in self.errors)
+            ),
             "above_certificate": float((errors > certified).mean()),
             "above_certificate_worst_head": float(max(x.max() for x in by_head)),
             "none": self.none / errors.size,
@@ -147,7 +153,7 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     layer.attend_exactly(sequence)
                 for epsilon in options.epsilons:
                     sums = found.setdefault((key_bits, bits, epsilon), Sums())
-                    sums.add(layer, sequence, Policy(epsilon=epsilon))
+                    sums.add(layer, sequence, epsilon, options.seeds)
                 sequence.delete()
     for (key_bits, bits, epsilon), sums in found.items():
         yield {
@@ -155,6 +161,7 @@ def measure(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             "bits_per_dim": key_bits,
             "value_bits": bits,
             "epsilon": epsilon,
+            "seeds": options.seeds,
             **sums.told(epsilon),
         }
 
@@ -169,6 +176,7 @@ def main() -> None:
     parser.add_argument("--name", required=True, help="what was recorded, for the records")
     parser.add_argument("--layers", type=numbers(int), required=True)
     parser.add_argument("--queries", type=int, default=32, help="positions of each layer")
+    parser.add_argument("--seeds", type=int, default=1, help="seeds of the sampling")
     parser.add_argument("--key-bits", type=numbers(int), default=[3])
     parser.add_argument("--value-bits", type=numbers(int), default=[0, 1, 2, 3])
     parser.add_argument("--epsilons", type=numbers(float), default=[0.1, 0.05])
