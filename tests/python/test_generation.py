@@ -16,6 +16,7 @@ from spillway_kv.transformers import SpillwayCache, TokenMismatchError, generate
 from spillway_kv.transformers.generation import follow
 from test_sliding_layers import qwen
 from transformers import DynamicCache
+from transformers.generation.streamers import BaseStreamer
 
 pytestmark = pytest.mark.transports("embedded")
 GREEDY = {"do_sample": False, "max_new_tokens": 5}
@@ -275,3 +276,85 @@ def test_interrupted_selection(client: Client) -> None:
         if not hit:
             break
     assert seen == {(True, 0), (True, 1), (False, 1)}
+
+
+class Noting(BaseStreamer):
+    """Notes what generate() streams."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.ended = False
+
+    def put(self, value: torch.Tensor) -> None:
+        self.tokens += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.ended = True
+
+
+def test_streamers(client: Client, dense: Any, spilled: Any) -> None:
+    ids = padded(1)
+    wanted = answers(dense, ids, **GREEDY)
+    streamer = Noting()
+    with SpillwayCache(spilled.config, client, quality="exact") as cache:
+        of_cache(spilled, cache, ids, streamer=streamer, **GREEDY)
+    assert streamer.tokens == wanted[0].tolist()
+    assert streamer.ended
+
+
+def test_embeddings_in_place_of_tokens(client: Client, dense: Any, spilled: Any) -> None:
+    ids = padded(1)
+    wanted = answers(dense, ids, **GREEDY)[:, 40:]
+    embeddings = spilled.get_input_embeddings()(ids)
+    with SpillwayCache(spilled.config, client, quality="exact") as cache:
+        made = spilled.generate(inputs_embeds=embeddings, past_key_values=cache, **GREEDY)
+        assert cache.length == 44
+    assert torch.equal(made, wanted)
+
+
+def test_a_loop_of_ones_own(client: Client, dense: Any, spilled: Any) -> None:
+    ids = padded(1)
+    wanted = answers(dense, ids, **GREEDY)
+
+    def loop(model: Any, input_ids: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        """Passed to generate() as custom_generate."""
+        cache = kwargs.get("past_key_values") or kwargs["cache"]
+        made = given = input_ids
+        with torch.no_grad():
+            for _ in range(GREEDY["max_new_tokens"]):
+                logits = model(given, past_key_values=cache, use_cache=True).logits
+                given = logits[:, -1:].argmax(-1)
+                made = torch.cat([made, given], dim=1)
+        return made
+
+    with SpillwayCache(spilled.config, client, quality="exact") as cache:
+        assert torch.equal(loop(spilled, ids, past_key_values=cache), wanted)
+    with SpillwayCache(spilled.config, client, quality="exact") as cache:
+        made = generate(spilled, cache, ids, custom_generate=loop, max_new_tokens=5)
+        assert torch.equal(made, wanted)
+
+
+def test_weights_that_accelerate_moves(client: Client) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = llama(2)
+    ids = padded(1)
+    wanted = answers(model, ids, **GREEDY)
+    accelerate.cpu_offload(model, execution_device=ids.device)
+    model.set_attn_implementation("spillway")
+    with SpillwayCache(model.config, client, quality="exact") as cache:
+        assert torch.equal(of_cache(model, cache, ids, **GREEDY), wanted)
+
+
+@pytest.mark.parametrize("implementation", ["static", "offloaded"])
+def test_another_cache_beside_this_one(client: Client, spilled: Any, implementation: str) -> None:
+    with SpillwayCache(spilled.config, client) as cache:
+        with pytest.raises(ValueError, match="cache_implementation"):
+            of_cache(spilled, cache, padded(1), cache_implementation=implementation, **GREEDY)
+        assert cache.length == 0
+
+
+def test_no_use_of_the_cache(client: Client, spilled: Any) -> None:
+    with SpillwayCache(spilled.config, client) as cache:
+        with pytest.raises(ValueError, match="use_cache is False"):
+            of_cache(spilled, cache, padded(1), use_cache=False, **GREEDY)
+        assert cache.length == 0

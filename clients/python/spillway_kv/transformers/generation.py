@@ -72,7 +72,13 @@ def generate(model: Any, cache: SpillwayCache, ids: torch.Tensor, **kwargs: Any)
         TokenMismatchError: The cache holds another text. The error says from which position on.
         UnsupportedModelError: `assistant_early_exit` is set; or layers with a state allow no
             assisted decoding, no chunks or no later turn.
+        ValueError: `use_cache` is False. transformers would pass the whole text again with each
+            token, and append it to the cache.
     """
+    if _given(model, kwargs, "use_cache") is False:
+        raise ValueError(
+            "use_cache is False, in the call or in a generation_config: a cache is given"
+        )
     if _given(model, kwargs, "assistant_early_exit") is not None:
         raise UnsupportedModelError(
             "assistant_early_exit: the draft is the model itself, with fewer layers and a cache of "
