@@ -37,6 +37,11 @@ _COMMANDS = {
     "size": _Command(
         "spillway_kv.lab.size.command", "size", "Says what a model takes, and what fits."
     ),
+    "try": _Command(
+        "spillway_kv.lab.trial.command",
+        "try_model",
+        "Decodes a text with your model, by dense attention and by Spillway.",
+    ),
     "train-hash": _Command(
         "spillway_kv.lab.training.command", "train_hash", "Trains hash functions for a model."
     ),
