@@ -182,7 +182,7 @@ def _in_chunks(
 ) -> tuple[float, str]:
     """The relative difference of the logits after a prompt in two chunks, or why it is refused."""
     half = ids.shape[1] // 2
-    with SpillwayCache(model.config, client, quality="exact") as cache:
+    with SpillwayCache(model, client, quality="exact") as cache:
         more = {**cache_argument(cache), "prefill_chunk_size": half}
         try:
             _, made = _generate(model, ids, 1, more)
