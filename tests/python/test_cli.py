@@ -171,9 +171,20 @@ def test_tables_fit_in_a_hundred_columns(
     sequence = client.create_sequence(model)
     rows = np.zeros((2, 2, 12_345, 16), np.float32)
     sequence.append(0, 0, rows, rows)
+    # The name is as long as those that a cache of transformers gives.
+    other = client.create_model(
+        "hf-01234-0123456789abcdef0123",
+        layer_count=2,
+        query_head_count=8,
+        kv_head_count=2,
+        head_dim=32,
+        dtype="float32",
+        hash_weights=spillway_kv.RotationHash(value_bits=2),
+    )
     for command in ("sequences", "models"):
         shown = run(target, command).stdout
         assert columns(shown) <= 100
+    client.delete_model(other)
     (row,) = [x for x in run(target, "sequences").stdout.splitlines() if sequence.name[10:] in x]
     # Rows of 2 layers and 2 KV heads, K and V of 16 floats each, in whole pages: 97 pages of 128
     # tokens.

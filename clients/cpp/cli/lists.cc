@@ -80,7 +80,7 @@ absl::Status Models(Client& client, const CallOptions& call, const Output& outpu
     return absl::OkStatus();
   }
   Table table(
-      {"MODEL", "LAYERS", "HEADS", "DIM", "DTYPE", "HASH", "ROWS/TOKEN", "INDEX/TOKEN", "READY"});
+      {"MODEL", "LAYERS", "HEADS", "DIM", "DTYPE", "HASH", "ROWS/TOKEN", "IDX/TOKEN", "READY"});
   for (const v1::Model& model : *models) {
     table.AddRow({ShortName(model.name()), absl::StrCat(model.layer_count()),
                   absl::StrCat(model.query_head_count(), "/", model.kv_head_count()),

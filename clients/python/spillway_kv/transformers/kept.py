@@ -45,9 +45,9 @@ def to_sequence(contents: Contents, row: int) -> tuple[Sequence, bytes]:
             parts[name] = [list(tensor.shape), str(tensor.dtype), str(tensor.device)]
             flat.append(tensor.detach().to("cpu", torch.float32).reshape(-1))
         described.append({"layer": layer.model_index, "numbers": numbers, "tensors": parts})
-    values = torch.cat(flat) if flat else torch.empty(0, device="cpu")
+    values = torch.cat(flat) if flat else torch.empty(0, device="cpu", dtype=torch.float32)
     count = max(-(-len(values) // (2 * _WIDTH)), 1)
-    padded = torch.zeros(2, 1, count, _WIDTH, device="cpu")
+    padded = torch.zeros(2, 1, count, _WIDTH, device="cpu", dtype=torch.float32)
     padded.view(-1)[: len(values)] = values
     client = contents.shared.store.client
     sequence = client.create_sequence(_model(client))
@@ -152,7 +152,7 @@ def _read(
     sequence: Sequence, described: list[dict[str, Any]], device: torch.device | str | None
 ) -> list[tuple[int, dict[str, Any], Tensors]]:
     """Returns number, numbers and tensors of each layer."""
-    keys, values = sequence.fetch(0, like=torch.empty(0, device="cpu"))
+    keys, values = sequence.fetch(0, like=torch.empty(0, device="cpu", dtype=torch.float32))
     flat = torch.stack([keys, values]).view(-1)
     made, start = [], 0
     for each in described:
@@ -172,7 +172,7 @@ def _read(
 def _device(name: str) -> str:
     """Returns a saved device, or the CPU if it does not exist here."""
     try:
-        torch.empty(0, device=name)
+        torch.empty(0, device=name, dtype=torch.float32)
     except (RuntimeError, AssertionError):
         return "cpu"
     return name

@@ -142,6 +142,6 @@ def _tokens(tokenizer: Any, text: Path | None, count: int) -> torch.Tensor:
     for file in files:
         ids += tokenizer(file.read_text(errors="replace"), verbose=False).input_ids
         if len(ids) >= count:
-            return torch.tensor(ids[:count])
+            return torch.tensor(ids[:count], device="cpu")
     where = "--text" if text is not None else "the standard library"
     raise typer.BadParameter(f"{where} has {len(ids)} tokens, and {count} are needed")

@@ -69,7 +69,7 @@ def run(model: Any, cache: Any, text: Text, chunk: int) -> Run:
     All tokens but the last are in the cache afterwards.
     """
     begin = time.perf_counter()
-    logits = torch.empty(0)
+    logits = torch.empty(0, device="cpu", dtype=torch.float32)
     for first in range(0, text.prompt_count, chunk):
         part = text.ids[None, first : min(first + chunk, text.prompt_count)]
         logits = model(input_ids=part, **cache_argument(cache), logits_to_keep=1).logits
