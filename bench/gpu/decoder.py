@@ -528,11 +528,8 @@ def measure(
     for _ in range(ROUNDS):
         for name, way in ways.items():
 
-            def once(way: Any = way) -> float:
-                return way.step()[1]
-
-            def steps(once: Callable[[], float] = once) -> list[float]:
-                return [once() for _ in range(STEPS)]
+            def steps(way: Any = way) -> list[float]:
+                return [way.step()[1] for _ in range(STEPS)]
 
             times[name] += load.beside(steps) if load else steps()
         if load is None:

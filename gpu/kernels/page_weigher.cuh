@@ -7,9 +7,8 @@
 // weights.
 namespace spillway::cuda {
 
-// Weighs a warp's pages. A lane has the four tokens of row lane % 8 of tile lane / 8. A block runs
-// most of this a few times, and at few sequences nothing of it is in an SM's instruction cache: so
-// loops that are not unrolled are faster.
+// Weighs a warp's pages. A lane has the four tokens of row lane % 8 of tile lane / 8. Loops over
+// pages and heads are not unrolled: that is less code, and as fast.
 class PageWeigher {
  public:
   // weights: of the span, still levels. mass: SpanPages::MassMask().
@@ -60,9 +59,9 @@ class PageWeigher {
   __device__ void Weigh() {
 #pragma unroll 1
     for (int j = 0; j < kWeighedPages && PageOf(j) < pages_.place.count; ++j) {
-      const auto two = reinterpret_cast<const uint2*>(weighed_.value_factors[j])[lane_];
-      const float factors[4] = {__uint_as_float(two.x << 16), __uint_as_float(two.x & 0xFFFF0000u),
-                                __uint_as_float(two.y << 16), __uint_as_float(two.y & 0xFFFF0000u)};
+      const float4 four = LoadFour(
+          DType::kBF16, reinterpret_cast<const std::byte*>(weighed_.value_factors[j]), lane_);
+      const float factors[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll 1
       for (int g = 0; g < shape_.group; g += 2) {
         WeighHead(PageOf(j), g, factors);

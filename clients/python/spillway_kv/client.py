@@ -144,7 +144,6 @@ class Client:
         Raises:
             AlreadyExists: The id is taken.
             InvalidArgument: A value is out of range. See `fields`.
-            SpillwayError: UNIMPLEMENTED: there are sink logits, and the engine uses a GPU.
             ValueError: `sink_logits` has another shape.
         """
         message = model_service_pb2.Model(
