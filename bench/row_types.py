@@ -61,6 +61,20 @@ def rotated(rounding: Rounding) -> Rounding:
     return of_rows
 
 
+def with_high_parts(count: Callable[[int], int]) -> Rounding:
+    """Rounds as rows of 8 bits do: the `count(d)` largest elements have 16 bits."""
+
+    def of_rows(x: torch.Tensor) -> torch.Tensor:
+        sizes = x.abs()
+        top = sizes.topk(count(x.shape[-1]) + 1, -1).values
+        least = torch.maximum(top[..., -1:] / INT8_MAX, top[..., :1] / (254 * INT8_MAX + 126))
+        mantissa, exponent = least.frexp()
+        scale = torch.ldexp((mantissa * 128).ceil() / 128, exponent).clamp(min=1e-30)
+        return ((x / scale).round() * scale).bfloat16().float()
+
+    return of_rows
+
+
 def centred(rounding: Rounding) -> Rounding:
     """Rounds the distance from one vector of the layer and KV head."""
 
@@ -71,7 +85,12 @@ def centred(rounding: Rounding) -> Rounding:
     return of_rows
 
 
-ROUNDINGS: dict[str, Rounding] = {
+ROUNDINGS: dict[str, Rounding | tuple[Rounding, Rounding]] = {
+    # Of keys, and of values: host/core/int8_row.h.
+    "int8, high parts": (
+        with_high_parts(lambda d: 12 if d <= 64 else 20),
+        with_high_parts(lambda d: 2),
+    ),
     "e4m3": e4m3,
     "e4m3, scaled": scaled(e4m3, E4M3_MAX),
     "e4m3, centred, rotated, scaled": centred(rotated(scaled(e4m3, E4M3_MAX))),
@@ -92,11 +111,14 @@ def attend(layer: Layer, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return torch.stack(outs)
 
 
-def errors(layer: Layer, rounding: Rounding) -> tuple[torch.Tensor, ...]:
+def errors(
+    layer: Layer, rounding: Rounding | tuple[Rounding, Rounding]
+) -> tuple[torch.Tensor, ...]:
     """Relative errors of the outputs: of rounded rows, of rounded keys alone, of values alone."""
     k, v = layer.keys.float(), layer.values.float()
     right = attend(layer, k, v)
-    rounded_k, rounded_v = rounding(k), rounding(v)
+    of_keys, of_values = rounding if isinstance(rounding, tuple) else (rounding, rounding)
+    rounded_k, rounded_v = of_keys(k), of_values(v)
     return tuple(
         ((attend(layer, *rows) - right).norm(dim=-1) / right.norm(dim=-1)).flatten()
         for rows in ((rounded_k, rounded_v), (rounded_k, v), (k, rounded_v))
@@ -109,13 +131,14 @@ def main() -> None:
     parser.add_argument("--name", required=True, help="of the model and length")
     parser.add_argument("--layers", required=True, help="like 2,7,12")
     parser.add_argument("--queries", type=int, default=12, help="positions of each layer")
+    parser.add_argument("--roundings", nargs="+", default=list(ROUNDINGS), choices=ROUNDINGS)
     parser.add_argument("--output", type=Path, required=True, help="a JSON lines file, appended to")
     arguments = parser.parse_args()
     numbers = [int(i) for i in arguments.layers.split(",")]
     layers = [Layer(arguments.recording, i, arguments.queries) for i in numbers]
     with arguments.output.open("a") as file:
-        for name, rounding in ROUNDINGS.items():
-            parts = [errors(layer, rounding) for layer in layers]
+        for name in arguments.roundings:
+            parts = [errors(layer, ROUNDINGS[name]) for layer in layers]
             all_of, of_keys, of_values = (torch.cat(x) for x in zip(*parts, strict=True))
             record = {
                 "name": arguments.name,

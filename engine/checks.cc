@@ -16,7 +16,7 @@ namespace {
 // The first element of one layer's K or V that is not finite, counted in C order.
 std::optional<int64_t> FindInLayer(const RowSource& rows, const Chunk& chunk,
                                    const ModelSpec& spec) {
-  const int64_t bytes = spec.row_bytes() / 2;
+  const int64_t bytes = spec.element_row_bytes() / 2;
   const int64_t row_count = spec.kv_head_count * chunk.count;
   const auto row_at = [&](int64_t row) { return rows.Row(row / chunk.count, row % chunk.count); };
   // Rows that are adjacent in memory are checked at once, which is much faster.

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <array>
-#include <cstring>
 #include <span>
 #include <string>
 #include <utility>
@@ -123,7 +122,7 @@ void FetchStream::WriteNext() {
     return Finish(services_.status.ToGrpc(status, caller_.trace()));
   }
   if (head_ == heads) return Finish(grpc::Status::OK);
-  const int64_t row_bytes = rows_->row_bytes();
+  const int64_t row_bytes = rows_->format().element_bytes();
   const int64_t count =
       std::min(choice_.CountOf(head_) - row_, kMessageBytes / (row_bytes + kIndexBytes));
   response_.Clear();
@@ -139,8 +138,8 @@ void FetchStream::WriteNext() {
   std::string& data = *rows.mutable_data();
   data.resize(static_cast<size_t>(count * row_bytes));
   for (int64_t i = 0; i < count; ++i) {
-    std::memcpy(data.data() + i * row_bytes, rows_->Row(head_, tokens[i]),
-                static_cast<size_t>(row_bytes));
+    auto* const row = reinterpret_cast<std::byte*>(data.data() + i * row_bytes);
+    rows_->ReadRow(head_, tokens[i], row, row + row_bytes / 2);
   }
   row_ += count;
   {

@@ -485,6 +485,7 @@ def measure(
             head_dim=shape.dim,
             dtype="bfloat16",
             hash_weights=spillway_kv.RotationHash(value_bits=options.value_bits),
+            row_type=options.row_type,
         )
         for name, engine in engines.items()
     }
@@ -539,7 +540,8 @@ def measure(
     times = {name: of_way for name, of_way in times.items() if of_way}
     job = statistics.median(times["job"])
     moved_rows = statistics.median(ways["job"].moved_row_counts)
-    moved_bytes = moved_rows * 4 * shape.dim
+    row_bytes = models["plain"].row_bytes_per_token // (shape.layers * shape.kv_heads)
+    moved_bytes = moved_rows * row_bytes
     for name, all_of in times.items():
         way = ways.get(name)
         of_way = errors.get(name, errors["job"])
@@ -564,6 +566,7 @@ def measure(
                 {"top": policy.heavy.fraction} if isinstance(policy.heavy, spillway_kv.TopK) else {}
             ),
             value_bits=options.value_bits,
+            row_type=options.row_type,
             **({"shared": options.shared} if options.shared else {}),
             **({"load_gb_per_s": round(statistics.median(load.rates), 1)} if load else {}),
             rounds=ROUNDS,
@@ -572,7 +575,7 @@ def measure(
     for name in ("graph", "resident", "auto") if options.kernels else ():
         for row in ways[name].kernels() if name in ways else ():
             where = {"tokens": trace.tokens, "sequences": count, "way": name}
-            report(**where, value_bits=options.value_bits, **row)
+            report(**where, value_bits=options.value_bits, row_type=options.row_type, **row)
     for way in ways.values():
         way.close()
     for name, each in engines.items():
@@ -600,6 +603,7 @@ def main() -> None:
     parser.add_argument("--room", type=int, help="tokens for which decoders are opened")
     parser.add_argument("--gpu-memory", help="of the engine without copies of rows, like 1GiB")
     parser.add_argument("--value-bits", type=int, default=0, choices=range(4))
+    parser.add_argument("--row-type", default="model", choices=("model", "int8"))
     parser.add_argument("--shared", type=int, default=0, help="tokens of a common prefix")
     parser.add_argument("--link-load", type=float, help="share the link with copies, in GB/s")
     parser.add_argument("--device", default="cuda:0")

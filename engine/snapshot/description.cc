@@ -66,6 +66,9 @@ std::string DescribeModel(const std::string& name, const ModelSpec& spec) {
                  {"lsh_bits", indices.lsh_bits},
                  {"lsh_seed", indices.lsh_seed}}},
                {"resident_sample_fraction", spec.resident_sample_fraction}};
+  if (spec.row_type != RowType::kElements) {
+    json["row_type"] = std::string(RowTypeName(spec.row_type));
+  }
   // Descriptions of models without sinks, and older ones, do not have it.
   if (!spec.sink_logits.empty()) {
     json["sink_logits_sha256"] = Sha256::Of(std::as_bytes(std::span(spec.sink_logits)));

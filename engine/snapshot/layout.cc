@@ -54,8 +54,8 @@ TokenRun SnapshotLayout::Run(int64_t file, int64_t token_count) const {
   return {start, std::min(start + tokens_per_file_, token_count)};
 }
 
-int64_t SnapshotLayout::HalfBytes(TokenRun run) const {
-  return spec_.kv_head_count * run.count() * (spec_.row_bytes() / 2);
+int64_t SnapshotLayout::LayerBytes(TokenRun run) const {
+  return spec_.kv_head_count * run.count() * spec_.row_bytes();
 }
 
 int64_t SnapshotLayout::FileBytes(TokenRun run) const {
@@ -66,15 +66,21 @@ std::string SnapshotLayout::Header(TokenRun run) const {
   std::string json =
       absl::StrCat("{\"__metadata__\":{\"format\":\"spillway-snapshot\",", "\"token_start\":\"",
                    run.start, "\",\"token_end\":\"", run.end, "\"}");
-  const int64_t bytes = HalfBytes(run);
   int64_t at = 0;
+  const auto add = [&](int layer, const char* name, std::string_view type, int64_t width,
+                       int64_t bytes) {
+    absl::StrAppend(&json, ",\"layers.", layer, ".", name, "\":{\"dtype\":\"", std::string(type),
+                    "\",\"shape\":[", spec_.kv_head_count, ",", run.count(), ",", width,
+                    "],\"data_offsets\":[", at, ",", at + bytes, "]}");
+    at += bytes;
+  };
   for (int layer = 0; layer < spec_.layer_count; ++layer) {
-    for (const char* half : {"k", "v"}) {
-      absl::StrAppend(&json, ",\"layers.", layer, ".", half, "\":{\"dtype\":\"",
-                      std::string(SafeTensorsType(spec_.dtype)), "\",\"shape\":[",
-                      spec_.kv_head_count, ",", run.count(), ",", spec_.head_dim,
-                      "],\"data_offsets\":[", at, ",", at + bytes, "]}");
-      at += bytes;
+    if (has_halves()) {
+      for (const char* half : {"k", "v"}) {
+        add(layer, half, SafeTensorsType(spec_.dtype), spec_.head_dim, HalfBytes(run));
+      }
+    } else {
+      add(layer, "rows", "U8", spec_.row_bytes(), LayerBytes(run));
     }
   }
   json += '}';

@@ -9,6 +9,7 @@
 #include "engine/checks.h"
 #include "engine/errors.h"
 #include "engine/sha256.h"
+#include "host/base/int8_rows.h"
 #include "host/base/status_macros.h"
 
 namespace spillway {
@@ -43,6 +44,22 @@ absl::StatusOr<SnapshotFile> OpenSized(const SnapshotFolder& folder, const std::
   return file;
 }
 
+// Checks rows of 8 bits that chunk.k has as they are stored.
+absl::Status CheckStored(const Chunk& chunk, const ModelSpec& spec) {
+  for (int layer = 0; layer < chunk.layer_count; ++layer) {
+    const RowSource rows = chunk.k.Layer(layer);
+    for (int head = 0; head < spec.kv_head_count; ++head) {
+      for (int64_t t = 0; t < chunk.count; ++t) {
+        if (IsInt8Row(spec.row_format(), rows.Row(head, t))) continue;
+        return absl::DataLossError(absl::StrCat(
+            "the row of layer ", chunk.layer_start + layer, ", KV head ", head, ", token ",
+            chunk.start + t, " has a scale or an element's number that no row can have"));
+      }
+    }
+  }
+  return absl::OkStatus();
+}
+
 absl::Status ReadFile(const SnapshotFolder& folder, const SnapshotLayout& layout,
                       const RowsFile& named, std::vector<std::byte>& buffer,
                       const CancelToken& cancel,
@@ -73,11 +90,17 @@ absl::Status ReadFile(const SnapshotFolder& folder, const SnapshotLayout& layout
     chunk.layer_count = count;
     chunk.start = run.start;
     chunk.count = run.count();
-    const int64_t row_bytes = spec.row_bytes() / 2;
-    chunk.k = {RowSource::Dense(bytes.data(), run.count(), row_bytes), layer_bytes};
-    chunk.v = {RowSource::Dense(bytes.data() + layout.HalfBytes(run), run.count(), row_bytes),
-               layer_bytes};
-    if (absl::Status status = CheckFinite(chunk, spec, ""); !status.ok()) {
+    if (layout.has_halves()) {
+      const int64_t row_bytes = spec.row_bytes() / 2;
+      chunk.k = {RowSource::Dense(bytes.data(), run.count(), row_bytes), layer_bytes};
+      chunk.v = {RowSource::Dense(bytes.data() + layout.HalfBytes(run), run.count(), row_bytes),
+                 layer_bytes};
+    } else {
+      chunk.k = {RowSource::Dense(bytes.data(), run.count(), spec.row_bytes()), layer_bytes};
+    }
+    absl::Status status =
+        layout.has_halves() ? CheckFinite(chunk, spec, "") : CheckStored(chunk, spec);
+    if (!status.ok()) {
       return absl::DataLossError(absl::StrCat(file.path(), ": ", status.message()));
     }
     RETURN_IF_ERROR(append(chunk));

@@ -67,10 +67,12 @@ class Saver {
   absl::Status ForEachPiece(TokenRun run, const Take& take) {
     const std::string header = layout_.Header(run);
     RETURN_IF_ERROR(take(BytesOf(header)));
-    const int64_t row_bytes = layout_.spec().row_bytes() / 2;
+    const int64_t stored_bytes = layout_.spec().row_bytes();
+    const int64_t row_bytes = layout_.has_halves() ? stored_bytes / 2 : stored_bytes;
     const int64_t head_bytes = run.count() * row_bytes;
     const RowTarget k{block_.data(), head_bytes, row_bytes};
-    const RowTarget v{block_.data() + layout_.HalfBytes(run), head_bytes, row_bytes};
+    RowTarget v;
+    if (layout_.has_halves()) v = {block_.data() + layout_.HalfBytes(run), head_bytes, row_bytes};
     for (const LayerRows& layer : rows_) {
       RETURN_IF_ERROR(cancel_.Check());
       for (int head = 0; head < layer.kv_head_count(); ++head) {

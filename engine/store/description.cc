@@ -25,6 +25,10 @@ struct Names<DType> {
   static constexpr std::array kNames = {"f32", "f16", "bf16"};
 };
 template <>
+struct Names<RowType> {
+  static constexpr std::array kNames = {"model", "int8"};
+};
+template <>
 struct Names<HashKind> {
   static constexpr std::array kNames = {"none", "rotation", "mlp"};
 };
@@ -124,6 +128,7 @@ void SpecMembers(Archive& archive, S& spec) {
   archive.Member("head_dim", spec.head_dim);
   archive.Member("dtype", spec.dtype);
   archive.Member("softmax_scale", spec.softmax_scale);
+  archive.Added("row_type", spec.row_type);
   archive.Added("first_layer", spec.first_layer);
   archive.Added("first_kv_head", spec.first_kv_head);
   archive.Added("sink_logits", spec.sink_logits);

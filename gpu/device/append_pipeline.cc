@@ -210,6 +210,7 @@ absl::Status AppendPipeline::EncodeStage(size_t item, const RowsAppend& rows, in
 std::vector<AppendPipeline::Run> AppendPipeline::EngineRuns(size_t item) const {
   const AppendWork& append = *context_->item(item).append;
   std::vector<Run> runs;
+  if (spec().row_type != RowType::kElements) return {};
   if (!EngineMoves(spec().row_bytes() / 2, append.k.token_stride, append.v.token_stride)) return {};
   const int64_t bytes = append.count * spec().kv_head_count * spec().row_bytes();
   const int64_t end = append.start + append.count;
@@ -258,6 +259,8 @@ absl::Status AppendPipeline::AppendFromGpu(size_t item, std::byte* stage) {
   SPILLWAY_CUDA_RETURN_IF_ERROR(cudaMemsetAsync(slot.bad_row(), 0xFF, sizeof(kNoBadRow), stream));
   RowsAppend rows;
   rows.dtype = spec().dtype;
+  rows.row_type = spec().row_type;
+  rows.head_dim = spec().head_dim;
   rows.row_bytes = spec().row_bytes();
   rows.start = append.start;
   rows.row_page_capacity = index.page_capacity();

@@ -68,8 +68,8 @@ void DensePipeline::Add(size_t item, int64_t begin, int64_t end) {
     const int64_t n = *std::max_element(w.visible.begin() + t, w.visible.begin() + block_end);
     const int64_t bytes = RoomOf(n, staged) * kDenseQueryRows * (2 + spec().head_dim) * 4 *
                           int64_t{spec().kv_head_count};
-    const bool by_warps = !staged && DenseByWarps(spec().dtype, spec().head_dim,
-                                                  static_cast<int>(block_end - t) * group);
+    const bool by_warps =
+        !staged && DenseByWarps(spec().row_format(), static_cast<int>(block_end - t) * group);
     // Runs that read their rows in place share parts with those of their kind. A run that stages
     // them has parts of its own, each of which copies the rows again.
     const auto takes = [&](const Part& part) {
@@ -214,6 +214,7 @@ DenseWave DensePipeline::View(const Part& part) const {
   wave.dtype = spec().dtype;
   wave.head_dim = spec().head_dim;
   wave.group = spec().group();
+  wave.row_type = spec().row_type;
   wave.row_bytes = spec().row_bytes();
   wave.scale = static_cast<float>(spec().softmax_scale);
   wave.units = part.device_units;

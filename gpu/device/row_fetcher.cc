@@ -27,8 +27,14 @@ absl::Status Await(const Query& query, std::string_view what) {
 constexpr int64_t kEngineBytesMin = int64_t{2} << 20;
 
 FetchTarget TargetOf(const FetchWork& work) {
-  return {work.rows.row_bytes(), work.k.data,        work.v.data,        work.k.head_stride,
-          work.k.token_stride,   work.v.head_stride, work.v.token_stride};
+  return {.format = work.rows.format(),
+          .row_bytes = work.rows.row_bytes(),
+          .k = work.k.data,
+          .v = work.v.data,
+          .k_head_stride = work.k.head_stride,
+          .k_token_stride = work.k.token_stride,
+          .v_head_stride = work.v.head_stride,
+          .v_token_stride = work.v.token_stride};
 }
 
 }  // namespace
@@ -107,7 +113,7 @@ absl::Status RowFetcher::PrepareLists() {
 }
 
 absl::Status RowFetcher::CheckTargets(const FetchWork& work) const {
-  const int64_t half = work.rows.row_bytes() / 2;
+  const int64_t half = work.rows.format().element_bytes() / 2;
   const int last_head = work.chosen ? 0 : work.rows.kv_head_count() - 1;
   const int64_t last_token = work.chosen ? work.row_count() - 1 : work.count - 1;
   for (const auto& [target, name] : {std::pair(&work.k, "k"), std::pair(&work.v, "v")}) {
@@ -169,7 +175,8 @@ absl::Status RowFetcher::CopyByEngine(const FetchWork& work, int kv_head, int64_
 absl::Status RowFetcher::CopyRange(const FetchWork& work) {
   const int64_t end = work.start + work.count;
   const int64_t row_bytes = work.rows.row_bytes();
-  const bool engine_moves = EngineMoves(row_bytes / 2, work.k.token_stride, work.v.token_stride);
+  const bool engine_moves = work.rows.format().type == RowType::kElements &&
+                            EngineMoves(row_bytes / 2, work.k.token_stride, work.v.token_stride);
   PagesFetch fetch;
   fetch.to = TargetOf(work);
   for (int h = 0; h < work.rows.kv_head_count(); ++h) {

@@ -71,6 +71,7 @@ EncodeWork LayerIndex::Work(int64_t begin, int64_t end) const {
   const ModelSpec& spec = model_->spec();
   EncodeWork work;
   work.dtype = spec.dtype;
+  work.row_type = spec.row_type;
   work.head_dim = spec.head_dim;
   work.kv_head_count = spec.kv_head_count;
   work.row_bytes = spec.row_bytes();

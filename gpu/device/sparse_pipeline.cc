@@ -57,6 +57,7 @@ AttendShape SparsePipeline::ShapeOf(const Policy& policy, Selector selector) con
   shape.dtype = spec().dtype;
   shape.head_dim = spec().head_dim;
   shape.group = spec().group();
+  shape.row_type = spec().row_type;
   shape.row_bytes = spec().row_bytes();
   shape.scale = static_cast<float>(spec().softmax_scale);
   shape.by_mass = policy.heavy_kind == HeavyKind::kMass;

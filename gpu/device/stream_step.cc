@@ -463,6 +463,7 @@ absl::Status CudaStreamStep::Enqueue(int layer, const StepTensors& tensors, cuda
   of_step.query_head_count = spec().query_head_count;
   TensorAppend append;
   append.dtype = spec().dtype;
+  append.row_type = spec().row_type;
   append.head_dim = spec().head_dim;
   append.item_count = static_cast<int32_t>(item_count());
   append.kv_head_count = spec().kv_head_count;

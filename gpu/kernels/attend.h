@@ -11,6 +11,7 @@
 #include "gpu/kernels/resident.h"
 #include "gpu/kernels/step.h"
 #include "host/base/limits.h"
+#include "host/base/row_format.h"
 #include "host/core/degrees.h"
 #include "host/core/estimate.h"
 #include "host/core/histogram.h"
@@ -93,8 +94,9 @@ struct AttendShape {
   DType dtype = DType::kBF16;
   int head_dim = 0;  // d
   int group = 0;     // G
-  int64_t row_bytes = 0;
-  float scale = 1;  // softmax scale
+  RowType row_type = RowType::kElements;
+  int64_t row_bytes = 0;  // of a stored row
+  float scale = 1;        // softmax scale
   Selector selector = Selector::kAsymmetric;
   // Whether bins also depend on the values' distances, and strays have their own: see WeighBin().
   bool weighed = false;
@@ -105,6 +107,7 @@ struct AttendShape {
   float quantiser_step = 0;
   double quantiser_distortion = 0;
 
+  SPILLWAY_HOST_DEVICE RowFormat format() const { return {dtype, row_type, head_dim}; }
   bool operator==(const AttendShape&) const = default;
 };
 

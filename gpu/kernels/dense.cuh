@@ -189,7 +189,7 @@ __global__ void DenseFoldKernel(DenseWave wave) {
     for (int i = thread; i < u.query_rows * d; i += static_cast<int>(blockDim.x)) {
       queries[i] = rows.Query(0, i) * wave.scale;
     }
-    const FoldShape fold = {wave.dtype, d, u.query_rows};
+    const FoldShape fold = {wave.format(), d, u.query_rows};
     for (int s = splits.begin; s < splits.end; s += splits.step) {
       if (thread == 0) stop = rows.Stops();
       if (thread < kDenseQueryRows) sums[thread] = SoftmaxSums::Empty();
@@ -217,7 +217,7 @@ __global__ void DenseFoldKernel(DenseWave wave) {
 }
 
 // The same for rows of 16 bits. Grid (blocks). Shared memory: TensorLayout.
-template <DType kDType, int kHeads, int kDimTiles>
+template <DType kDType, int kHeads, int kDimTiles, RowType kType>
 __global__ void __launch_bounds__(kTensorThreads) DenseTensorKernel(DenseWave wave) {
   extern __shared__ __align__(128) std::byte fold_memory[];
   __shared__ __align__(8) std::byte unit[sizeof(DenseUnit)];  // it has a constructor
@@ -227,7 +227,7 @@ __global__ void __launch_bounds__(kTensorThreads) DenseTensorKernel(DenseWave wa
   TriggerDependents();
   for (SplitRange splits; turns.Next(u, splits, LoadUnit);) {
     const DenseRows rows(wave, u);
-    FoldOnTensorCores<kDType, kHeads, kDimTiles>({wave.head_dim, u.query_rows, wave.scale}, rows,
+    FoldOnTensorCores<kDType, kHeads, kDimTiles, kType>({wave.head_dim, u.query_rows, wave.scale}, rows,
                                                  splits, fold_memory);
   }
 }

@@ -6,7 +6,7 @@
 #include <cstdint>
 
 #include "gpu/kernels/step.h"
-#include "host/base/dtype.h"
+#include "host/base/row_format.h"
 #include "host/core/host_device.h"
 
 // What the kernels of a dense attend share: one that reads all rows.
@@ -49,16 +49,17 @@ struct DenseUnit {
 // Whether units with so many query rows that read their rows in place are folded by warps
 // (dense_warp.cuh). Others have other bits, so a launch has units of one kind.
 inline constexpr int kDenseWarpHeads = 8;
-SPILLWAY_HOST_DEVICE inline bool DenseByWarps(DType dtype, int head_dim, int query_rows) {
-  return dtype != DType::kF32 && (head_dim == 64 || head_dim == 128) &&
-         query_rows <= kDenseWarpHeads;
+SPILLWAY_HOST_DEVICE inline bool DenseByWarps(const RowFormat& format, int query_rows) {
+  return format.type == RowType::kElements && format.dtype != DType::kF32 &&
+         (format.head_dim == 64 || format.head_dim == 128) && query_rows <= kDenseWarpHeads;
 }
 
 struct DenseWave {
   DType dtype = DType::kBF16;
   int head_dim = 0;
   int group = 0;
-  int64_t row_bytes = 0;
+  RowType row_type = RowType::kElements;
+  int64_t row_bytes = 0;  // of a stored row
   float scale = 1;
   const DenseUnit* units = nullptr;  // device
   int unit_count = 0;
@@ -81,6 +82,7 @@ struct DenseWave {
   bool follows_append = false;
   CallerTensors step;
 
+  SPILLWAY_HOST_DEVICE RowFormat format() const { return {dtype, row_type, head_dim}; }
   bool operator==(const DenseWave&) const = default;
 };
 

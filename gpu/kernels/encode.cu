@@ -84,7 +84,7 @@ cudaError_t LaunchEncodePages(const EncodeWork& work, const RotationWeights& wei
 }
 
 cudaError_t LaunchTensorAppend(const TensorAppend& append, cudaStream_t stream) {
-  constexpr int kWarps = 4;
+  constexpr int kWarps = kStepAppendWarps;
   const int64_t heads = append.kv_head_count + append.step.query_head_count;
   const int64_t tasks = heads * append.item_count * append.step.token_count;
   const auto blocks = static_cast<unsigned>(std::min<int64_t>((tasks + kWarps - 1) / kWarps, 512));

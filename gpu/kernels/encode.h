@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "gpu/kernels/code_tiling.h"
+#include "host/base/row_format.h"
 #include "host/core/page_index.h"
 
 namespace spillway::cuda {
@@ -15,18 +16,21 @@ namespace spillway::cuda {
 // memory or on the GPU.
 struct EncodeWork {
   DType dtype = DType::kBF16;
+  RowType row_type = RowType::kElements;
   int head_dim = 0;       // d, a multiple of 16 in [16, 256]
   int kv_head_count = 0;  // H
-  int64_t row_bytes = 0;
+  int64_t row_bytes = 0;  // of a stored row
   int64_t begin = 0;
   int64_t end = 0;
-  // Page p of KV head h: row_pages[h * row_page_capacity + p], rows [K | V].
+  // Page p of KV head h: row_pages[h * row_page_capacity + p], rows as format() says.
   const std::byte* const* row_pages = nullptr;
   int64_t row_page_capacity = 0;
   std::byte* const* code_pages = nullptr;  // likewise
   int64_t code_page_capacity = 0;
   CodeTiling tiling;
   float* centre = nullptr;  // [H][d], for the codes of methods; null without any
+
+  SPILLWAY_HOST_DEVICE RowFormat format() const { return {dtype, row_type, head_dim}; }
 };
 
 struct RotationWeights {

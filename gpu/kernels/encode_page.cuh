@@ -55,7 +55,7 @@ __device__ inline void EncodePage(const EncodeWork& work, const RotationWeights&
   {
     // Reads of keys and values are in flight at the same time.
     PageValues values(work, rows);
-    LoadKeys(work, rows, x);
+    LoadVectors(work, rows, 0, x);
     const float unit = first == nullptr ? heads.statistics[head].value_unit : 1.0f;
     static_assert(kValueMeansFloats <= kSliceFloats);
     values.Measure(work, unit, slices, scratch.value_centre, scratch.square);

@@ -6,10 +6,9 @@
 // pages.
 namespace spillway::cuda {
 
-// The address of a token's value.
-__device__ inline const std::byte* ValueAddress(const EncodeWork& work, int head, int64_t token) {
-  return RowAddress(work.row_pages + head * work.row_page_capacity, work.row_bytes, token) +
-         work.row_bytes / 2;
+// The address of a token's row.
+__device__ inline const std::byte* RowAddress(const EncodeWork& work, int head, int64_t token) {
+  return RowAddress(work.row_pages + head * work.row_page_capacity, work.row_bytes, token);
 }
 
 // Sets distances [H][kCentreTokenCount] of the first values from the centres [H][pages][d] of their
@@ -22,8 +21,9 @@ __global__ void ValueDistancesKernel(EncodeWork work, const float* page_centres,
   const float* centre =
       page_centres + (head * kFirstPageCount + first / kPageTokenCount) * work.head_dim;
   for (int n = threadIdx.x / 32; n < tokens; n += blockDim.x / 32) {
-    const float distance =
-        WarpRadius(work.dtype, ValueAddress(work, head, first + n), centre, work.head_dim);
+    const std::byte* const row = RowAddress(work, head, first + n);
+    const float distance = WarpRadius([&](int i) { return ValueFour(work.format(), row, i); },
+                                      centre, work.head_dim);
     if (threadIdx.x % 32 == 0) distances[head * kCentreTokenCount + first + n] = distance;
   }
 }

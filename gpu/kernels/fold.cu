@@ -10,32 +10,38 @@ namespace {
 constexpr int kStaticBytes = 2048;  // of shared memory, upper limit
 
 // Shared memory of a block of the tensor fold, in bytes.
-int TensorBytes(DType dtype, int head_dim, int rows, bool moments) {
+int TensorBytes(const RowFormat& format, int rows, bool moments) {
   const int heads = rows <= 8 ? 8 : 16;
-  return dtype == DType::kBF16 ? TensorLayout<DType::kBF16>(head_dim, heads, rows, moments).end
-                               : TensorLayout<DType::kF16>(head_dim, heads, rows, moments).end;
+  const int d = format.head_dim;
+  return format.dtype == DType::kBF16
+             ? TensorLayout<DType::kBF16>(d, heads, rows, moments, format.type).end
+             : TensorLayout<DType::kF16>(d, heads, rows, moments, format.type).end;
 }
 
 // Whether a GPU's blocks have room for the tensor fold. At head_dim 256 some of compute capability
 // 8.6 to 8.9 do not.
-bool TensorFits(DType dtype, int head_dim, int rows, bool moments, int block_shared_bytes) {
-  return TensorFolds(dtype, head_dim) &&
-         TensorBytes(dtype, head_dim, rows, moments) + kStaticBytes <= block_shared_bytes;
+bool TensorFits(const RowFormat& format, int rows, bool moments, int block_shared_bytes) {
+  return TensorFolds(format.dtype, format.head_dim) &&
+         TensorBytes(format, rows, moments) + kStaticBytes <= block_shared_bytes;
 }
 
-// Calls f<dtype, query rows, tiles of dimensions>().
+// Calls f<dtype, query rows, tiles of dimensions, row type>().
 template <typename F>
-cudaError_t ForTensors(DType dtype, int head_dim, int rows, F f) {
-  const auto of_type = [&]<DType kDType>() {
-    if (head_dim <= 128) {
-      return rows <= 8 ? f.template operator()<kDType, 8, 2>()
-                       : f.template operator()<kDType, 16, 2>();
+cudaError_t ForTensors(const RowFormat& format, int rows, F f) {
+  const auto of_types = [&]<DType kDType, RowType kType>() {
+    if (format.head_dim <= 128) {
+      return rows <= 8 ? f.template operator()<kDType, 8, 2, kType>()
+                       : f.template operator()<kDType, 16, 2, kType>();
     }
-    return rows <= 8 ? f.template operator()<kDType, 8, 4>()
-                     : f.template operator()<kDType, 16, 4>();
+    return rows <= 8 ? f.template operator()<kDType, 8, 4, kType>()
+                     : f.template operator()<kDType, 16, 4, kType>();
   };
-  return dtype == DType::kBF16 ? of_type.template operator()<DType::kBF16>()
-                               : of_type.template operator()<DType::kF16>();
+  const auto of_type = [&]<DType kDType>() {
+    return format.type == RowType::kInt8 ? of_types.template operator()<kDType, RowType::kInt8>()
+                                         : of_types.template operator()<kDType, RowType::kElements>();
+  };
+  return format.dtype == DType::kBF16 ? of_type.template operator()<DType::kBF16>()
+                                      : of_type.template operator()<DType::kF16>();
 }
 
 // No more blocks than run at once: all warps have an equal part of the work. If there is a block
@@ -81,19 +87,18 @@ cudaError_t LaunchFold(const Wave& wave, int phase, cudaStream_t stream) {
     const cudaError_t error = LaunchCodedFold(wave, phase, stream);
     if (error != cudaSuccess || !wave.has_uncoded) return error;
   }
-  if (!TensorFits(shape.dtype, shape.head_dim, shape.group, /*moments=*/true,
-                  wave.block_shared_bytes)) {
+  if (!TensorFits(shape.format(), shape.group, /*moments=*/true, wave.block_shared_bytes)) {
     return LaunchFoldOf<PlainLogits>(wave, phase, {}, stream);
   }
   // As many blocks as the GPU holds at once, because each prepares its queries once for all of its
   // splits.
   const int share = (kMomentBlocksPerSm * wave.sm_count + wave.unit_count - 1) / wave.unit_count;
   const dim3 grid(std::min<int>(kSplitMax, share), wave.unit_count);
-  return ForTensors(shape.dtype, shape.head_dim, shape.group,
-                    [&]<DType kDType, int kHeads, int kDimTiles>() {
+  return ForTensors(shape.format(), shape.group,
+                    [&]<DType kDType, int kHeads, int kDimTiles, RowType kType>() {
                       const TensorLayout<kDType> layout(shape.head_dim, kHeads, shape.group,
-                                                        /*moments=*/true);
-                      return Launch<FoldTensorKernel<kDType, kHeads, kDimTiles>>(
+                                                        /*moments=*/true, kType);
+                      return Launch<FoldTensorKernel<kDType, kHeads, kDimTiles, kType>>(
                           {grid, kTensorThreads, static_cast<size_t>(layout.end), wave.overlap},
                           stream, shape, phase, wave.units);
                     });
@@ -101,7 +106,7 @@ cudaError_t LaunchFold(const Wave& wave, int phase, cudaStream_t stream) {
 
 cudaError_t LaunchDenseFold(const DenseWave& wave, cudaStream_t stream) {
   const int64_t splits = wave.unit_count * wave.split_count_max;
-  if (!TensorFits(wave.dtype, wave.head_dim, wave.query_rows_max, /*moments=*/false,
+  if (!TensorFits(wave.format(), wave.query_rows_max, /*moments=*/false,
                   wave.block_shared_bytes)) {
     const auto blocks =
         static_cast<unsigned>(std::min<int64_t>(splits, kPlainBlocksPerSm * wave.sm_count));
@@ -114,15 +119,15 @@ cudaError_t LaunchDenseFold(const DenseWave& wave, cudaStream_t stream) {
     return LaunchDenseWarps(wave, splits, stream);
   }
   // No more than run at once: all have an equal part of the work.
-  const int bytes = TensorBytes(wave.dtype, wave.head_dim, wave.query_rows_max, /*moments=*/false);
+  const int bytes = TensorBytes(wave.format(), wave.query_rows_max, /*moments=*/false);
   const int per_sm =
       std::clamp(wave.block_shared_bytes / (bytes + kStaticBytes), 1, kPlainBlocksPerSm);
   const auto blocks = static_cast<unsigned>(std::min<int64_t>(splits, per_sm * wave.sm_count));
-  return ForTensors(wave.dtype, wave.head_dim, wave.query_rows_max,
-                    [&]<DType kDType, int kHeads, int kDimTiles>() {
+  return ForTensors(wave.format(), wave.query_rows_max,
+                    [&]<DType kDType, int kHeads, int kDimTiles, RowType kType>() {
                       const TensorLayout<kDType> layout(wave.head_dim, kHeads, wave.query_rows_max,
-                                                        /*moments=*/false);
-                      return Launch<DenseTensorKernel<kDType, kHeads, kDimTiles>>(
+                                                        /*moments=*/false, kType);
+                      return Launch<DenseTensorKernel<kDType, kHeads, kDimTiles, kType>>(
                           {blocks, kTensorThreads, static_cast<size_t>(layout.end),
                            wave.overlap && wave.follows_append},
                           stream, wave);

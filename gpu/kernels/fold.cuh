@@ -18,7 +18,7 @@ struct ValueSums {
 };
 
 struct FoldShape {
-  DType dtype;
+  RowFormat format;
   int head_dim;
   int rows;  // query rows in use, <= kRows
   // Values are multiplied by inverse_unit and, with moments, projected.
@@ -98,7 +98,7 @@ __device__ inline void FoldRows(const FoldShape& shape, int64_t count, RowAt row
       return make_float4(x.x * factor, x.y * factor, x.z * factor, x.w * factor);
     };
     LoadTile<kInFlight>(
-        shape.dtype, 2 * d, m, [&](int i) { return row_at(at + i); }, in_units, tile);
+        shape.format, 2 * d, m, [&](int i) { return row_at(at + i); }, in_units, tile);
     __syncthreads();
     // Computes the logits of each row and, with moments, its value's squared norm and projection.
     const int tasks = shape.rows + (kMoments ? 1 + kProjectionDims / 4 : 0);
@@ -222,7 +222,7 @@ __global__ void FoldKernel(AttendShape shape, typename Weigh::Context context, i
     queries[i] = u.q[i] * shape.scale;
   }
   const Weigh weigh(context);
-  const FoldShape fold = {shape.dtype, d, shape.group, 1 / ValueUnit(u), &u.signs};
+  const FoldShape fold = {shape.format(), d, shape.group, 1 / ValueUnit(u), &u.signs};
   // A tile of head_dim 128 in 16 bits is loaded in one go: rows may be across the link.
   constexpr int kInFlight = 7;
   const auto run = [&]<bool kMoments>(const KvSplit& split, float* out) {

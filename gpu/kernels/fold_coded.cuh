@@ -47,15 +47,17 @@ __host__ __device__ inline int CodedFloats(int head_dim) {
 }
 
 // Shared memory of a block, in bytes from its beginning: the queries [kCodedHeads][d] as floats, a
-// vector [d] for each warp, then rows, value codes and value centres of a batch; in place of these,
-// in the end, the warps' sums [kCodedWarps][kCodedHeads][CodedFloats()].
+// vector [d] for each warp, then rows, value codes and value centres of a batch, and rows of 8 bits
+// as they are stored; in place of these, in the end, the warps' sums
+// [kCodedWarps][kCodedHeads][CodedFloats()].
 struct CodedLayout {
-  int row_bytes, code_bytes, centre_bytes;  // of a row
-  int queries, turned, rows, codes, centres, end;
+  int row_bytes, code_bytes, centre_bytes, stored_bytes;  // of a row
+  int queries, turned, rows, codes, centres, stored, end;
 
   __host__ __device__ explicit CodedLayout(const AttendShape& shape) {
     const int vector_bytes = shape.head_dim * static_cast<int>(sizeof(float));
-    row_bytes = static_cast<int>(shape.row_bytes);
+    row_bytes = static_cast<int>(shape.format().element_bytes());
+    stored_bytes = static_cast<int>(shape.row_bytes);
     code_bytes = 4 * shape.tiling.value_row_words();
     centre_bytes = 2 * shape.head_dim;
     queries = 0;
@@ -63,7 +65,8 @@ struct CodedLayout {
     rows = turned + kCodedWarps * vector_bytes;
     codes = rows + kCodedRows * row_bytes;
     centres = codes + kCodedRows * code_bytes;
-    const int batch = centres + kCodedRows * centre_bytes;
+    stored = centres + kCodedRows * centre_bytes;
+    const int batch = stored + (shape.row_type == RowType::kInt8 ? kCodedRows * stored_bytes : 0);
     const int sums = rows + kCodedWarps * kCodedHeads * CodedFloats(shape.head_dim) *
                                 static_cast<int>(sizeof(float));
     end = batch > sums ? batch : sums;
@@ -139,6 +142,10 @@ class CodedFold {
       const OwnCode own_code = LoadCode(count);
       asm volatile("cp.async.wait_all;" ::: "memory");
       __syncthreads();
+      if (shape_.row_type == RowType::kInt8) {
+        Decode(count);
+        __syncthreads();
+      }
       Logits(count);
       __syncthreads();
       Weigh(count, own_code);
@@ -166,13 +173,27 @@ class CodedFold {
     if (row >= count) return;
     const CodeTiling& tiling = shape_.tiling;
     const std::byte* const page = batch_.codes[row];
-    CopyRow(memory_ + at_.rows + row * at_.row_bytes, batch_.rows[row], at_.row_bytes, quarter, 4);
+    std::byte* const to = shape_.row_type == RowType::kInt8
+                              ? memory_ + at_.stored + row * at_.stored_bytes
+                              : memory_ + at_.rows + row * at_.row_bytes;
+    CopyRow(to, batch_.rows[row], at_.stored_bytes, quarter, 4);
     CopyRow(memory_ + at_.codes + row * at_.code_bytes,
             page + tiling.value_code_offset_bytes() +
                 FactorIndex(batch_.tokens[row]) / 4 * at_.code_bytes,
             at_.code_bytes, quarter, 4);
     CopyRow(memory_ + at_.centres + row * at_.centre_bytes,
             page + tiling.value_centre_offset_bytes(), at_.centre_bytes, quarter, 4);
+  }
+
+  // Four lanes a row; the rows behind the last one are not read.
+  __device__ void Decode(int count) {
+    const int row = min(static_cast<int>(threadIdx.x) / 4, count - 1);
+    std::byte* const to = memory_ + at_.rows + row * at_.row_bytes;
+    const DType dtype = shape_.dtype;
+    DecodeInt8Row(
+        d_, memory_ + at_.stored + row * at_.stored_bytes, static_cast<int>(threadIdx.x) % 4, 4,
+        [&](int i, float4 low, float4 high) { StoreEight(dtype, low, high, i, to); },
+        [&](int i, float x) { StoreRounded(dtype, x, i, to); });
   }
 
   // What codes say about the lane's row, for the warp's head.

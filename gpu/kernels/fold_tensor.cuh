@@ -22,20 +22,24 @@ inline constexpr int kMomentTerms = 2;
 // rows of tiles have their 16-byte chunks in another order in each of eight rows, and stay aligned
 // to lines: a copy of 128 bytes that ends in two lines of shared memory may be made by two
 // requests.
+//
+// A tile of rows of 8 bits is decoded from copies of the rows, which are of two tiles; else there are
+// two tiles.
 template <DType kDType>
 struct TensorLayout {
-  int row_stride;    // of tiles [2][kTensorTileRows] of keys and values
+  int row_stride;    // of tiles of keys and values
   int query_stride;  // of queries [terms][rows]
   static constexpr int kLineBytes = 128;
   static constexpr int kWeightStride = 2 * kTensorTileRows + 16;  // of weights [terms][heads]
-  int tiles, queries, logits, weights, square_weights, squares, projections, norms, end;
+  int tiles, copies, queries, logits, weights, square_weights, squares, projections, norms, end;
 
   // Without moments, nothing is behind the weights.
-  __host__ __device__ TensorLayout(int head_dim, int heads, int rows, bool moments) {
+  __host__ __device__ TensorLayout(int head_dim, int heads, int rows, bool moments, RowType type) {
     row_stride = (4 * head_dim + kLineBytes - 1) / kLineBytes * kLineBytes;
     query_stride = 2 * head_dim + 16;
     tiles = 0;
-    queries = tiles + 2 * kTensorTileRows * row_stride;
+    copies = tiles + (type == RowType::kInt8 ? 1 : 2) * kTensorTileRows * row_stride;
+    queries = copies + (type == RowType::kInt8 ? 2 * kTensorTileRows * Int8RowBytes(head_dim) : 0);
     logits = queries + kFloatTerms<kDType> * rows * query_stride;
     weights = logits + 2 * kTensorTileRows * heads * int{sizeof(float)};
     square_weights = weights + kFloatTerms<kDType> * heads * kWeightStride;
@@ -86,7 +90,7 @@ struct SplitRange {
 //   Values(split)                where sums x v [rows][d] go
 //   ValuesSquared(split)         with moments: sums x^2 v [rows][d]
 //   Pairs(split)                 with moments: sums x^2 y_a y_b [rows][kProjectedPairs]
-template <DType kDType, int kHeads, int kDimTiles, typename Source>
+template <DType kDType, int kHeads, int kDimTiles, RowType kType, typename Source>
 __device__ inline void FoldOnTensorCores(const TensorFoldShape& shape, const Source& source,
                                          const SplitRange& splits, std::byte* memory) {
   constexpr int kWarps = kTensorThreads / 32;
@@ -105,7 +109,7 @@ __device__ inline void FoldOnTensorCores(const TensorFoldShape& shape, const Sou
   const int d = shape.head_dim;
   const int lane = threadIdx.x % 32;
   const int warp = threadIdx.x / 32;
-  const TensorLayout<kDType> at(d, kHeads, shape.rows, Source::kMoments);
+  const TensorLayout<kDType> at(d, kHeads, shape.rows, Source::kMoments, kType);
   auto* const logits = reinterpret_cast<float*>(memory + at.logits);    // [2][rows][heads]
   auto* const squares = reinterpret_cast<float*>(memory + at.squares);  // [heads][rows]
   auto* const projections = reinterpret_cast<float*>(memory + at.projections);
@@ -125,7 +129,8 @@ __device__ inline void FoldOnTensorCores(const TensorFoldShape& shape, const Sou
   int ahead_first = 0;
   // The 16-byte chunks of a tile that this thread copies: every kTensorThreads-th one. Only here is
   // anything divided by a number that the compiler does not know.
-  const int chunks = d / 4;  // in a row, a multiple of 4
+  constexpr bool kDecodes = kType == RowType::kInt8;
+  const int chunks = kDecodes ? Int8RowBytes(d) / 16 : d / 4;  // in a row
   const int first_row = static_cast<int>(threadIdx.x) / chunks;
   const int first_chunk = static_cast<int>(threadIdx.x) % chunks;
   const int row_step = kTensorThreads / chunks;
@@ -143,17 +148,24 @@ __device__ inline void FoldOnTensorCores(const TensorFoldShape& shape, const Sou
   const auto bring = [&](int stage) {
     if (ahead_index < split_end) {
       const int count = min(kTensorTileRows, ahead.count - ahead_first);
-      std::byte* const tile = memory + at.tiles + stage * kTensorTileRows * at.row_stride;
-      // All lanes make as many rounds, because a tile's chunks are a multiple of kTensorThreads.
+      std::byte* const tile =
+          memory + (kDecodes ? at.copies + stage * kTensorTileRows * chunks * 16
+                             : at.tiles + stage * kTensorTileRows * at.row_stride);
+      // All lanes make as many rounds: of rows that are not decoded, a tile's chunks are a multiple
+      // of kTensorThreads.
+      const int rounds = (kTensorTileRows * chunks + kTensorThreads - 1) / kTensorThreads;
+      int row = first_row, chunk = first_chunk;
 #pragma unroll 4
-      for (int row = first_row, chunk = first_chunk; row < kTensorTileRows;) {
+      for (int round = 0; round < rounds; ++round) {
         const uint64_t from = __shfl_sync(kFullWarp, next_row, row) + chunk * 16;
-        const auto to =
-            static_cast<uint32_t>(__cvta_generic_to_shared(tile + at.Chunk(row, row % 8, chunk)));
+        const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(
+            tile + (kDecodes ? (row * chunks + chunk) * 16 : at.Chunk(row, row % 8, chunk))));
         // Rows that are not there become zeros.
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
-                     "r"(row < count ? 16 : 0)
-                     : "memory");
+        if (!kDecodes || row < kTensorTileRows) {
+          asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+                       "r"(row < count ? 16 : 0)
+                       : "memory");
+        }
         row += row_step;
         chunk += chunk_step;
         if (chunk >= chunks) {
@@ -219,7 +231,8 @@ __device__ inline void FoldOnTensorCores(const TensorFoldShape& shape, const Sou
   for (int stage = 0; split_index < split_end; stage ^= 1) {
     const bool moments = Source::kMoments && source.HasMoments(split);
     const int count = min(kTensorTileRows, split.count - first);
-    const std::byte* const tile = memory + at.tiles + stage * kTensorTileRows * at.row_stride;
+    std::byte* const tile =
+        memory + at.tiles + (kDecodes ? 0 : stage * kTensorTileRows * at.row_stride);
     if (first == 0) {
       if (threadIdx.x == 0) stop = source.Stops();
       if (threadIdx.x < kHeads) sums[threadIdx.x] = SoftmaxSums::Empty();
@@ -241,6 +254,17 @@ __device__ inline void FoldOnTensorCores(const TensorFoldShape& shape, const Sou
     __syncthreads();
     if (stop) return;
     bring(stage ^ 1);
+    if constexpr (kDecodes) {
+      // Four lanes a row.
+      const int row = static_cast<int>(threadIdx.x) / 4;
+      const auto eight_at = [&](int i) { return tile + at.Chunk(row, row % 8, i); };
+      DecodeInt8Row(
+          d, memory + at.copies + (stage * kTensorTileRows + row) * chunks * 16,
+          static_cast<int>(threadIdx.x) % 4, 4,
+          [&](int i, float4 low, float4 high) { StoreEight(kDType, low, high, 0, eight_at(i)); },
+          [&](int i, float x) { StoreRounded(kDType, x, i % 8, eight_at(i / 8)); });
+      __syncthreads();
+    }
 
     // Logits: 16 rows a warp, over half of the dimensions.
     {
@@ -527,7 +551,7 @@ struct ListedRows {
 
 // Folds the splits of a phase of a sparse attend. Grid (blocks, units). Shared memory:
 // TensorLayout.
-template <DType kDType, int kHeads, int kDimTiles>
+template <DType kDType, int kHeads, int kDimTiles, RowType kType>
 __global__ void __launch_bounds__(kTensorThreads, kDimTiles <= 2 ? kMomentBlocksPerSm : 1)
     FoldTensorKernel(AttendShape shape, int phase, const UnitRequest* units) {
   extern __shared__ __align__(128) std::byte fold_memory[];
@@ -535,7 +559,7 @@ __global__ void __launch_bounds__(kTensorThreads, kDimTiles <= 2 ? kMomentBlocks
   Begin(units + blockIdx.y, u);
   if (phase > 0 && u.coded()) return;
   const ListedRows rows{shape, u, *u.state, phase};
-  FoldOnTensorCores<kDType, kHeads, kDimTiles>(
+  FoldOnTensorCores<kDType, kHeads, kDimTiles, kType>(
       {shape.head_dim, shape.group, shape.scale, 1 / ValueUnit(u), &u.signs}, rows,
       {static_cast<int>(blockIdx.x), u.state->split_count[phase], static_cast<int>(gridDim.x)},
       fold_memory);

@@ -44,7 +44,7 @@ class ExactLogits {
       const int m = min(rows, count - at);
       __syncthreads();
       LoadTile(
-          shape_.dtype, d, m, [&](int i) { return page + (at + i) * shape_.row_bytes; }, tile_);
+          shape_.format(), d, m, [&](int i) { return page + (at + i) * shape_.row_bytes; }, tile_);
       __syncthreads();
       for (int i = threadIdx.x; i < m * shape_.group; i += blockDim.x) {
         const int row = i % m;

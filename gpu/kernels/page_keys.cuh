@@ -70,8 +70,63 @@ struct PieceCursor {
   }
 };
 
-// Loads the page's keys into x [d][128]. Ends without a barrier.
-__device__ inline void LoadKeys(const EncodeWork& work, const std::byte* rows, float* x) {
+// LoadVectors() of rows of 8 bits.
+__device__ __noinline__ inline void LoadInt8Vectors(const EncodeWork& work, const std::byte* rows,
+                                                    int half, float* x) {
+  constexpr int kLoads = 8;  // in flight, because rows may be in host memory
+  const int d = work.head_dim;
+  const int pieces = d / 16;
+  const int row_bytes = static_cast<int>(work.row_bytes);
+  const int loads = pieces * kPageTokenCount;
+  for (int base = threadIdx.x; base < loads; base += kLoads * kPageThreads) {
+    uint4 raw[kLoads];
+    float scale[kLoads];
+#pragma unroll
+    for (int n = 0; n < kLoads; ++n) {
+      const int i = base + n * kPageThreads;
+      if (i >= loads) break;
+      const std::byte* const row = rows + i / pieces * row_bytes;
+      raw[n] = __ldcs(reinterpret_cast<const uint4*>(row + half * d) + i % pieces);
+      const float2 scales = Int8Scales(d, row);
+      scale[n] = half == 0 ? scales.x : scales.y;
+    }
+#pragma unroll
+    for (int n = 0; n < kLoads; ++n) {
+      const int i = base + n * kPageThreads;
+      if (i >= loads) break;
+      const uint32_t words[4] = {raw[n].x, raw[n].y, raw[n].z, raw[n].w};
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        const float4 four = Int8Four(words[w], scale[n]);
+        const int at = i % pieces * 16 + 4 * w;
+        x[TileAt<8>(at, i / pieces)] = four.x;
+        x[TileAt<8>(at + 1, i / pieces)] = four.y;
+        x[TileAt<8>(at + 2, i / pieces)] = four.z;
+        x[TileAt<8>(at + 3, i / pieces)] = four.w;
+      }
+    }
+  }
+  __syncthreads();
+  const int first = half == 0 ? 0 : Int8KeyHighCount(d);
+  const int highs = half == 0 ? Int8KeyHighCount(d) : kInt8ValueHighCount;
+  for (int i = threadIdx.x; i < highs * kPageTokenCount; i += kPageThreads) {
+    const std::byte* const row = rows + i / highs * row_bytes;
+    const Int8HighPart high = LoadHighPart(d, row, first + i % highs);
+    x[TileAt<8>(high.element - half * d, i / highs)] += Int8Addend(high, Int8Scales(d, row));
+  }
+  __syncthreads();
+  if (work.dtype == DType::kF32) return;
+  for (int i = threadIdx.x; i < d * kPageTokenCount; i += kPageThreads) {
+    x[i] = RoundToDType(work.dtype, x[i]);
+  }
+}
+
+// Loads the keys (half 0) or values of a page's rows into x [d][128]. Ends without a barrier. All
+// threads of the block.
+__device__ inline void LoadVectors(const EncodeWork& work, const std::byte* rows, int half,
+                                   float* x) {
+  if (work.row_type == RowType::kInt8) return LoadInt8Vectors(work, rows, half, x);
+  rows += half * (work.row_bytes / 2);
   constexpr int kLoads = 8;  // in flight, because rows may be in host memory
   const int piece_elements = PieceElements(work.dtype);
   const int pieces = work.head_dim / piece_elements;  // per key, even
@@ -174,7 +229,7 @@ __device__ inline void CentreAgain(const EncodeWork& work, const std::byte* rows
                                    float* radius, std::byte* page, float* centre) {
   const int dim = work.head_dim;
   const int lane = threadIdx.x % 32;
-  LoadKeys(work, rows, x);
+  LoadVectors(work, rows, 0, x);
   __syncthreads();
   for (int i = threadIdx.x / 32; i < dim; i += kPageWarps) {
     const float4 k = QuadAt(x, i, lane);

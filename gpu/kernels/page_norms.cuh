@@ -39,8 +39,7 @@ class PageValues {
  public:
   // Starts to load the first pieces.
   __device__ PageValues(const EncodeWork& work, const std::byte* rows)
-      : values_(rows + work.row_bytes / 2 +
-                threadIdx.x / kValueThreads * kThreadValues * work.row_bytes),
+      : rows_(rows + threadIdx.x / kValueThreads * kThreadValues * work.row_bytes),
         pieces_(work.head_dim / PieceElements(work.dtype)) {
     Load(work, threadIdx.x % kValueThreads);
   }
@@ -116,9 +115,23 @@ class PageValues {
 #pragma unroll
     for (int n = 0; n < kThreadValues; ++n) {
       if (piece >= pieces_) break;
-      const std::byte* value = values_ + n * work.row_bytes;
-      raw_[n] = __ldcs(reinterpret_cast<const uint4*>(value) + piece);
+      const std::byte* const row = rows_ + n * work.row_bytes;
+      if (work.row_type == RowType::kInt8) {
+        raw_[n] = DecodedPiece(work.format(), row, piece);
+      } else {
+        raw_[n] = __ldcs(reinterpret_cast<const uint4*>(row + work.row_bytes / 2) + piece);
+      }
     }
+  }
+  // 16 bytes of a value in the dtype.
+  __device__ static uint4 DecodedPiece(const RowFormat& format, const std::byte* row, int piece) {
+    if (format.dtype == DType::kF32) {
+      const float4 x = ValueFour(format, row, piece);
+      return make_uint4(__float_as_uint(x.x), __float_as_uint(x.y), __float_as_uint(x.z),
+                        __float_as_uint(x.w));
+    }
+    return PackEight(format.dtype, ValueFour(format, row, 2 * piece),
+                     ValueFour(format, row, 2 * piece + 1));
   }
   __device__ void Add(DType dtype, const float* centre, int piece, float inverse,
                       float (&sum)[kThreadValues]) const {
@@ -150,7 +163,7 @@ class PageValues {
     }
   }
 
-  const std::byte* values_;  // first value of the thread
+  const std::byte* rows_;  // first row of the thread
   int pieces_;               // per value
   uint4 raw_[kThreadValues];
 };
@@ -176,7 +189,8 @@ __device__ inline int PageLift(const HeadStatistics& head, int dim, float4 expon
   const float median =
       WarpElement<4>({exponent.x, exponent.y, exponent.z, exponent.w}, kPageTokenCount / 2);
   const float apart =
-      WarpRadius(DType::kF32, reinterpret_cast<const std::byte*>(value_centre), first_centre, dim);
+      WarpRadius([&](int i) { return reinterpret_cast<const float4*>(value_centre)[i]; },
+                 first_centre, dim);
   return ValueLift(static_cast<int>(median), ValueExponent(apart, head.value_reference),
                    head.value_floor);
 }
@@ -195,8 +209,8 @@ __device__ inline void StoreNorms(const EncodeWork& work, const HeadStatistics& 
     for (unsigned left = __ballot_sync(kFullWarp, !known); left != 0; left &= left - 1) {
       const int lane = __ffs(left) - 1;
       const std::byte* row = rows + (token / 32 * 32 + lane) * work.row_bytes;
-      const float distance =
-          WarpRadius(work.dtype, row + work.row_bytes / 2, scratch.value_centre, work.head_dim);
+      const float distance = WarpRadius([&](int i) { return ValueFour(work.format(), row, i); },
+                                        scratch.value_centre, work.head_dim);
       if (token % 32 == lane) exponent = ValueExponent(distance, head.value_reference);
     }
     scratch.exponent[token] = static_cast<float>(exponent);

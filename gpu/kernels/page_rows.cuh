@@ -2,7 +2,7 @@
 
 #include <cmath>
 
-#include "gpu/kernels/device_math.cuh"
+#include "gpu/kernels/int8_rows.cuh"
 #include "gpu/kernels/encode.h"
 #include "host/core/page_index.h"
 
@@ -70,9 +70,10 @@ __device__ inline float WarpElement(const float (&numbers)[kCount], int index) {
   return FromOrderedBits(static_cast<int32_t>(found ^ 0x80000000u));
 }
 
-// RadiusOf() of a vector [dim] relative to a centre, computed by one warp.
-__device__ inline float WarpRadius(DType dtype, const std::byte* vector, const float* centre,
-                                   int dim) {
+// RadiusOf() of a vector [dim] relative to a centre, computed by one warp. four(i): elements
+// [4 i, 4 i + 4) of the vector.
+template <typename Four>
+__device__ inline float WarpRadius(Four four, const float* centre, int dim) {
   constexpr int kFoursMax = kHeadDimMax / 128;
   const int lane = threadIdx.x % 32;
   float4 x[kFoursMax] = {};
@@ -81,7 +82,7 @@ __device__ inline float WarpRadius(DType dtype, const std::byte* vector, const f
   for (int n = 0; n < kFoursMax; ++n) {
     const int at = n * 32 + lane;
     if (4 * at >= dim) continue;
-    const float4 v = LoadFour(dtype, vector, at);
+    const float4 v = four(at);
     const float4 c = reinterpret_cast<const float4*>(centre)[at];
     x[n] = make_float4(v.x - c.x, v.y - c.y, v.z - c.z, v.w - c.w);
     largest = fmaxf(fmaxf(fmaxf(largest, fabsf(x[n].x)), fabsf(x[n].y)),

@@ -95,7 +95,7 @@ __device__ __noinline__ inline void StoreValueCodes(const EncodeWork& work,
   for (int i = threadIdx.x; i < dim; i += kPageThreads) {
     scratch.centre[i] = BFloat16ToFloat(centre[i]);
   }
-  LoadKeys(work, rows + work.row_bytes / 2, x);
+  LoadVectors(work, rows, 1, x);
   __syncthreads();
   DivideByLargest(dim, x, radius, scratch);
   DivideByNorm(dim, x, scratch);

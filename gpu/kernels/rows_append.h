@@ -6,7 +6,7 @@
 #include <cstdint>
 
 #include "gpu/kernels/resident.h"
-#include "host/base/dtype.h"
+#include "host/base/row_format.h"
 
 // Long appends with K and V in GPU memory.
 namespace spillway::cuda {
@@ -19,7 +19,9 @@ struct RowsAppend {
   DType dtype = DType::kBF16;
   int32_t head_count = 0;
   int32_t first_head = 0;  // added to the head in BadRow
-  int64_t row_bytes = 0;
+  RowType row_type = RowType::kElements;
+  int32_t head_dim = 0;
+  int64_t row_bytes = 0;  // of a stored row
   const std::byte* k = nullptr;
   const std::byte* v = nullptr;
   int64_t k_head_stride = 0, k_token_stride = 0;  // bytes

@@ -1,5 +1,6 @@
 #include <algorithm>
 
+#include "gpu/kernels/int8_rows.cuh"
 #include "gpu/kernels/launch.cuh"
 #include "gpu/kernels/rows_fetch.h"
 #include "host/base/limits.h"
@@ -27,7 +28,7 @@ __device__ Move MoveTo(const FetchTarget& to, const std::byte* from, int64_t hea
           reinterpret_cast<uint4*>(to.v + head * to.v_head_stride + token * to.v_token_stride)};
 }
 
-__device__ uint32_t RowCount(const RowsFetch& f) { return f.row_count; }
+SPILLWAY_HOST_DEVICE uint32_t RowCount(const RowsFetch& f) { return f.row_count; }
 
 __device__ Move MoveOf(const RowsFetch& f, uint32_t row) {
   const uint32_t slot = f.slots[row];
@@ -36,7 +37,7 @@ __device__ Move MoveOf(const RowsFetch& f, uint32_t row) {
 }
 
 // Every piece counts as a whole page; the rows that it does not have are no moves.
-__device__ uint32_t RowCount(const PagesFetch& f) { return f.piece_count * kPageTokenCount; }
+SPILLWAY_HOST_DEVICE uint32_t RowCount(const PagesFetch& f) { return f.piece_count * kPageTokenCount; }
 
 __device__ Move MoveOf(const PagesFetch& f, uint32_t row) {
   const PagesFetch::Piece& piece = f.pieces[row / kPageTokenCount];
@@ -75,24 +76,78 @@ __global__ void __launch_bounds__(kThreads) RowsFetchKernel(const __grid_constan
   }
 }
 
-// Blocks for a launch that copies `rows` rows.
-unsigned BlocksFor(uint32_t rows) {
-  constexpr int kWarps = kThreads / 32;
-  return static_cast<unsigned>(std::min<int64_t>((int64_t{rows} + kWarps - 1) / kWarps, kBlocks));
+constexpr int kInt8Warps = 16;
+
+// The same for rows of 8 bits, which are decoded from copies in shared memory.
+template <typename Fetch>
+__global__ void __launch_bounds__(kInt8Warps * 32)
+    Int8RowsFetchKernel(const __grid_constant__ Fetch f) {
+  __shared__ __align__(16) std::byte copies[kInt8Warps][kAhead][kInt8RowBytesMax];
+  const int lane = threadIdx.x % 32;
+  const int d = f.to.format.head_dim;
+  const DType dtype = f.to.format.dtype;
+  const int chunks = static_cast<int>(f.to.row_bytes / 16);
+  const uint32_t rows = RowCount(f);
+  const uint32_t warps = gridDim.x * kInt8Warps;
+  auto& own = copies[threadIdx.x / 32];
+  for (uint32_t first = blockIdx.x * kInt8Warps + threadIdx.x / 32; first < rows;
+       first += kAhead * warps) {
+    Move moves[kAhead];
+#pragma unroll
+    for (uint32_t n = 0; n < kAhead; ++n) {
+      const uint32_t row = first + n * warps;
+      moves[n] = row < rows ? MoveOf(f, row) : Move{};
+    }
+    for (int chunk = lane; chunk < chunks; chunk += 32) {
+      uint4 bytes[kAhead];
+#pragma unroll
+      for (int n = 0; n < kAhead; ++n) {
+        if (moves[n].from != nullptr) bytes[n] = __ldcs(moves[n].from + chunk);
+      }
+#pragma unroll
+      for (int n = 0; n < kAhead; ++n) {
+        if (moves[n].from != nullptr) reinterpret_cast<uint4*>(own[n])[chunk] = bytes[n];
+      }
+    }
+    __syncwarp();
+#pragma unroll
+    for (int n = 0; n < kAhead; ++n) {
+      if (moves[n].from == nullptr) continue;
+      auto* const k = reinterpret_cast<std::byte*>(moves[n].k);
+      auto* const v = reinterpret_cast<std::byte*>(moves[n].v);
+      DecodeInt8Row(
+          d, own[n], lane, 32,
+          [&](int i, float4 low, float4 high) {
+            const bool of_key = i < d / 8;
+            StoreEight(dtype, low, high, of_key ? i : i - d / 8, of_key ? k : v);
+          },
+          [&](int i, float x) { StoreRounded(dtype, x, i < d ? i : i - d, i < d ? k : v); });
+    }
+    __syncwarp();
+  }
+}
+
+template <typename Fetch>
+cudaError_t LaunchFetch(const Fetch& fetch, cudaStream_t stream) {
+  const int64_t rows = RowCount(fetch);
+  if (rows == 0) return cudaSuccess;
+  const bool decodes = fetch.to.format.type == RowType::kInt8;
+  const int warps = decodes ? kInt8Warps : kThreads / 32;
+  const auto blocks = static_cast<unsigned>(
+      std::min<int64_t>((rows + warps - 1) / warps, kBlocks * (kThreads / 32) / warps));
+  const LaunchShape shape = {{blocks}, 32 * warps};
+  return decodes ? Launch<Int8RowsFetchKernel<Fetch>>(shape, stream, fetch)
+                 : Launch<RowsFetchKernel<Fetch>>(shape, stream, fetch);
 }
 
 }  // namespace
 
 cudaError_t LaunchRowsFetch(const RowsFetch& fetch, cudaStream_t stream) {
-  if (fetch.row_count == 0) return cudaSuccess;
-  return Launch<RowsFetchKernel<RowsFetch>>({{BlocksFor(fetch.row_count)}, kThreads}, stream,
-                                            fetch);
+  return LaunchFetch(fetch, stream);
 }
 
 cudaError_t LaunchPagesFetch(const PagesFetch& fetch, cudaStream_t stream) {
-  if (fetch.piece_count == 0) return cudaSuccess;
-  return Launch<RowsFetchKernel<PagesFetch>>(
-      {{BlocksFor(fetch.piece_count * kPageTokenCount)}, kThreads}, stream, fetch);
+  return LaunchFetch(fetch, stream);
 }
 
 }  // namespace spillway::cuda

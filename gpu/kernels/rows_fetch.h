@@ -5,12 +5,15 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "host/base/row_format.h"
+
 // Copies rows from pinned host memory to tensors in GPU memory.
 namespace spillway::cuda {
 
-// Where rows [K | V] go. Addresses and strides are multiples of 16 bytes.
+// Where rows [K | V] go, in the model's dtype. Addresses and strides are multiples of 16 bytes.
 struct FetchTarget {
-  int64_t row_bytes = 0;  // K and V together; a multiple of 32
+  RowFormat format;
+  int64_t row_bytes = 0;  // of a stored row; a multiple of 16
   std::byte* k = nullptr;
   std::byte* v = nullptr;
   int64_t k_head_stride = 0, k_token_stride = 0;  // bytes

@@ -2,6 +2,7 @@
 
 #include "gpu/kernels/encode_page.cuh"
 #include "gpu/kernels/finite.cuh"
+#include "gpu/kernels/int8_rows.cuh"
 #include "gpu/kernels/step.cuh"
 #include "gpu/kernels/step_append.h"
 
@@ -34,8 +35,35 @@ __global__ void StepLengthsKernel(const StepLength* lengths, int item_count, Ste
   }
 }
 
+inline constexpr int kStepAppendWarps = 4;
+
+// Writes a row of 8 bits to its targets, by one warp; the first element that is not finite goes to
+// `bad`. own: shared memory.
+__device__ inline void AppendInt8Row(const TensorAppend& a, const std::byte* k, const std::byte* v,
+                                     const RowTarget& target, uint32_t number, int64_t token,
+                                     int64_t head, BadElement* bad, std::byte* own) {
+  EncodeInt8Row(
+      a.dtype, a.head_dim,
+      [&](int half, int i) {
+        const float x = LoadElement(a.dtype, half == 0 ? k : v, i);
+        if (isfinite(x)) return x;
+        atomicMax(bad, MakeBadElement(number, half == 0 ? StepInput::kK : StepInput::kV, token,
+                                      head, i));
+        return 0.0f;
+      },
+      own);
+  const int64_t row_bytes = Int8RowBytes(a.head_dim);
+  CopyStoredRow(own, row_bytes, target.row);
+  if (target.resident != nullptr) CopyStoredRow(own, row_bytes, target.resident);
+  if (target.recent != nullptr) CopyStoredRow(own, row_bytes, target.recent);
+  if (target.whole != nullptr) CopyStoredRow(own, row_bytes, target.whole);
+  __syncwarp();
+}
+
 // One warp per row of K and V, then one warp per query head, which is only checked.
+// kStepAppendWarps.
 __global__ void TensorAppendKernel(TensorAppend a) {
+  __shared__ __align__(16) std::byte stored[kStepAppendWarps][kInt8RowBytesMax];
   TriggerDependents();
   const StepCheck& check = a.step.check;
   if (check.header->version != check.version) return;
@@ -58,6 +86,10 @@ __global__ void TensorAppendKernel(TensorAppend a) {
     const RowTarget target = a.targets[i];
     const std::byte* k = a.k.At(item, token, head);
     const std::byte* v = a.v.At(item, token, head);
+    if (a.row_type == RowType::kInt8) {
+      AppendInt8Row(a, k, v, target, number, token, head, a.bad + item, stored[threadIdx.x / 32]);
+      continue;
+    }
     for (int j = lane; j < 2 * half; j += 32) {
       const bool key = j < half;
       const uint4 bytes =

@@ -21,6 +21,7 @@ struct RowTarget {
 
 struct TensorAppend {
   DType dtype = DType::kBF16;
+  RowType row_type = RowType::kElements;
   int32_t head_dim = 0;
   int32_t item_count = 0;              // B
   int32_t kv_head_count = 0;           // H

@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(kSectionThreads)
     const int m = min(tile_rows, end - first);
     __syncthreads();
     LoadTile(
-        work.dtype, d, m, [&](int i) { return rows + (first + i) * work.row_bytes; }, tile);
+        work.format(), d, m, [&](int i) { return rows + (first + i) * work.row_bytes; }, tile);
     __syncthreads();
     const int row = threadIdx.x % tile_rows;
     const float* x = tile + row * stride;

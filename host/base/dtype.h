@@ -3,12 +3,14 @@
 #include <cstdint>
 #include <string_view>
 
+#include "host/core/host_device.h"
+
 namespace spillway {
 
 // Element type of K/V rows and queries, little endian.
 enum class DType : uint8_t { kF32, kF16, kBF16 };
 
-constexpr int DTypeBytes(DType t) { return t == DType::kF32 ? 4 : 2; }
+SPILLWAY_HOST_DEVICE constexpr int DTypeBytes(DType t) { return t == DType::kF32 ? 4 : 2; }
 
 // "f32", "f16" or "bf16".
 constexpr std::string_view DTypeName(DType t) {

@@ -11,6 +11,7 @@
 #include "host/base/parallel.h"
 #include "host/base/status_macros.h"
 #include "host/codes/rotation.h"
+#include "host/cpu/decoded_rows.h"
 #include "host/cpu/cpu_method.h"
 
 namespace spillway {
@@ -205,16 +206,6 @@ void ComputeCentre(const ModelSpec& spec, const LayerRows& rows, LayerIndex& ind
   });
 }
 
-// Encodes pages [first, end) with a rotation's codes, but not their norms. radii: [kPageTokenCount]
-// for each page.
-void EncodePages(const CpuModel& model, int layer, const LayerRows& rows, int kv_head,
-                 int64_t first, int64_t end, PageTable& codes, float* radii) {
-  const EncodeParams params = model.encode_params(layer);
-  for (int64_t page = first; page < end; ++page, radii += kPageTokenCount) {
-    EncodePage(model.spec(), params, rows.Page(kv_head, page), codes.Page(page), radii);
-  }
-}
-
 // Writes what the index of a page has of values: norms and, if the model has them, value codes.
 void WriteValues(const CpuModel& model, int layer, const FirstRows& first, const PageValues& values,
                  const std::byte* rows, const float* radii, std::byte* page) {
@@ -231,12 +222,18 @@ void IndexFirstPages(const CpuModel& model, int layer, const LayerRows& rows, La
   index.first_rows.resize(spec.kv_head_count);
   ParallelFor(0, spec.kv_head_count, [&](int h) {
     std::vector<float> radii(kCentreTokenCount);
-    EncodePages(model, layer, rows, h, 0, kPages, index.codes[h], radii.data());
+    std::vector<DecodedPage> pages;
     std::vector<PageValues> values;
-    for (int64_t p = 0; p < kPages; ++p) values.push_back(MeasureValues(spec, rows.Page(h, p)));
+    for (int64_t p = 0; p < kPages; ++p) {
+      const std::byte* const of_page = pages.emplace_back(rows, h, p).rows();
+      // Codes, but not norms.
+      EncodePage(spec, model.encode_params(layer), of_page, index.codes[h].Page(p),
+                 radii.data() + p * kPageTokenCount);
+      values.push_back(MeasureValues(spec, of_page));
+    }
     index.first_rows[h] = MeasureFirstRows(values, radii.data());
     for (int64_t p = 0; p < kPages; ++p) {
-      WriteValues(model, layer, index.first_rows[h], values[p], rows.Page(h, p),
+      WriteValues(model, layer, index.first_rows[h], values[p], pages[p].rows(),
                   radii.data() + p * kPageTokenCount, index.codes[h].Page(p));
     }
   });
@@ -271,9 +268,10 @@ void IndexAppended(const CpuModel& model, int layer, const LayerRows& rows, Laye
     const int64_t base = page * kPageTokenCount;
     if (page >= closed && page < ClosedPages(n)) {
       float radii[kPageTokenCount];
-      EncodePages(model, layer, rows, h, page, page + 1, index.codes[h], radii);
-      WriteValues(model, layer, index.first_rows[h], MeasureValues(spec, rows.Page(h, page)),
-                  rows.Page(h, page), radii, index.codes[h].Page(page));
+      const DecodedPage decoded(rows, h, page);
+      EncodePage(spec, model.encode_params(layer), decoded.rows(), index.codes[h].Page(page), radii);
+      WriteValues(model, layer, index.first_rows[h], MeasureValues(spec, decoded.rows()),
+                  decoded.rows(), radii, index.codes[h].Page(page));
     }
     if (!by_methods) return;
     const PageKeys keys{.layer = layer,

@@ -8,6 +8,7 @@
 #include "host/base/elements.h"
 #include "host/base/parallel.h"
 #include "host/cpu/attend_context.h"
+#include "host/cpu/decoded_rows.h"
 #include "host/cpu/group_sums.h"
 #include "host/device/errors.h"
 #include "host/device/results.h"
@@ -61,6 +62,7 @@ void AttendRange(const AttendContext& c, const Range& range, const Range* follow
     const int64_t last = of.end - 1 - base;
     for (int64_t i = 0; i < kRowBlock; ++i) out[i] = first + std::min(i, last) * rows.row_bytes();
   };
+  DecodedRows decoded(rows.format());
   for (int64_t base = row_begin; base < row_end; base += kRowBlock) {
     if ((base - row_begin) % kRowsBetweenPauses == 0) {
       partial.status = c.Pause();
@@ -75,12 +77,14 @@ void AttendRange(const AttendContext& c, const Range& range, const Range* follow
     } else if (following != nullptr) {
       point(*following, following->begin, next);
     }
-    const std::byte* const* ahead = more || following != nullptr ? next : nullptr;
+    const std::byte* const* following_rows = more || following != nullptr ? next : nullptr;
+    const std::byte* const* elements = decoded.Of(pointers, following_rows, count);
+    const std::byte* const* ahead = decoded.Ahead(following_rows);
     for (int h = 0; h < heads; ++h) {
       const int64_t visible = c.attend->visible[query_begin + h / group];
       counts[h] = static_cast<int>(std::clamp<int64_t>(visible - base, 0, count));
     }
-    if (!RowLogits(spec.dtype, pointers, ahead, count, q.rows(), logits.data())) {
+    if (!RowLogits(spec.dtype, elements, ahead, count, q.rows(), logits.data())) {
       std::vector<uint32_t> tokens(count);
       std::iota(tokens.begin(), tokens.end(), static_cast<uint32_t>(base));
       // Rows beyond a query's visible length may have any logit.
@@ -90,7 +94,7 @@ void AttendRange(const AttendContext& c, const Range& range, const Range* follow
       }
       if (!partial.status.ok()) return;
     }
-    FoldRows(spec.dtype, pointers, ahead, count, counts.data(), heads, d, logits.data(),
+    FoldRows(spec.dtype, elements, ahead, count, counts.data(), heads, d, logits.data(),
              partial.sums.sums.data(), partial.sums.Target({}));
   }
 }

@@ -6,6 +6,7 @@
 
 #include "host/base/parallel.h"
 #include "host/base/status_macros.h"
+#include "host/cpu/decoded_rows.h"
 #include "host/cpu/kernels.h"
 #include "host/cpu/value_pass.h"
 
@@ -39,6 +40,7 @@ absl::Status FoldTask(const AttendContext& context, int kv_head, const GroupQuer
   for (int64_t i = 0; i < std::min<int64_t>(kRowBlock, count); ++i) {
     PrefetchRow(buffers[0][i], rows.row_bytes());
   }
+  DecodedRows decoded(rows.format());
   const auto block = options.codes == nullptr ? nullptr : std::make_unique<ValuePass::Block>();
   int current = 0;
   for (int64_t at = 0; at < count; at += kRowBlock, current ^= 1) {
@@ -46,20 +48,22 @@ absl::Status FoldTask(const AttendContext& context, int kv_head, const GroupQuer
     const std::byte** pointers = buffers[current];
     const std::byte** next = at + kRowBlock < count ? buffers[current ^ 1] : nullptr;
     if (next != nullptr) point(at + kRowBlock, next);
-    if (!RowLogits(dtype, pointers, next, m, queries.rows(), logits)) {
+    const std::byte* const* elements = decoded.Of(pointers, next, m);
+    const std::byte* const* ahead = decoded.Ahead(next);
+    if (!RowLogits(dtype, elements, ahead, m, queries.rows(), logits)) {
       for (int g = 0; g < group; ++g) {
         RETURN_IF_ERROR(
             NonFiniteLogit(context, kv_head, logits + g * kRowBlock, tokens.data() + at, m));
       }
     }
-    if (options.weigher != nullptr) options.weigher->Weigh(first + at, m, pointers, logits);
+    if (options.weigher != nullptr) options.weigher->Weigh(first + at, m, elements, logits);
     if (options.codes != nullptr) {
-      FoldResiduals(dtype, pointers, m, group, d, logits,
+      FoldResiduals(dtype, elements, m, group, d, logits,
                     options.codes->RowsOf(tokens.subspan(at, m), *block), sums.sums.data(),
                     sums.Target(values));
       continue;
     }
-    FoldRows(dtype, pointers, next, m, nullptr, group, d, logits, sums.sums.data(),
+    FoldRows(dtype, elements, ahead, m, nullptr, group, d, logits, sums.sums.data(),
              sums.Target(values));
   }
   return absl::OkStatus();

@@ -10,6 +10,7 @@
 #include "host/base/status_macros.h"
 #include "host/core/reference_pages.h"
 #include "host/core/score.h"
+#include "host/cpu/decoded_rows.h"
 
 namespace spillway {
 
@@ -80,11 +81,12 @@ absl::Status ExactScorer::PageLogits(int64_t page, float* logits) const {
   const int count = static_cast<int>(std::min<int64_t>(kPageTokenCount, keys_.end - first));
   const std::byte* data = rows.Page(keys_.kv_head, page);
   std::vector<float> block(static_cast<size_t>(group) * kRowBlock);
+  DecodedRows decoded(rows.format());
   for (int at = 0; at < count; at += kRowBlock) {
     const int n = std::min(kRowBlock, count - at);
     const std::byte* pointers[kRowBlock];
     for (int i = 0; i < n; ++i) pointers[i] = data + (at + i) * rows.row_bytes();
-    if (!RowLogits(spec.dtype, pointers, nullptr, n, keys_.queries->rows(), block.data())) {
+    if (!RowLogits(spec.dtype, decoded.Of(pointers, nullptr, n), nullptr, n, keys_.queries->rows(), block.data())) {
       std::vector<uint32_t> tokens(n);
       std::iota(tokens.begin(), tokens.end(), static_cast<uint32_t>(first + at));
       for (int g = 0; g < group; ++g) {

@@ -21,7 +21,7 @@ float Median(std::span<const float> values) {
 std::vector<float> Widen(const ModelSpec& spec, const std::byte* vectors, int count) {
   std::vector<float> wide(static_cast<size_t>(count) * spec.head_dim);
   for (int t = 0; t < count; ++t) {
-    ToFloat(spec.dtype, vectors + t * spec.row_bytes(), spec.head_dim,
+    ToFloat(spec.dtype, vectors + t * spec.element_row_bytes(), spec.head_dim,
             wide.data() + static_cast<size_t>(t) * spec.head_dim);
   }
   return wide;
@@ -60,7 +60,7 @@ float Distance(std::span<const float> x, std::span<const float> centre) {
 float PageRadii(const ModelSpec& spec, const std::byte* rows, const std::byte* centre,
                 std::vector<float>& wide, float* radii) {
   ToFloat(DType::kBF16, centre, spec.head_dim, wide.data());
-  Distances(spec.dtype, rows, spec.row_bytes(), kPageTokenCount, spec.head_dim, wide.data(), radii);
+  Distances(spec.dtype, rows, spec.element_row_bytes(), kPageTokenCount, spec.head_dim, wide.data(), radii);
   return Median({radii, kPageTokenCount});
 }
 
@@ -75,7 +75,7 @@ void CentreAgain(const ModelSpec& spec, const std::byte* rows, std::span<const f
     medians[i] = Median(coordinate);
   }
   float radii[kPageTokenCount];
-  Distances(spec.dtype, rows, spec.row_bytes(), kPageTokenCount, d, medians.data(), radii);
+  Distances(spec.dtype, rows, spec.element_row_bytes(), kPageTokenCount, d, medians.data(), radii);
   const float most = kStrayFactor * Median(radii);
   MeanToBf16(
       keys, d, [&](size_t t) { return radii[t] <= most; }, centre);
@@ -103,14 +103,14 @@ void EncodePage(const ModelSpec& spec, EncodeParams params, const std::byte* row
   }
   params.centre = wide.data();
   for (int tile = 0; tile < kTilesPerPage; ++tile) {
-    EncodeTile(params, spec.dtype, rows + tile * kTileTokenCount * spec.row_bytes(),
-               spec.row_bytes(), page, tile);
+    EncodeTile(params, spec.dtype, rows + tile * kTileTokenCount * spec.element_row_bytes(),
+               spec.element_row_bytes(), page, tile);
   }
 }
 
 PageValues MeasureValues(const ModelSpec& spec, const std::byte* rows) {
   const int d = spec.head_dim;
-  const std::byte* values = rows + spec.row_bytes() / 2;
+  const std::byte* values = rows + spec.element_row_bytes() / 2;
   const std::vector<float> wide = Widen(spec, values, kPageTokenCount);
   PageValues page;
   page.centre.resize(d);
@@ -123,7 +123,7 @@ PageValues MeasureValues(const ModelSpec& spec, const std::byte* rows) {
     }
     page.centre[i] = Median(means);
   }
-  Distances(spec.dtype, values, spec.row_bytes(), kPageTokenCount, d, page.centre.data(),
+  Distances(spec.dtype, values, spec.element_row_bytes(), kPageTokenCount, d, page.centre.data(),
             page.distances);
   return page;
 }
@@ -135,10 +135,10 @@ void EncodeValues(const ModelSpec& spec, const EncodeParams& params, const PageV
   FromFloat(DType::kBF16, values.centre.data(), d, centre);
   std::vector<float> wide(d);
   ToFloat(DType::kBF16, centre, d, wide.data());
-  const std::byte* const first = rows + spec.row_bytes() / 2;
+  const std::byte* const first = rows + spec.element_row_bytes() / 2;
   for (int tile = 0; tile < kTilesPerPage; ++tile) {
     EncodeValueTile(params.layout, *params.signs, spec.dtype,
-                    first + tile * kTileTokenCount * spec.row_bytes(), spec.row_bytes(),
+                    first + tile * kTileTokenCount * spec.element_row_bytes(), spec.element_row_bytes(),
                     wide.data(), page, tile);
   }
 }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <optional>
 #include <span>
 #include <vector>
@@ -14,6 +15,27 @@
 
 namespace spillway {
 namespace {
+
+// Writes rows [begin, end) of a KV head, of 8 bits, from copies of the source that the caller cannot
+// change.
+absl::Status WriteCopies(const ModelSpec& spec, int layer, const AppendWork& work, int kv_head,
+                         int64_t begin, int64_t end) {
+  const int64_t half = spec.element_row_bytes() / 2;
+  std::vector<std::byte> copy(static_cast<size_t>(2 * half));
+  const RowSource k = RowSource::Dense(copy.data(), 0, 0);
+  const RowSource v = RowSource::Dense(copy.data() + half, 0, 0);
+  for (int64_t token = begin; token < end; ++token) {
+    std::memcpy(copy.data(), work.k.Row(kv_head, token - work.start), static_cast<size_t>(half));
+    std::memcpy(copy.data() + half, work.v.Row(kv_head, token - work.start),
+                static_cast<size_t>(half));
+    if (const std::optional<int64_t> at = FindNonFinite(copy, spec.dtype)) {
+      return NonFiniteRowError(*at < spec.head_dim ? "K" : "V", layer, kv_head,
+                               static_cast<uint64_t>(token), *at % spec.head_dim);
+    }
+    work.rows->WriteRows(kv_head, token, 0, 1, k, v);
+  }
+  return absl::OkStatus();
+}
 
 // Checks rows [begin, end) of a KV head as they were written to the arena, which the caller cannot
 // change.
@@ -58,8 +80,13 @@ absl::Status AppendRows(const ModelSpec& spec, int layer, const AppendWork& work
     const int64_t page_start = (first + task % pages) * kPageTokenCount;
     const int64_t from = std::max(work.start, page_start);
     const int64_t to = std::min(end, page_start + kPageTokenCount);
-    work.rows->WriteRows(head, work.start, from - work.start, to - work.start, work.k, work.v);
-    if (work.shared_source) {
+    const bool copies = work.shared_source && spec.row_type == RowType::kInt8;
+    if (copies) {
+      statuses[task] = WriteCopies(spec, layer, work, head, from, to);
+    } else {
+      work.rows->WriteRows(head, work.start, from - work.start, to - work.start, work.k, work.v);
+    }
+    if (work.shared_source && !copies) {
       statuses[task] = CheckWritten(spec, layer, *work.rows, head, from, to);
     }
     if (sum) work.rows->SumRows(head, from, to);

@@ -98,7 +98,7 @@ struct AppendWork {
   // K and V in C order.
   static AppendWork Dense(LayerRows* rows, int64_t start, int64_t count, const void* k,
                           const void* v) {
-    const int64_t bytes = rows->row_bytes() / 2;
+    const int64_t bytes = rows->format().element_bytes() / 2;
     return {rows, start, count, RowSource::Dense(k, count, bytes),
             RowSource::Dense(v, count, bytes)};
   }

@@ -1,7 +1,6 @@
 #include "host/device/fetch_rows.h"
 
 #include <algorithm>
-#include <cstring>
 
 #include "host/base/limits.h"
 #include "host/base/parallel.h"
@@ -15,11 +14,8 @@ constexpr int64_t kTaskRows = kPageTokenCount;
 // Copies chosen tokens [from, to) of a KV head. first: target row of the head's first chosen token.
 void ReadChosen(const FetchWork& work, int kv_head, int64_t first, int64_t from, int64_t to) {
   const std::vector<uint32_t>& tokens = (*work.chosen)[kv_head];
-  const auto half = static_cast<size_t>(work.rows.row_bytes() / 2);
   for (int64_t i = from; i < to; ++i) {
-    const std::byte* row = work.rows.Row(kv_head, tokens[i]);
-    std::memcpy(work.k.Row(0, first + i), row, half);
-    std::memcpy(work.v.Row(0, first + i), row + half, half);
+    work.rows.ReadRow(kv_head, tokens[i], work.k.Row(0, first + i), work.v.Row(0, first + i));
   }
 }
 

@@ -6,13 +6,14 @@
 #include <limits>
 #include <utility>
 
+#include "host/base/int8_rows.h"
 #include "host/base/status_macros.h"
 #include "host/memory/layer_record.h"
 
 namespace spillway {
 
 LayerRows::LayerRows(PagePool* pool, const ModelSpec& spec)
-    : pool_(pool), row_bytes_(spec.row_bytes()) {
+    : LayerRows(pool, spec.row_format()) {
   assert(pool->page_bytes() >= kPageTokenCount * row_bytes_);
   heads_.reserve(spec.kv_head_count);
   for (int h = 0; h < spec.kv_head_count; ++h) heads_.emplace_back(pool, kPageTokenCount);
@@ -59,16 +60,39 @@ absl::Status LayerRows::PrepareAppend(int64_t count) {
 void LayerRows::WriteRows(int kv_head, int64_t start, int64_t from, int64_t to, const RowSource& k,
                           const RowSource& v) {
   assert(start >= 0 && 0 <= from && from <= to);
-  const int64_t half = row_bytes_ / 2;
   for (int64_t t = from; t < to;) {
     const int64_t token = start + t;
     const int64_t place = token % kPageTokenCount;
     const int64_t run = std::min(to - t, kPageTokenCount - place);
     std::byte* row = heads_[kv_head].Page(token / kPageTokenCount) + place * row_bytes_;
     for (int64_t i = 0; i < run; ++i, ++t, row += row_bytes_) {
-      std::memcpy(row, k.Row(kv_head, t), static_cast<size_t>(half));
-      std::memcpy(row + half, v.Row(kv_head, t), static_cast<size_t>(half));
+      StoreRow(k.Row(kv_head, t), v.data == nullptr ? nullptr : v.Row(kv_head, t), row);
     }
+  }
+}
+
+void LayerRows::StoreRow(const std::byte* k, const std::byte* v, std::byte* row) const {
+  if (v == nullptr) {
+    std::memcpy(row, k, static_cast<size_t>(row_bytes_));
+  } else if (format_.type == RowType::kInt8) {
+    EncodeInt8Row(format_, k, v, row);
+  } else {
+    const auto half = static_cast<size_t>(row_bytes_ / 2);
+    std::memcpy(row, k, half);
+    std::memcpy(row + half, v, half);
+  }
+}
+
+void LayerRows::ReadRow(int kv_head, int64_t token, std::byte* k, std::byte* v) const {
+  const std::byte* const row = Row(kv_head, token);
+  if (v == nullptr) {
+    std::memcpy(k, row, static_cast<size_t>(row_bytes_));
+  } else if (format_.type == RowType::kInt8) {
+    DecodeInt8Row(format_, row, k, v);
+  } else {
+    const auto half = static_cast<size_t>(row_bytes_ / 2);
+    std::memcpy(k, row, half);
+    std::memcpy(v, row + half, half);
   }
 }
 
@@ -84,15 +108,9 @@ int64_t LayerRows::AdjacentRows(int kv_head, int64_t token, int64_t count) const
 void LayerRows::ReadRows(int kv_head, int64_t start, int64_t from, int64_t to, const RowTarget& k,
                          const RowTarget& v) const {
   assert(0 <= from && from <= to && start >= 0 && start + to <= token_count_);
-  const int64_t half = row_bytes_ / 2;
-  for (int64_t t = from; t < to;) {
-    const int64_t token = start + t;
-    const int64_t run = std::min(to - t, kPageTokenCount - token % kPageTokenCount);
-    const std::byte* row = Row(kv_head, token);
-    for (int64_t i = 0; i < run; ++i, ++t, row += row_bytes_) {
-      std::memcpy(k.Row(kv_head, t), row, static_cast<size_t>(half));
-      std::memcpy(v.Row(kv_head, t), row + half, static_cast<size_t>(half));
-    }
+  for (int64_t t = from; t < to; ++t) {
+    ReadRow(kv_head, start + t, k.Row(kv_head, t),
+            v.data == nullptr ? nullptr : v.Row(kv_head, t));
   }
 }
 
@@ -148,7 +166,7 @@ void LayerRows::CutAdopted(LayerRecord& record, int64_t token_count) {
 
 LayerRows LayerRows::Share(int64_t token_count) const {
   assert(token_count >= 0 && token_count <= token_count_);
-  LayerRows copy(pool_, row_bytes_);
+  LayerRows copy(pool_, format_);
   copy.token_count_ = token_count;
   copy.heads_.reserve(heads_.size());
   for (const PageTable& head : heads_) copy.heads_.push_back(head.Share(token_count));
@@ -157,13 +175,11 @@ LayerRows LayerRows::Share(int64_t token_count) const {
 
 bool LayerRows::Equals(int64_t start, int64_t count, const RowSource& k, const RowSource& v) const {
   assert(start >= 0 && count >= 0 && start + count <= token_count_);
-  const int64_t half = row_bytes_ / 2;
-  const auto bytes = static_cast<size_t>(half);
+  std::vector<std::byte> row(static_cast<size_t>(row_bytes_));
   for (int h = 0; h < kv_head_count(); ++h) {
     for (int64_t t = 0; t < count; ++t) {
-      const std::byte* row = Row(h, start + t);
-      if (std::memcmp(row, k.Row(h, t), bytes) != 0) return false;
-      if (std::memcmp(row + half, v.Row(h, t), bytes) != 0) return false;
+      StoreRow(k.Row(h, t), v.data == nullptr ? nullptr : v.Row(h, t), row.data());
+      if (std::memcmp(Row(h, start + t), row.data(), row.size()) != 0) return false;
     }
   }
   return true;

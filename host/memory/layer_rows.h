@@ -40,7 +40,7 @@ struct RowTarget {
   }
 };
 
-// The K/V rows of one (sequence, layer): for each KV head a page table of rows [K(d) | V(d)]. All
+// The K/V rows of one (sequence, layer): for each KV head a page table of rows as RowFormat says. All
 // devices share them. Writes are not thread-safe. Many threads may read committed rows while no
 // write runs.
 class LayerRows {
@@ -51,12 +51,14 @@ class LayerRows {
   // Committed rows, which attends see.
   int64_t token_count() const { return token_count_; }
   int kv_head_count() const { return static_cast<int>(heads_.size()); }
+  const RowFormat& format() const { return format_; }
   int64_t row_bytes() const { return row_bytes_; }
 
   // Makes room for `count` tokens at token_count(). RESOURCE_EXHAUSTED changes nothing visible.
   absl::Status PrepareAppend(int64_t count);
   // Copies tokens [from, to) of K and V, in the dtype of the rows, into prepared rows of one KV
-  // head: token t of the source goes to row start + t. Calls for different (head, range) may run in
+  // head: token t of the source goes to row start + t. If v.data is null, k has the rows themselves,
+  // as they are stored. Calls for different (head, range) may run in
   // parallel.
   void WriteRows(int kv_head, int64_t start, int64_t from, int64_t to, const RowSource& k,
                  const RowSource& v);
@@ -120,15 +122,21 @@ class LayerRows {
   // PagePool::BytesToExtentEnd() of a row.
   int64_t BytesToExtentEnd(const std::byte* row) const { return pool_->BytesToExtentEnd(row); }
   // Copies tokens [from, to) of one KV head: token start + t goes to row t of k and v. The opposite
-  // of WriteRows. Calls for different (head, range) may run in parallel.
+  // of WriteRows, also if v.data is null. Calls for different (head, range) may run in parallel.
   void ReadRows(int kv_head, int64_t start, int64_t from, int64_t to, const RowTarget& k,
                 const RowTarget& v) const;
-  // Whether tokens [start, start + count) have exactly these bytes.
+  // The same for one row.
+  void ReadRow(int kv_head, int64_t token, std::byte* k, std::byte* v) const;
+  // Whether WriteRows() of tokens [start, start + count) would change nothing.
   bool Equals(int64_t start, int64_t count, const RowSource& k, const RowSource& v) const;
   int64_t bytes() const;
 
  private:
-  LayerRows(PagePool* pool, int64_t row_bytes) : pool_(pool), row_bytes_(row_bytes) {}
+  LayerRows(PagePool* pool, const RowFormat& format)
+      : pool_(pool), format_(format), row_bytes_(format.row_bytes()) {}
+
+  // A row of the source, as it is stored.
+  void StoreRow(const std::byte* k, const std::byte* v, std::byte* row) const;
 
   // The sum of rows [from, to) of one page and KV head, to which others can be added.
   uint64_t SumOfRows(int kv_head, int64_t from, int64_t to) const;
@@ -138,7 +146,8 @@ class LayerRows {
   void CutRecord(int64_t token_count);
 
   PagePool* pool_;
-  int64_t row_bytes_;
+  RowFormat format_;
+  int64_t row_bytes_;  // of a stored row
   int64_t token_count_ = 0;
   std::vector<PageTable> heads_;
   LayerRecord* record_ = nullptr;

@@ -111,6 +111,19 @@ void CheckSinks(const ModelSpec& spec, FieldChecks& checks) {
   }
 }
 
+void CheckRowType(const ModelSpec& spec, FieldChecks& checks) {
+  if (spec.row_type > RowType::kInt8) {
+    checks.Add("row_type", absl::StrCat("value ", static_cast<int>(spec.row_type), " is unknown"));
+  }
+  if (spec.row_type != RowType::kInt8) return;
+  if (spec.hash.kind == HashKind::kMlp) {
+    checks.Add("row_type", "int8 does not go with hash_weights.mlp, which read keys in the dtype");
+  }
+  if (spec.indices.any()) {
+    checks.Add("row_type", "int8 does not go with key_indices, which read keys in the dtype");
+  }
+}
+
 // Refuses fields that only optional methods read, if the method is not in this build.
 void CheckMethods(const ModelSpec& spec, FieldChecks& checks) {
   const auto check = [&](bool asked, std::string_view field) {
@@ -164,6 +177,7 @@ std::vector<FieldError> Normalize(ModelSpec& spec) {
   }
   if (heads_ok) CheckSinks(spec, checks);
   CheckIndices(spec, checks);
+  CheckRowType(spec, checks);
   CheckMethods(spec, checks);
   return checks.Take();
 }

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
-#include "host/base/dtype.h"
+#include "host/base/row_format.h"
 
 namespace spillway {
 
@@ -62,6 +62,8 @@ struct ModelSpec {
   int kv_head_count = 0;
   int head_dim = 0;
   DType dtype = DType::kBF16;
+  // How rows are stored. kInt8: not with MLPs or key indices, which read keys in the dtype.
+  RowType row_type = RowType::kElements;
   double softmax_scale = 0;  // 0: 1 / sqrt(head_dim), filled in by Normalize.
   // Learned sink logits [layer_count][query_head_count]; empty: there are none. A head's sink adds
   // exp(logit) to the denominator of its softmax, like a row with value 0 that is always read.
@@ -94,8 +96,11 @@ struct ModelSpec {
   }
   // Number of query heads that share a KV head: query head h reads KV head h / group().
   int group() const { return query_head_count / kv_head_count; }
-  // Bytes of one row [K(d) | V(d)] of one KV head.
-  int64_t row_bytes() const { return int64_t{2} * head_dim * DTypeBytes(dtype); }
+  RowFormat row_format() const { return {dtype, row_type, head_dim}; }
+  // Bytes of one row of one KV head, as it is stored.
+  int64_t row_bytes() const { return row_format().row_bytes(); }
+  // Bytes of one row [K(d) | V(d)] in the dtype, as clients see it.
+  int64_t element_row_bytes() const { return row_format().element_bytes(); }
   // Number of bit planes of a code; number of 32-bit words of a plane (zero-padded); bits of a
   // plane.
   int plane_count() const {

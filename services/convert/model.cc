@@ -112,6 +112,12 @@ absl::StatusOr<ModelDescription> FromProto(const v1::Model& model) {
     errors.push_back({"model.dtype", absl::StrCat("value ", static_cast<int>(model.dtype()),
                                                   " is not DTYPE_F32, F16 or BF16")});
   }
+  if (model.row_type() == v1::ROW_TYPE_INT8) {
+    spec.row_type = RowType::kInt8;
+  } else if (model.row_type() > v1::ROW_TYPE_INT8 || model.row_type() < 0) {
+    errors.push_back({"model.row_type", absl::StrCat("value ", static_cast<int>(model.row_type()),
+                                                     " is not ROW_TYPE_MODEL or INT8")});
+  }
   if (model.has_softmax_scale()) {
     spec.softmax_scale = model.softmax_scale();
     // In a ModelSpec, 0 means the default, so a client must not send it.
@@ -149,6 +155,7 @@ v1::Model ToProto(const Model& model, const Engine& engine) {
   out.set_kv_head_count(spec.kv_head_count);
   out.set_head_dim(spec.head_dim);
   out.set_dtype(ToProto(spec.dtype));
+  out.set_row_type(spec.row_type == RowType::kInt8 ? v1::ROW_TYPE_INT8 : v1::ROW_TYPE_MODEL);
   out.set_softmax_scale(spec.softmax_scale);
   out.set_first_layer(spec.first_layer);
   out.set_first_kv_head(spec.first_kv_head);

@@ -14,6 +14,7 @@
 
 #include "tests/conformance/device_bench.h"
 #include "tests/conformance/scored_end.h"
+#include "tests/reference/int8_rows.h"
 #include "tests/reference/page_index.h"
 #include "tests/reference/ranking.h"
 
@@ -50,7 +51,7 @@ class HeavyTest : public ::testing::TestWithParam<DeviceFactory> {
   // Any bin except that of the strays.
   static constexpr reference::BinRange kAnyBin = {0, 4094};
 
-  // change: applied to the context before it is appended.
+  // change: applied to the context before it is appended. context_ is that of the stored rows.
   void Prepare(const ModelSpec& spec, std::span<const std::byte> safetensors = {},
                const std::function<void(reference::Context&)>& change = {}) {
     sequence_.reset();
@@ -62,6 +63,7 @@ class HeavyTest : public ::testing::TestWithParam<DeviceFactory> {
     if (change) change(context_);
     sequence_ = std::make_unique<BenchSequence>(*bench_);
     ASSERT_TRUE(sequence_->Append(context_, 0, kTokens).ok());
+    context_ = reference::Stored(std::move(context_));
     indices_.clear();
     for (int h = 0; h < spec.kv_head_count && spec.hash.kind == HashKind::kRotation; ++h) {
       indices_.push_back(reference::PageIndex::Of(context_.Head(h), spec.hash.raw_keys));

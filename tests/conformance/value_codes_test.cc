@@ -191,6 +191,20 @@ TEST_P(ValueCodes, CorrectTheAnswerOfTheCodes) {
   }
 }
 
+// Codes and rows are both of the rows as they are stored.
+TEST_P(ValueCodes, OfRowsOfEightBits) {
+  for (const auto& [bits, head_dim, group, dtype] :
+       {std::tuple(2, 128, 3, DType::kBF16), std::tuple(1, 80, 2, DType::kF32),
+        std::tuple(3, 64, 5, DType::kF16)}) {
+    ModelSpec spec = SpecOf(1, group, head_dim, dtype, bits);
+    spec.row_type = RowType::kInt8;
+    Prepare(spec);
+    policy_ = DefaultPolicy(spec_);
+    policy_.seed = 5;
+    ExpectCorrected(std::to_string(bits) + " bits, d " + std::to_string(head_dim));
+  }
+}
+
 // A sink logit is a row with value 0 that is always read.
 TEST_P(ValueCodes, WithSinkLogits) {
   ModelSpec spec = SpecOf(2, 3, 64, DType::kBF16, 2);

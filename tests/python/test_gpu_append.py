@@ -21,14 +21,25 @@ needs_gpu = pytest.mark.skipif(not GPU, reason="needs SPILLWAY_TEST_DEVICE=cuda:
 LAYERS, HEADS, KV_HEADS, DIM = 3, 6, 2, 64
 
 
-@pytest.fixture(params=["bfloat16", "float16", "float32"])
+@pytest.fixture(
+    params=[
+        ("bfloat16", "model"),
+        ("float16", "model"),
+        ("float32", "model"),
+        ("bfloat16", "int8"),
+        ("float32", "int8"),
+    ],
+    ids=lambda param: "-".join(param),
+)
 def model(engine: Client, request: pytest.FixtureRequest) -> Iterator[Model]:
+    dtype, row_type = request.param
     model = engine.create_model(
         layer_count=LAYERS,
         query_head_count=HEADS,
         kv_head_count=KV_HEADS,
         head_dim=DIM,
-        dtype=request.param,
+        dtype=dtype,
+        row_type=row_type,
     )
     yield model
     delete_model(engine, model)

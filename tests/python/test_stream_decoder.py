@@ -56,10 +56,11 @@ def captures(engine: Client) -> bool:
     return True
 
 
-@pytest.fixture
-def wide(engine: Client) -> Iterator[Model]:
-    """Two layers, eight query heads over two KV heads of 64, bfloat16."""
+@pytest.fixture(params=["model", "int8"])
+def wide(engine: Client, request: pytest.FixtureRequest) -> Iterator[Model]:
+    """Two layers, eight query heads over two KV heads of 64, bfloat16, of each row type."""
     model = engine.create_model(
+        row_type=request.param,
         layer_count=LAYERS,
         query_head_count=HEADS,
         kv_head_count=KV_HEADS,

@@ -17,6 +17,7 @@ from spillway_kv._proto import (
 )
 from spillway_kv.indices import HashWeights, KeyIndices, hash_from_proto
 from spillway_kv.policy import Policy
+from spillway_kv.row_types import RowType, row_type_name
 from spillway_kv.tensors import Decoder, DTypeName, dtype_name
 
 Promise = Literal["exact", "statistical", "none"]
@@ -48,6 +49,7 @@ class Model:
         index_bytes_per_token: Bytes of codes of one token over all layers.
         sink_logits: Learned sink logits, a row for each layer and a number for each query head;
             empty if there are none.
+        row_type: How rows are stored: "model" or "int8".
     """
 
     name: str
@@ -67,6 +69,7 @@ class Model:
     row_bytes_per_token: int
     index_bytes_per_token: int
     sink_logits: tuple[tuple[float, ...], ...] = field(default=(), repr=False)
+    row_type: RowType = "model"
 
     @classmethod
     def from_proto(cls, message: model_service_pb2.Model) -> Model:
@@ -93,6 +96,7 @@ class Model:
             sink_logits=tuple(
                 tuple(logits[at : at + heads]) for at in range(0, len(logits), heads)
             ),
+            row_type=row_type_name(message.row_type),
         )
 
 

@@ -1,0 +1,165 @@
+#include "host/base/int8_rows.h"
+
+#include "host/base/elements.h"
+
+#define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_SSE4)
+#define HWY_WANT_AVX3_DL
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "host/base/int8_rows.cc"
+#include "hwy/foreach_target.h"
+//
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#include "host/base/elements-inl.h"
+#include "host/base/limits.h"
+#include "hwy/highway.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace spillway {
+namespace HWY_NAMESPACE {
+namespace hn = hwy::HWY_NAMESPACE;
+
+// Writes codes [d] and highs [high_count] of a vector. Returns its scale.
+HWY_INLINE float EncodeVector(const RowFormat& format, const std::byte* vector, int high_count,
+                              std::byte* codes, std::byte* highs) {
+  const int d = format.head_dim;
+  HWY_ALIGN float x[kHeadDimMax];
+  ToFloatImpl(format.dtype, vector, d, x);
+  // The largest ranks, in descending order.
+  uint32_t top[kInt8HighCountMax] = {};
+  float rest = 0;
+  for (int i = 0; i < d; ++i) {
+    uint32_t rank = Int8Rank(x[i], i);
+    if (i < high_count || rank > top[high_count - 1]) {
+      int at = std::min(i, high_count - 1);
+      const uint32_t dropped = i < high_count ? 0 : top[at];
+      for (; at > 0 && top[at - 1] < rank; --at) top[at] = top[at - 1];
+      top[at] = rank;
+      if (dropped == 0) continue;
+      rank = dropped;
+    }
+    rest = std::max(rest, std::fabs(x[Int8ElementOf(rank)]));
+  }
+  float largest = rest;
+  for (int n = 0; n < high_count; ++n) {
+    largest = std::max(largest, std::fabs(x[Int8ElementOf(top[n])]));
+  }
+  const float scale = Int8Scale(rest, largest);
+  const float largest_element = LargestElement(format.dtype);
+  int element[kHeadDimMax];
+  for (int i = 0; i < d; ++i) element[i] = Int8Element(x[i], scale, largest_element);
+  for (int n = 0; n < high_count; ++n) {
+    const int i = Int8ElementOf(top[n]);
+    const int high = Int8High(element[i]);
+    element[i] -= high * kInt8HighStep;
+    highs[2 * n] = static_cast<std::byte>(i);
+    highs[2 * n + 1] = static_cast<std::byte>(high);
+  }
+  for (int i = 0; i < d; ++i) codes[i] = static_cast<std::byte>(element[i]);
+  return scale;
+}
+
+HWY_NOINLINE void EncodeInt8RowImpl(const RowFormat& format, const std::byte* k,
+                                    const std::byte* v, std::byte* row) {
+  const int d = format.head_dim;
+  const int key_highs = Int8KeyHighCount(d);
+  std::byte* const highs = row + Int8HighOffset(d);
+  const float scales[2] = {
+      EncodeVector(format, k, key_highs, row, highs),
+      EncodeVector(format, v, kInt8ValueHighCount, row + d, highs + 2 * key_highs)};
+  FromFloatImpl(DType::kBF16, scales, 2, row + Int8ScaleOffset(d));
+}
+
+// `count` elements x, finite, in the dtype.
+HWY_INLINE void Narrow(DType dtype, const float* x, int count, std::byte* out) {
+  if (dtype != DType::kBF16) return FromFloatImpl(dtype, x, count, out);
+  const DElements d;
+  const hn::RebindToUnsigned<DElements> du;
+  const hn::Rebind<uint16_t, DElements> dh;
+  const int n = static_cast<int>(hn::Lanes(d));
+  for (int i = 0; i < count; i += n) {
+    const auto bits = hn::BitCast(du, hn::LoadU(d, x + i));
+    const auto odd = hn::And(hn::ShiftRight<16>(bits), hn::Set(du, 1));
+    const auto rounded = hn::Add(hn::Add(bits, hn::Set(du, 0x7FFF)), odd);
+    hn::StoreU(hn::TruncateTo(dh, hn::ShiftRight<16>(rounded)), dh,
+               reinterpret_cast<uint16_t*>(out) + i);
+  }
+}
+
+HWY_INLINE void DecodeVector(const RowFormat& format, const std::byte* codes, float scale,
+                             const std::byte* highs, int high_count, std::byte* out) {
+  const DElements d;
+  const hn::Rebind<int8_t, DElements> db;
+  const hn::RebindToSigned<DElements> di;
+  const int n = static_cast<int>(hn::Lanes(d));
+  const auto* const of_code = reinterpret_cast<const int8_t*>(codes);
+  HWY_ALIGN float x[kHeadDimMax];
+  const auto scales = hn::Set(d, scale);
+  for (int i = 0; i < format.head_dim; i += n) {
+    const auto wide = hn::PromoteTo(di, hn::LoadU(db, of_code + i));
+    hn::Store(hn::Mul(hn::ConvertTo(d, wide), scales), d, x + i);
+  }
+  for (int j = 0; j < high_count; ++j) {
+    const auto i = static_cast<uint8_t>(highs[2 * j]);
+    x[i] = Int8Product(of_code[i], static_cast<int8_t>(highs[2 * j + 1]), scale);
+  }
+  Narrow(format.dtype, x, format.head_dim, out);
+}
+
+HWY_NOINLINE void DecodeInt8RowImpl(const RowFormat& format, const std::byte* row, std::byte* k,
+                                    std::byte* v) {
+  const int d = format.head_dim;
+  const int key_highs = Int8KeyHighCount(d);
+  float scales[2];
+  ToFloatImpl(DType::kBF16, row + Int8ScaleOffset(d), 2, scales);
+  const std::byte* const highs = row + Int8HighOffset(d);
+  DecodeVector(format, row, scales[0], highs, key_highs, k);
+  DecodeVector(format, row + d, scales[1], highs + 2 * key_highs, kInt8ValueHighCount, v);
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace spillway
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace spillway {
+HWY_EXPORT(EncodeInt8RowImpl);
+HWY_EXPORT(DecodeInt8RowImpl);
+
+void EncodeInt8Row(const RowFormat& format, const std::byte* k, const std::byte* v,
+                   std::byte* row) {
+  HWY_DYNAMIC_DISPATCH(EncodeInt8RowImpl)(format, k, v, row);
+}
+void DecodeInt8Row(const RowFormat& format, const std::byte* row, std::byte* k, std::byte* v) {
+  HWY_DYNAMIC_DISPATCH(DecodeInt8RowImpl)(format, row, k, v);
+}
+
+bool IsInt8Row(const RowFormat& format, const std::byte* row) {
+  const int d = format.head_dim;
+  float scales[2];
+  ToFloat(DType::kBF16, row + Int8ScaleOffset(d), 2, scales);
+  for (const float scale : scales) {
+    if (!(scale >= 0 && scale <= LargestElement(DType::kF32))) return false;
+  }
+  const std::byte* const highs = row + Int8HighOffset(d);
+  const int key_highs = Int8KeyHighCount(d);
+  const auto fits = [&](const std::byte* code, std::byte high, float scale) {
+    const float x = Int8Product(static_cast<int8_t>(*code), static_cast<int8_t>(high), scale);
+    return std::fabs(x) <= LargestElement(format.dtype);
+  };
+  for (int i = 0; i < 2 * d; ++i) {
+    if (!fits(row + i, std::byte{0}, scales[i / d])) return false;
+  }
+  for (int n = 0; n < Int8HighCount(d); ++n) {
+    const int of_value = n >= key_highs ? 1 : 0;
+    const auto element = static_cast<int>(highs[2 * n]);
+    if (element >= d) return false;
+    if (!fits(row + of_value * d + element, highs[2 * n + 1], scales[of_value])) return false;
+  }
+  return true;
+}
+
+}  // namespace spillway
+#endif
