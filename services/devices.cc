@@ -29,7 +29,8 @@ absl::StatusOr<std::unique_ptr<Device>> OpenGpus(const Config& config, MemoryBud
     absl::StatusOr<std::unique_ptr<Device>> device =
         CreateCudaDevice({.ordinal = ordinal,
                           .memory_limit_bytes = config.gpu_memory_limit_bytes,
-                          .resident_limit_bytes = config.gpu_resident_limit_bytes,
+                          .resident_limit_bytes = config.gpu_resident_limit_bytes.value_or(
+                              config.gpu_memory_limit_bytes > 0 ? kMostResident : 0),
                           .workspace_bytes = config.gpu_workspace_bytes,
                           .reproducible = config.reproducible,
                           .thread_count = config.thread_count},

@@ -499,7 +499,7 @@ def measure(
         of_engine = engines[engine], models[engine]
         ways[name] = kind(*of_engine, trace, count, policy, options.room, options.shared)
     streams = [name for name in ways if name not in ("job", "auto")]
-    rows_bytes = _row_bytes(shape) * trace.tokens * count
+    rows_bytes = models["plain"].row_bytes_per_token * trace.tokens * count
     for name in ("resident", "auto"):
         if name in ways:
             (gpu,) = engines[name].get_server_info().devices
@@ -639,7 +639,7 @@ def main() -> None:
         resident = {"device.gpu_resident_limit": resident_limit}
         limit = {"device.gpu_memory_limit": arguments.gpu_memory} if arguments.gpu_memory else {}
         kinds = {
-            "plain": limit,
+            "plain": limit | {"device.gpu_resident_limit": "0"},
             "resident": resident | {"device.reproducible": "true"},
             "auto": resident,
         }

@@ -272,16 +272,19 @@ absl::StatusOr<std::unique_ptr<Device>> CudaDevice::Create(const CudaDeviceOptio
   SPILLWAY_CUDA_RETURN_IF_ERROR(cudaMemGetInfo(&free, &total));
   const int64_t limit = options.memory_limit_bytes > 0 ? options.memory_limit_bytes
                                                        : static_cast<int64_t>(free / 10 * 9);
-  const int64_t resident_limit = options.resident_limit_bytes / kSlabBytes * kSlabBytes;
   const int64_t workspace = options.workspace_bytes;
   if (workspace > 0 && (workspace < WorkspaceShares::kTotalMin || workspace > limit / 2)) {
     return absl::InvalidArgumentError(absl::StrCat(
         "--gpu-workspace: ", workspace, " bytes are not in [", WorkspaceShares::kTotalMin, ", ",
         limit / 2, "]; the latter is half of the GPU memory limit of ", limit));
   }
-  const WorkspaceShares shares = WorkspaceShares::Of(limit, resident_limit > 0, workspace);
+  const WorkspaceShares shares = WorkspaceShares::Of(limit, options.resident_limit_bytes >= kSlabBytes, workspace);
   const int64_t arena_bytes = limit - shares.total_bytes;
   const int64_t resident_most = arena_bytes / kCopiesOf * (kCopiesOf - 1);
+  const int64_t resident_limit =
+      (options.resident_limit_bytes == kMostResident ? resident_most
+                                                     : options.resident_limit_bytes) /
+      kSlabBytes * kSlabBytes;
   if (resident_limit > resident_most) {
     return absl::InvalidArgumentError(absl::StrCat(
         "--gpu-resident-limit: ", options.resident_limit_bytes, " bytes are more than ",

@@ -20,12 +20,15 @@ struct CudaDeviceInfo {
 // The GPUs that CUDA sees; empty without a driver. Takes no memory on them.
 std::vector<CudaDeviceInfo> ListCudaDevices();
 
+// CudaDeviceOptions::resident_limit_bytes: seven eighths of the memory without workspaces.
+inline constexpr int64_t kMostResident = std::numeric_limits<int64_t>::max();
+
 struct CudaDeviceOptions {
   int ordinal = 0;
   // GPU memory for codes, tables and workspaces; 0: nine tenths of the free memory.
   int64_t memory_limit_bytes = 0;
   // Of this, the most for copies of all rows of some sequences (Residency), which make room for
-  // codes; 0: no copies.
+  // codes; 0: no copies; kMostResident: as much as is allowed.
   int64_t resident_limit_bytes = 0;
   // Of this, what codes and copies leave to workspaces (WorkspaceShares); 0: by the limit.
   int64_t workspace_bytes = 0;

@@ -12,14 +12,15 @@ namespace spillway::cuda {
 
 // Four codes times the scale; exact.
 __device__ inline float4 Int8Four(uint32_t codes, float scale) {
-  // 2^23 + 128 + code, whose last byte is code + 128.
+  // (2^23 + 128 + code) scale - (2^23 + 128) scale, where the last byte of the first number is code
+  // + 128. The second product is exact because it has 24 bits: 17, and the scale's 7.
   const uint32_t bytes = codes ^ 0x80808080u;
-  constexpr float kZero = 8388736.0f;
+  const float zero = -8388736.0f * scale;
   constexpr uint32_t kHead = 0x4B000000u;
-  return make_float4((__uint_as_float(__byte_perm(bytes, kHead, 0x7440)) - kZero) * scale,
-                     (__uint_as_float(__byte_perm(bytes, kHead, 0x7441)) - kZero) * scale,
-                     (__uint_as_float(__byte_perm(bytes, kHead, 0x7442)) - kZero) * scale,
-                     (__uint_as_float(__byte_perm(bytes, kHead, 0x7443)) - kZero) * scale);
+  return make_float4(fmaf(__uint_as_float(__byte_perm(bytes, kHead, 0x7440)), scale, zero),
+                     fmaf(__uint_as_float(__byte_perm(bytes, kHead, 0x7441)), scale, zero),
+                     fmaf(__uint_as_float(__byte_perm(bytes, kHead, 0x7442)), scale, zero),
+                     fmaf(__uint_as_float(__byte_perm(bytes, kHead, 0x7443)), scale, zero));
 }
 
 // Scales of K (x) and V (y).
@@ -36,7 +37,7 @@ struct Int8HighPart {
 };
 __device__ inline Int8HighPart LoadHighPart(int d, const std::byte* row, int n) {
   const int pair = reinterpret_cast<const uint16_t*>(row + Int8HighOffset(d))[n];
-  const bool of_value = n >= Int8KeyHighCount(d);
+  const bool of_value = n < kInt8ValueHighCount;
   return {(pair & 255) + (of_value ? d : 0), static_cast<int8_t>(pair >> 8), of_value};
 }
 // What a high part adds to its element; exact.
@@ -104,15 +105,19 @@ __device__ inline float4 ValueFour(const RowFormat& format, const std::byte* row
   if (format.type == RowType::kElements) {
     return LoadFour(format.dtype, row + format.row_bytes() / 2, i);
   }
-  const float2 scales = Int8Scales(d, row);
-  const float4 four = Int8Four(reinterpret_cast<const uint32_t*>(row + d)[i], scales.y);
+  // The scales and the high parts of the value, in one load: the row may be across the link.
+  static_assert(kInt8ValueHighCount == 4);
+  const uint4 tail = *reinterpret_cast<const uint4*>(row + Int8ScaleOffset(d));
+  const float scale = __uint_as_float(tail.x & 0xFFFF0000u);
+  const float4 four = Int8Four(reinterpret_cast<const uint32_t*>(row + d)[i], scale);
   float x[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
   for (int n = 0; n < kInt8ValueHighCount; ++n) {
-    const Int8HighPart high = LoadHighPart(d, row, Int8KeyHighCount(d) + n);
-    const int at = high.element - d - 4 * i;
+    const int pair = static_cast<int>((n < 2 ? tail.y : tail.z) >> (n % 2 * 16) & 0xFFFFu);
+    const int at = (pair & 255) - 4 * i;
+    const float addend = static_cast<float>(static_cast<int8_t>(pair >> 8) * kInt8HighStep) * scale;
 #pragma unroll
-    for (int e = 0; e < 4; ++e) x[e] += e == at ? Int8Addend(high, scales) : 0.0f;
+    for (int e = 0; e < 4; ++e) x[e] += e == at ? addend : 0.0f;
   }
 #pragma unroll
   for (float& e : x) e = RoundToDType(format.dtype, e);
@@ -122,10 +127,10 @@ __device__ inline float4 ValueFour(const RowFormat& format, const std::byte* row
 // ---- writing -------------------------------------------------------------
 
 // Writes codes and highs of a vector, and its scale. load(i): its element i. All lanes of the warp.
-template <typename Load>
+// kLaneElements: of a lane, at least d / 32.
+template <int kLaneElements, typename Load>
 __device__ inline void EncodeInt8Vector(DType dtype, int d, Load load, int high_count,
                                         std::byte* codes, std::byte* highs, uint16_t* scale_at) {
-  constexpr int kLaneElements = kHeadDimMax / 32;
   const int lane = threadIdx.x % 32;
   float x[kLaneElements];
   uint32_t rank[kLaneElements];
@@ -140,14 +145,16 @@ __device__ inline void EncodeInt8Vector(DType dtype, int d, Load load, int high_
     high_at[e] = -1;
     largest = fmaxf(largest, fabsf(x[e]));
   }
+#pragma unroll 2
   for (int n = 0; n < high_count; ++n) {
-    uint32_t best = 0;
+    uint32_t own = 0;
 #pragma unroll
-    for (int e = 0; e < kLaneElements; ++e) best = max(best, rank[e]);
-    best = __reduce_max_sync(kFullWarp, best);
+    for (int e = 0; e < kLaneElements; ++e) own = max(own, rank[e]);
+    const uint32_t best = __reduce_max_sync(kFullWarp, own);
+    if (own != best || lane != Int8ElementOf(best) % 32) continue;
 #pragma unroll
     for (int e = 0; e < kLaneElements; ++e) {
-      if (rank[e] != best || e * 32 + lane != Int8ElementOf(best)) continue;
+      if (rank[e] != best) continue;
       rank[e] = 0;
       high_at[e] = n;
     }
@@ -157,13 +164,18 @@ __device__ inline void EncodeInt8Vector(DType dtype, int d, Load load, int high_
   for (int e = 0; e < kLaneElements; ++e) {
     if (high_at[e] < 0) rest = fmaxf(rest, fabsf(x[e]));
   }
-  const float scale = Int8Scale(WarpMax(rest), WarpMax(largest));
+  // Floats that are not negative have the order of their bits.
+  const auto most = [](float y) {
+    return __uint_as_float(__reduce_max_sync(kFullWarp, __float_as_uint(y)));
+  };
+  const float scale = Int8Scale(most(rest), most(largest));
+  const float inverse = Int8InverseScale(scale);
   const float largest_element = LargestElement(dtype);
 #pragma unroll
   for (int e = 0; e < kLaneElements; ++e) {
     const int i = e * 32 + lane;
     if (i >= d) break;
-    int element = Int8Element(x[e], scale, largest_element);
+    int element = Int8Element(x[e], scale, inverse, largest_element);
     if (high_at[e] >= 0) {
       const int high = Int8High(element);
       element -= high * kInt8HighStep;
@@ -179,14 +191,25 @@ __device__ inline void EncodeInt8Vector(DType dtype, int d, Load load, int high_
 // lanes of the warp; they see the row afterwards.
 template <typename Load>
 __device__ inline void EncodeInt8Row(DType dtype, int d, Load load, std::byte* row) {
-  const int keys = Int8KeyHighCount(d);
   std::byte* const highs = row + Int8HighOffset(d);
+  std::byte* const key_highs = highs + 2 * kInt8ValueHighCount;
   auto* const scales = reinterpret_cast<uint16_t*>(row + Int8ScaleOffset(d));
-  EncodeInt8Vector(
-      dtype, d, [&](int i) { return load(0, i); }, keys, row, highs, scales);
-  EncodeInt8Vector(
-      dtype, d, [&](int i) { return load(1, i); }, kInt8ValueHighCount, row + d, highs + 2 * keys,
-      scales + 1);
+  const int end = Int8HighOffset(d) + 2 * Int8HighCount(d);
+  for (int i = end + static_cast<int>(threadIdx.x) % 32; i < Int8RowBytes(d); i += 32) {
+    row[i] = std::byte{0};
+  }
+  const auto encode = [&]<int kLaneElements>() {
+    EncodeInt8Vector<kLaneElements>(
+        dtype, d, [&](int i) { return load(0, i); }, Int8KeyHighCount(d), row, key_highs, scales);
+    EncodeInt8Vector<kLaneElements>(
+        dtype, d, [&](int i) { return load(1, i); }, kInt8ValueHighCount, row + d, highs,
+        scales + 1);
+  };
+  if (d <= 128) {
+    encode.template operator()<4>();
+  } else {
+    encode.template operator()<kHeadDimMax / 32>();
+  }
   __syncwarp();
 }
 

@@ -74,45 +74,50 @@ struct PieceCursor {
 __device__ __noinline__ inline void LoadInt8Vectors(const EncodeWork& work, const std::byte* rows,
                                                     int half, float* x) {
   constexpr int kLoads = 8;  // in flight, because rows may be in host memory
+  __shared__ float scale[kPageTokenCount];
   const int d = work.head_dim;
   const int pieces = d / 16;
   const int row_bytes = static_cast<int>(work.row_bytes);
   const int loads = pieces * kPageTokenCount;
+  if (threadIdx.x < kPageTokenCount) {
+    const float2 scales = Int8Scales(d, rows + static_cast<int>(threadIdx.x) * row_bytes);
+    scale[threadIdx.x] = half == 0 ? scales.x : scales.y;
+  }
+  __syncthreads();
   for (int base = threadIdx.x; base < loads; base += kLoads * kPageThreads) {
     uint4 raw[kLoads];
-    float scale[kLoads];
 #pragma unroll
     for (int n = 0; n < kLoads; ++n) {
       const int i = base + n * kPageThreads;
       if (i >= loads) break;
       const std::byte* const row = rows + i / pieces * row_bytes;
       raw[n] = __ldcs(reinterpret_cast<const uint4*>(row + half * d) + i % pieces);
-      const float2 scales = Int8Scales(d, row);
-      scale[n] = half == 0 ? scales.x : scales.y;
     }
 #pragma unroll
     for (int n = 0; n < kLoads; ++n) {
       const int i = base + n * kPageThreads;
       if (i >= loads) break;
+      const int token = i / pieces;
       const uint32_t words[4] = {raw[n].x, raw[n].y, raw[n].z, raw[n].w};
 #pragma unroll
       for (int w = 0; w < 4; ++w) {
-        const float4 four = Int8Four(words[w], scale[n]);
-        const int at = i % pieces * 16 + 4 * w;
-        x[TileAt<8>(at, i / pieces)] = four.x;
-        x[TileAt<8>(at + 1, i / pieces)] = four.y;
-        x[TileAt<8>(at + 2, i / pieces)] = four.z;
-        x[TileAt<8>(at + 3, i / pieces)] = four.w;
+        const float4 four = Int8Four(words[w], scale[token]);
+        float* const to = x + TileAt<8>(i % pieces * 16 + 4 * w, token);
+        to[0] = four.x;
+        to[kPageTokenCount] = four.y;
+        to[2 * kPageTokenCount] = four.z;
+        to[3 * kPageTokenCount] = four.w;
       }
     }
   }
   __syncthreads();
-  const int first = half == 0 ? 0 : Int8KeyHighCount(d);
+  const int first = half == 0 ? kInt8ValueHighCount : 0;
   const int highs = half == 0 ? Int8KeyHighCount(d) : kInt8ValueHighCount;
   for (int i = threadIdx.x; i < highs * kPageTokenCount; i += kPageThreads) {
-    const std::byte* const row = rows + i / highs * row_bytes;
-    const Int8HighPart high = LoadHighPart(d, row, first + i % highs);
-    x[TileAt<8>(high.element - half * d, i / highs)] += Int8Addend(high, Int8Scales(d, row));
+    const int token = i / highs;
+    const Int8HighPart high = LoadHighPart(d, rows + token * row_bytes, first + i % highs);
+    x[TileAt<8>(high.element - half * d, token)] +=
+        static_cast<float>(high.high * kInt8HighStep) * scale[token];
   }
   __syncthreads();
   if (work.dtype == DType::kF32) return;

@@ -49,7 +49,8 @@ HWY_INLINE float EncodeVector(const RowFormat& format, const std::byte* vector, 
   const float scale = Int8Scale(rest, largest);
   const float largest_element = LargestElement(format.dtype);
   int element[kHeadDimMax];
-  for (int i = 0; i < d; ++i) element[i] = Int8Element(x[i], scale, largest_element);
+  const float inverse = Int8InverseScale(scale);
+  for (int i = 0; i < d; ++i) element[i] = Int8Element(x[i], scale, inverse, largest_element);
   for (int n = 0; n < high_count; ++n) {
     const int i = Int8ElementOf(top[n]);
     const int high = Int8High(element[i]);
@@ -64,12 +65,13 @@ HWY_INLINE float EncodeVector(const RowFormat& format, const std::byte* vector, 
 HWY_NOINLINE void EncodeInt8RowImpl(const RowFormat& format, const std::byte* k,
                                     const std::byte* v, std::byte* row) {
   const int d = format.head_dim;
-  const int key_highs = Int8KeyHighCount(d);
   std::byte* const highs = row + Int8HighOffset(d);
-  const float scales[2] = {
-      EncodeVector(format, k, key_highs, row, highs),
-      EncodeVector(format, v, kInt8ValueHighCount, row + d, highs + 2 * key_highs)};
+  std::byte* const key_highs = highs + 2 * kInt8ValueHighCount;
+  const float scales[2] = {EncodeVector(format, k, Int8KeyHighCount(d), row, key_highs),
+                           EncodeVector(format, v, kInt8ValueHighCount, row + d, highs)};
   FromFloatImpl(DType::kBF16, scales, 2, row + Int8ScaleOffset(d));
+  const int end = Int8HighOffset(d) + 2 * Int8HighCount(d);
+  std::memset(row + end, 0, static_cast<size_t>(Int8RowBytes(d) - end));
 }
 
 // `count` elements x, finite, in the dtype.
@@ -111,12 +113,11 @@ HWY_INLINE void DecodeVector(const RowFormat& format, const std::byte* codes, fl
 HWY_NOINLINE void DecodeInt8RowImpl(const RowFormat& format, const std::byte* row, std::byte* k,
                                     std::byte* v) {
   const int d = format.head_dim;
-  const int key_highs = Int8KeyHighCount(d);
   float scales[2];
   ToFloatImpl(DType::kBF16, row + Int8ScaleOffset(d), 2, scales);
   const std::byte* const highs = row + Int8HighOffset(d);
-  DecodeVector(format, row, scales[0], highs, key_highs, k);
-  DecodeVector(format, row + d, scales[1], highs + 2 * key_highs, kInt8ValueHighCount, v);
+  DecodeVector(format, row, scales[0], highs + 2 * kInt8ValueHighCount, Int8KeyHighCount(d), k);
+  DecodeVector(format, row + d, scales[1], highs, kInt8ValueHighCount, v);
 }
 
 }  // namespace HWY_NAMESPACE
@@ -144,7 +145,6 @@ bool IsInt8Row(const RowFormat& format, const std::byte* row) {
     if (!(scale >= 0 && scale <= LargestElement(DType::kF32))) return false;
   }
   const std::byte* const highs = row + Int8HighOffset(d);
-  const int key_highs = Int8KeyHighCount(d);
   const auto fits = [&](const std::byte* code, std::byte high, float scale) {
     const float x = Int8Product(static_cast<int8_t>(*code), static_cast<int8_t>(high), scale);
     return std::fabs(x) <= LargestElement(format.dtype);
@@ -153,7 +153,7 @@ bool IsInt8Row(const RowFormat& format, const std::byte* row) {
     if (!fits(row + i, std::byte{0}, scales[i / d])) return false;
   }
   for (int n = 0; n < Int8HighCount(d); ++n) {
-    const int of_value = n >= key_highs ? 1 : 0;
+    const int of_value = n < kInt8ValueHighCount ? 1 : 0;
     const auto element = static_cast<int>(highs[2 * n]);
     if (element >= d) return false;
     if (!fits(row + of_value * d + element, highs[2 * n + 1], scales[of_value])) return false;

@@ -13,13 +13,16 @@ namespace spillway {
 // Rows of 8 bits. A row [K(d) | V(d)] is stored as
 //   codes   int8 [2 d]
 //   scales  bf16 [2]: of K, of V
-//   highs   {uint8 element, int8 high} [Int8HighCount(d)]: first those of K, then those of V
+//   highs   {uint8 element, int8 high} [Int8HighCount(d)]: first those of V, then those of K
+//   zeros   up to a multiple of 64 bytes
 // The few elements of K and V that are largest have 16 bits, so that they do not widen the steps of
 // all others: models have channels that are 10 to 100 times as large as the rest. With c an
 // element's code and h its high part (0 without one), the element is
 //   (kInt8HighStep h + c) scale, rounded to the model's dtype.
 // The product is exact in fp32, so that all devices read the same row. They also write the same
 // one. Thus a row is the same wherever it was written, and two rows can be compared by their bytes.
+// Rows begin at multiples of 64 bytes: the link to a GPU moves whole pieces of 64 bytes twice as
+// fast as the same bytes in pieces that are cut (docs/results/row-types).
 
 inline constexpr int kInt8CodeMax = 127;
 inline constexpr int kInt8HighStep = 254;
@@ -27,24 +30,23 @@ inline constexpr int kInt8HighStep = 254;
 inline constexpr int kInt8ElementMax = kInt8HighStep * kInt8CodeMax + kInt8CodeMax - 1;
 
 // Elements with a high part.
+inline constexpr int kInt8ValueHighCount = 4;
 SPILLWAY_HOST_DEVICE constexpr int Int8KeyHighCount(int head_dim) {
-  return head_dim <= 64 ? 12 : 20;
+  return head_dim < 32 ? 12 : 26;
 }
-inline constexpr int kInt8ValueHighCount = 2;
-inline constexpr int kInt8HighCountMax = 22;
+inline constexpr int kInt8HighCountMax = 30;
 SPILLWAY_HOST_DEVICE constexpr int Int8HighCount(int head_dim) {
-  return Int8KeyHighCount(head_dim) + kInt8ValueHighCount;
+  return kInt8ValueHighCount + Int8KeyHighCount(head_dim);
 }
 // Bytes from a row's beginning to its scales, which are followed by the highs.
 SPILLWAY_HOST_DEVICE constexpr int Int8ScaleOffset(int head_dim) { return 2 * head_dim; }
 SPILLWAY_HOST_DEVICE constexpr int Int8HighOffset(int head_dim) { return 2 * head_dim + 4; }
-// A multiple of 16.
 SPILLWAY_HOST_DEVICE constexpr int Int8RowBytes(int head_dim) {
-  return Int8HighOffset(head_dim) + 2 * Int8HighCount(head_dim);
+  return (Int8HighOffset(head_dim) + 2 * Int8HighCount(head_dim) + 63) / 64 * 64;
 }
-inline constexpr int kInt8RowBytesMax = 560;
-static_assert(Int8RowBytes(256) == kInt8RowBytesMax && Int8RowBytes(64) == 160 &&
-              Int8RowBytes(128) == 304);
+inline constexpr int kInt8RowBytesMax = 576;
+static_assert(Int8RowBytes(256) == kInt8RowBytesMax && Int8RowBytes(128) == 320 &&
+              Int8RowBytes(64) == 192 && Int8HighOffset(64) + 2 * Int8HighCount(64) == 192);
 
 // Which elements of a vector have a high part: those with the largest numbers, of which no two are
 // equal.
@@ -56,12 +58,18 @@ SPILLWAY_HOST_DEVICE inline int Int8ElementOf(uint32_t rank) {
 }
 
 // The scale of a vector. rest: the largest magnitude of the elements without a high part; largest:
-// of all. It has 7 bits, of which none is lost in bf16.
+// of all. It has 7 bits, of which none is lost in bf16, and is 0 or has an inverse.
 SPILLWAY_HOST_DEVICE inline float Int8Scale(float rest, float largest) {
+  constexpr float kLeast = 0x1p-120f;
+  if (largest == 0) return 0;
   const float of_rest = rest / static_cast<float>(kInt8CodeMax);
   const float of_all = largest / static_cast<float>(kInt8ElementMax);
   const uint32_t bits = std::bit_cast<uint32_t>(of_rest > of_all ? of_rest : of_all);
-  return std::bit_cast<float>((bits + 0x1FFFFu) & ~0x1FFFFu);
+  const float scale = std::bit_cast<float>((bits + 0x1FFFFu) & ~0x1FFFFu);
+  return scale > kLeast ? scale : kLeast;
+}
+SPILLWAY_HOST_DEVICE inline float Int8InverseScale(float scale) {
+  return scale == 0 ? 0.0f : 1.0f / scale;
 }
 
 SPILLWAY_HOST_DEVICE inline float LargestElement(DType dtype) {
@@ -71,9 +79,10 @@ SPILLWAY_HOST_DEVICE inline float LargestElement(DType dtype) {
 }
 
 // kInt8HighStep h + c of an element. It is not rounded to a number beyond those of the dtype.
-SPILLWAY_HOST_DEVICE inline int Int8Element(float x, float scale, float largest_element) {
-  if (scale == 0) return 0;
-  const float element = ::nearbyintf(x / scale);
+// inverse: Int8InverseScale().
+SPILLWAY_HOST_DEVICE inline int Int8Element(float x, float scale, float inverse,
+                                            float largest_element) {
+  const float element = ::nearbyintf(x * inverse);
   const float size = ::fabsf(element) * scale;
   const int least = size > largest_element ? 1 : 0;
   return static_cast<int>(element) - (x < 0 ? -least : least);

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -70,8 +71,9 @@ struct Config {
   std::vector<std::string> devices = {"auto"};
   // Memory of each GPU for codes and workspaces; 0: nine tenths of the free memory.
   int64_t gpu_memory_limit_bytes = 0;
-  // The most of it for copies of all rows of sequences in use; 0: no copies.
-  int64_t gpu_resident_limit_bytes = 0;
+  // The most of it for copies of all rows of sequences in use; 0: no copies; nullopt: as much as
+  // codes leave of a gpu_memory_limit_bytes that is set, and no copies if it is not set.
+  std::optional<int64_t> gpu_resident_limit_bytes;
   // The part of it that codes and copies leave to workspaces; 0: by the limit.
   int64_t gpu_workspace_bytes = 0;
   // Whether answers do not depend on which copies there are.

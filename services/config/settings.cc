@@ -293,11 +293,23 @@ const std::vector<Setting>& Settings() {
                   "memory of each GPU for codes and workspaces, such as 20GiB; 0: nine tenths of "
                   "the memory that is free at the start",
                   &Config::gpu_memory_limit_bytes),
-      BytesOrZero("device.gpu_resident_limit", "--gpu-resident-limit",
-                  "most of --gpu-memory-limit for copies of all K/V rows of sequences in use, "
-                  "whose attends then read no rows over PCIe; copies make room for codes; 0: no "
-                  "copies",
-                  &Config::gpu_resident_limit_bytes),
+      {"device.gpu_resident_limit", "--gpu-resident-limit",
+       "most of --gpu-memory-limit for copies of all K/V rows of sequences in use, whose attends "
+       "then read no rows over PCIe; copies make room for codes; 0: no copies; auto: seven eighths "
+       "of a --gpu-memory-limit that is set, without workspaces, and no copies otherwise",
+       true,
+       [](Config& config, const std::string& text) {
+         config.gpu_resident_limit_bytes.reset();
+         if (text == "auto") return absl::OkStatus();
+         const absl::StatusOr<int64_t> bytes = text == "0" ? int64_t{0} : ParseBytes(text);
+         if (bytes.ok()) config.gpu_resident_limit_bytes = *bytes;
+         return bytes.status();
+       },
+       [](const Config& config) -> std::string {
+         if (!config.gpu_resident_limit_bytes.has_value()) return "auto";
+         const int64_t bytes = *config.gpu_resident_limit_bytes;
+         return bytes == 0 ? "0" : FormatBytes(bytes);
+       }},
       BytesOrZero("device.gpu_workspace", "--gpu-workspace",
                   "part of --gpu-memory-limit that codes and copies leave to workspaces, such as "
                   "256MiB; 0: a sixth, at most 4 GiB, and 16 to 22 % of less than 4 GiB",

@@ -46,6 +46,20 @@ TEST(Config, WhatToDoWhereAGpuIsLostIsOneOfThree) {
       HasSubstr("device.when_lost: an embedded engine cannot restart its process"));
 }
 
+TEST(Config, CopiesOfRowsAreLeftToTheEngineASizeOrNone) {
+  const Topology machine = Machine(24 * kGiB);
+  const auto limit = [&](std::vector<const char*> arguments) {
+    return Parse(machine, std::move(arguments))->config.gpu_resident_limit_bytes;
+  };
+  EXPECT_EQ(limit({}), std::nullopt);
+  EXPECT_EQ(limit({"--gpu-resident-limit", "auto"}), std::nullopt);
+  EXPECT_EQ(limit({"--gpu-resident-limit", "0"}), 0);
+  EXPECT_EQ(limit({"--gpu-resident-limit", "2GiB"}), 2 * kGiB);
+  EXPECT_THAT(ToToml(Parse(machine, {})->config), HasSubstr("gpu_resident_limit = \"auto\"\n"));
+  EXPECT_THAT(std::string(Parse(machine, {"--gpu-resident-limit", "all"}).status().message()),
+              HasSubstr("--gpu-resident-limit: \"all\" is not"));
+}
+
 TEST(Config, TheMemoryLimitIsThreeQuartersOfWhatThereIs) {
   EXPECT_EQ(Parse(Machine(24 * kGiB), {})->config.memory_limit_bytes, 18 * kGiB);
   EXPECT_EQ(Parse(Machine(24 * kGiB, 8 * kGiB), {})->config.memory_limit_bytes, 6 * kGiB);

@@ -32,7 +32,9 @@ def small_client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     """A client of a daemon that may use little GPU memory."""
     folder = tmp_path_factory.mktemp("small-gpu")
     with (
-        running_daemon(folder, "--gpu-memory-limit", str(LIMIT_BYTES)) as target,
+        running_daemon(
+            folder, "--gpu-memory-limit", str(LIMIT_BYTES), "--gpu-resident-limit", "0"
+        ) as target,
         spillway_kv.connect(target) as client,
     ):
         yield client

@@ -52,6 +52,7 @@ def test_what_sequences_take(case: Case) -> None:
         "memory.limit": "8GiB",
         "device.name": device(),
         "device.gpu_memory_limit": f"{limit}B",
+        "device.gpu_resident_limit": "0",
     }
     prefer_library(binary())
     with spillway_kv.connect("embedded:", settings=settings) as client:

@@ -271,9 +271,9 @@ def test_batch_operations(client: Client, models: tuple[Any, Any]) -> None:
     ids = prompt(3, 30)
     with SpillwayCache(spilled.config, client, quality="exact") as cache:
         logits(spilled, ids, cache)
-        cache.batch_select_indices(torch.tensor([2, 0]))
+        cache.batch_select_indices(torch.tensor([2, 0], device=DEVICE))
         cache.batch_repeat_interleave(2)
-        rows = torch.tensor([2, 2, 0, 0])
+        rows = torch.tensor([2, 2, 0, 0], device=DEVICE)
         token = prompt(4, 1)
         expected = logits(own, torch.cat([ids[rows], token], dim=1))
         got = logits(spilled, token, cache)

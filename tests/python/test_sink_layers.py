@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from random_llama import VOCABULARY, generate, llama, prompt
+from random_llama import DEVICE, VOCABULARY, generate, llama, prompt
 from spillway_kv import Client, Policy
 from spillway_kv.transformers import ModelMismatchError, SpillwayCache, UnsupportedModelError
 
@@ -40,11 +40,11 @@ def gpt_oss(seed: int = 1) -> Any:
         eos_token_id=None,
         attn_implementation="eager",
     )
-    model = transformers.GptOssForCausalLM(config).eval()
+    model = transformers.GptOssForCausalLM(config).eval().to(DEVICE)
     for module in model.modules():
         if hasattr(module, "sinks"):
             # From no weight to nearly all of it.
-            module.sinks.data = torch.linspace(-4, 9, 8)
+            module.sinks.data = torch.linspace(-4, 9, 8, device=DEVICE)
     return model
 
 
@@ -77,7 +77,7 @@ def test_greedy(client: Client, models: tuple[Any, Any], length: int) -> None:
     unsunk = gpt_oss()
     for module in unsunk.modules():
         if hasattr(module, "sinks"):
-            module.sinks.data = torch.full((8,), -30.0)
+            module.sinks.data = torch.full((8,), -30.0, device=DEVICE)
     assert not torch.equal(generate(unsunk, ids), expected)
 
 
@@ -101,8 +101,8 @@ def test_logits_of_a_batch_with_padding(client: Client, models: tuple[Any, Any])
     ids = prompt(2, 120)
     mask = torch.ones_like(ids)
     mask[1, :50] = 0
-    token = torch.tensor([[5], [9]])
-    more = torch.cat([mask, torch.ones(2, 1, dtype=mask.dtype)], 1)
+    token = torch.tensor([[5], [9]], device=DEVICE)
+    more = torch.cat([mask, torch.ones(2, 1, dtype=mask.dtype, device=DEVICE)], 1)
     logits = []
     with SpillwayCache(spilled, client, policy=EXACT) as cache:
         for model, given in (
@@ -128,7 +128,7 @@ def test_forks_have_them_too(client: Client, models: tuple[Any, Any]) -> None:
     with SpillwayCache(spilled, client, policy=EXACT) as cache, torch.no_grad():
         spilled(ids, past_key_values=cache, use_cache=True)
         with cache.fork() as fork:
-            token = torch.tensor([[7]])
+            token = torch.tensor([[7]], device=DEVICE)
             one, other = (
                 spilled(token, past_key_values=c, use_cache=True).logits for c in (cache, fork)
             )
@@ -183,11 +183,11 @@ def test_saved_and_loaded(client: Client, tmp_path: Any) -> None:
     torch.manual_seed(1)
     model = gpt_oss()
     model.config.layer_types = ["full_attention"] * 4
-    model = type(model)(model.config).eval()
+    model = type(model)(model.config).eval().to(DEVICE)
     for index, layer in enumerate(model.model.layers):
-        layer.self_attn.sinks.data = torch.linspace(-4, 5 + index, 8)
+        layer.self_attn.sinks.data = torch.linspace(-4, 5 + index, 8, device=DEVICE)
     model.set_attn_implementation("spillway")
-    ids, token = prompt(1, 100), torch.tensor([[7]])
+    ids, token = prompt(1, 100), torch.tensor([[7]], device=DEVICE)
     with SpillwayCache(model, client) as cache, torch.no_grad():
         model(ids, past_key_values=cache, use_cache=True)
         cache.save(str(tmp_path / "chat"))

@@ -39,8 +39,9 @@ std::vector<float> StoredVector(const std::vector<float>& x, int high_count, DTy
   }
   const double scale = RoundUp(std::max(rest / 127.0f, largest / 32384.0f));
   std::vector<float> stored(x.size(), 0.0f);
-  for (size_t i = 0; i < x.size() && scale > 0; ++i) {
-    const float element = std::nearbyint(x[i] / static_cast<float>(scale));
+  const float inverse = scale > 0 ? 1 / static_cast<float>(scale) : 0;
+  for (size_t i = 0; i < x.size(); ++i) {
+    const float element = std::nearbyint(x[i] * inverse);
     stored[i] = static_cast<float>(Round(dtype, static_cast<double>(element) * scale));
   }
   return stored;
@@ -57,8 +58,8 @@ Context Stored(Context context) {
       std::copy(stored.begin(), stored.end(), first);
     }
   };
-  store(context.k, d <= 64 ? 12 : 20);
-  store(context.v, 2);
+  store(context.k, d < 32 ? 12 : 26);
+  store(context.v, 4);
   return context;
 }
 

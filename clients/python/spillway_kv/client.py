@@ -143,8 +143,8 @@ class Client:
                 of its softmax, like a row with value 0 that is always read. Outputs,
                 log-sum-exps and certificates include it. None means no sinks.
             row_type: How rows are stored: "model" as they are, in `dtype`; "int8" with 8 bits an
-                element, in about 0.6 times the memory of 16 bits, of the host, of the GPU's copies
-                and over the link. Attends, fetches and certificates are of the rows as they are
+                element, in 0.62 times the memory of 16 bits at head_dim 128, of the host, of copies
+                on a GPU and over the link. Attends, fetches and certificates are of the rows as they are
                 stored. Not with MLP hashes or `key_indices`.
 
         Raises:

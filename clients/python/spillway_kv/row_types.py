@@ -41,5 +41,5 @@ def row_bytes(head_dim: int, element_bytes: int, row_type: RowType) -> int:
     """
     if row_type == "model":
         return 2 * head_dim * element_bytes
-    high_parts = (12 if head_dim <= 64 else 20) + 2
-    return 2 * head_dim + 4 + 2 * high_parts
+    high_parts = 4 + (12 if head_dim < 32 else 26)
+    return -(-(2 * head_dim + 4 + 2 * high_parts) // 64) * 64

@@ -76,7 +76,7 @@ class Fit:
         """Returns the engine's GPU memory beside weights and windows of so many sequences."""
         assert self.machine.gpu is not None
         if self.machine.gpu_limit is not None:
-            return gpu_limits(self.machine.gpu_limit)
+            return gpu_limits(self.machine.gpu_limit, copies=True)
         beside = self.machine.weights + sequence_count * self.window_bytes(token_count)
         return gpu_limits(gpu_limit(self.machine.gpu - beside))
 

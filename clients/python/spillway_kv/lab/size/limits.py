@@ -61,12 +61,18 @@ def gpu_limit(free_bytes: int) -> int:
     return max(free_bytes, 0) // 10 * 9
 
 
-def gpu_limits(limit: int) -> GpuLimits:
-    """Returns what a device.gpu_memory_limit leaves for codes. There are no copies of rows."""
+def gpu_limits(limit: int, *, copies: bool = False) -> GpuLimits:
+    """Returns what a device.gpu_memory_limit leaves for codes.
+
+    Args:
+        limit: The setting.
+        copies: Whether there may be copies of rows: device.gpu_resident_limit is not 0. They make
+            room for codes.
+    """
     if limit < 4 * _GIB:
         # A slot of each of two kinds of jobs, and a step.
         step = limit // 8
-        workspaces = 2 * (limit // 64) + step
+        workspaces = 2 * (limit // 64) + step + (step // 2 if copies else 0)
     else:
         wave = min(limit // 24, _GIB)
         step = max(2 * wave, _GIB // 2)
