@@ -25,9 +25,11 @@ constexpr int64_t kStagingRowsMin = 8192;
 // In a step whose units would not fit into one wave otherwise.
 constexpr int64_t kStagingRowsLeast = 1024;
 // Blocks that gather rows. More SMs have more addresses in flight than the GPU can translate; see
-// docs/link.md. Where several waves gather at once, fewer reach the link's rate.
+// docs/link.md. Where several waves gather at once, fewer reach the link's rate. Rows of 8 bits are
+// shorter, so more of them are in flight at once.
 constexpr int kGatherBlocks = 8;
 constexpr int kLaneGatherBlocks = 4;
+constexpr int kLaneGatherBlocksInt8 = 8;
 constexpr int64_t kReferencePagesStep = 16;
 // From this many units on, two parts of a step at once are faster than all units together. Further
 // parts are as large.
@@ -477,7 +479,10 @@ Wave SparsePipeline::View(const UnitWave& wave, const StepAppend& append) const 
   w.block_shared_bytes = context_->gpu().block_shared_bytes;
   w.bulk_copies = w.overlap = context_->gpu().hopper;
   w.gathers_apart = uses_lanes() && crosses_link_;
-  w.gather_blocks = w.gathers_apart ? kLaneGatherBlocks : kGatherBlocks;
+  const bool int8 = spec().row_type == RowType::kInt8;
+  w.gather_blocks = !w.gathers_apart ? kGatherBlocks
+                    : int8           ? kLaneGatherBlocksInt8
+                                     : kLaneGatherBlocks;
   return w;
 }
 

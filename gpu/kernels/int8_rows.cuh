@@ -126,37 +126,35 @@ __device__ inline float4 ValueFour(const RowFormat& format, const std::byte* row
 
 // ---- writing -------------------------------------------------------------
 
-// Writes codes and highs of a vector, and its scale. load(i): its element i. All lanes of the warp.
-// kLaneElements: of a lane, at least d / 32.
-template <int kLaneElements, typename Load>
-__device__ inline void EncodeInt8Vector(DType dtype, int d, Load load, int high_count,
-                                        std::byte* codes, std::byte* highs, uint16_t* scale_at) {
+// Writes codes and highs of a vector, and its scale. x: the elements lane, lane + 32, ... below d,
+// then zeros. All lanes of the warp.
+template <int kLaneElements>
+__device__ inline void EncodeInt8Vector(DType dtype, int d, const float (&x)[kLaneElements],
+                                        int high_count, std::byte* codes, std::byte* highs,
+                                        uint16_t* scale_at) {
   const int lane = threadIdx.x % 32;
-  float x[kLaneElements];
   uint32_t rank[kLaneElements];
   int high_at[kLaneElements];  // number of the element's high part; -1: it has none
   float largest = 0;
 #pragma unroll
   for (int e = 0; e < kLaneElements; ++e) {
     const int i = e * 32 + lane;
-    const bool in = i < d;
-    x[e] = in ? load(i) : 0.0f;
-    rank[e] = in ? Int8Rank(x[e], i) : 0;
+    rank[e] = i < d ? Int8Rank(x[e], i) : 0;
     high_at[e] = -1;
     largest = fmaxf(largest, fabsf(x[e]));
   }
+  // Fewer elements have a high part than there are, so the largest rank left is above 0, and of one
+  // element alone.
 #pragma unroll 2
   for (int n = 0; n < high_count; ++n) {
-    uint32_t own = 0;
+    uint32_t best = 0;
 #pragma unroll
-    for (int e = 0; e < kLaneElements; ++e) own = max(own, rank[e]);
-    const uint32_t best = __reduce_max_sync(kFullWarp, own);
-    if (own != best || lane != Int8ElementOf(best) % 32) continue;
+    for (int e = 0; e < kLaneElements; ++e) best = max(best, rank[e]);
+    best = __reduce_max_sync(kFullWarp, best);
 #pragma unroll
     for (int e = 0; e < kLaneElements; ++e) {
-      if (rank[e] != best) continue;
-      rank[e] = 0;
-      high_at[e] = n;
+      high_at[e] = rank[e] == best ? n : high_at[e];
+      rank[e] = rank[e] == best ? 0 : rank[e];
     }
   }
   float rest = 0;
@@ -199,11 +197,18 @@ __device__ inline void EncodeInt8Row(DType dtype, int d, Load load, std::byte* r
     row[i] = std::byte{0};
   }
   const auto encode = [&]<int kLaneElements>() {
-    EncodeInt8Vector<kLaneElements>(
-        dtype, d, [&](int i) { return load(0, i); }, Int8KeyHighCount(d), row, key_highs, scales);
-    EncodeInt8Vector<kLaneElements>(
-        dtype, d, [&](int i) { return load(1, i); }, kInt8ValueHighCount, row + d, highs,
-        scales + 1);
+    // All are loaded before one is used, so that the latency is paid once.
+    float x[2][kLaneElements];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int e = 0; e < kLaneElements; ++e) {
+        const int i = e * 32 + static_cast<int>(threadIdx.x) % 32;
+        x[half][e] = i < d ? load(half, i) : 0.0f;
+      }
+    }
+    EncodeInt8Vector(dtype, d, x[0], Int8KeyHighCount(d), row, key_highs, scales);
+    EncodeInt8Vector(dtype, d, x[1], kInt8ValueHighCount, row + d, highs, scales + 1);
   };
   if (d <= 128) {
     encode.template operator()<4>();

@@ -52,11 +52,13 @@ __device__ inline void AppendInt8Row(const TensorAppend& a, const std::byte* k, 
         return 0.0f;
       },
       own);
-  const int64_t row_bytes = Int8RowBytes(a.head_dim);
-  CopyStoredRow(own, row_bytes, target.row);
-  if (target.resident != nullptr) CopyStoredRow(own, row_bytes, target.resident);
-  if (target.recent != nullptr) CopyStoredRow(own, row_bytes, target.recent);
-  if (target.whole != nullptr) CopyStoredRow(own, row_bytes, target.whole);
+  for (int j = threadIdx.x % 32; j < Int8RowBytes(a.head_dim) / 16; j += 32) {
+    const uint4 bytes = reinterpret_cast<const uint4*>(own)[j];
+    reinterpret_cast<uint4*>(target.row)[j] = bytes;
+    if (target.resident != nullptr) reinterpret_cast<uint4*>(target.resident)[j] = bytes;
+    if (target.recent != nullptr) reinterpret_cast<uint4*>(target.recent)[j] = bytes;
+    if (target.whole != nullptr) reinterpret_cast<uint4*>(target.whole)[j] = bytes;
+  }
   __syncwarp();
 }
 
