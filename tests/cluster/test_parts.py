@@ -190,10 +190,10 @@ def test_select_and_fetch(pair: Pair) -> None:
     assert parts.certificate is not None
     assert whole.certificate is not None
     assert np.array_equal(whole.certificate.relative_errors, parts.certificate.relative_errors)
-    fetched = [np.stack(s.fetch(1, 100, 300)) for s in (pair.one, pair.many)]
-    assert np.array_equal(*fetched)
+    of_one, of_many = (np.stack(s.fetch(1, 100, 300)) for s in (pair.one, pair.many))
+    assert np.array_equal(of_one, of_many)
     if pair.models[0].row_type == "model":
-        assert np.array_equal(fetched[1], np.stack((K[1], V[1]))[:, :, 100:300])
+        assert np.array_equal(of_many, np.stack((K[1], V[1]))[:, :, 100:300])
     chosen = [s.fetch(1, selection=whole) for s in (pair.one, pair.many)]
     assert np.array_equal(chosen[0][0], chosen[1][0])
     assert np.array_equal(chosen[0][1], chosen[1][1])
