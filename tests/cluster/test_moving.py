@@ -58,13 +58,12 @@ def moved(
     )
 
 
-# Bits of the values' codes.
-@pytest.fixture(params=[0])
+# Options of the model.
+@pytest.fixture(params=[{}])
 def model(
     clients: list[spillway_kv.Client], request: pytest.FixtureRequest
 ) -> Iterator[spillway_kv.Model]:
-    weights = spillway_kv.RotationHash(value_bits=request.param)
-    models = [client.create_model("m", **SHAPES, hash_weights=weights) for client in clients]
+    models = [client.create_model("m", **SHAPES, **request.param) for client in clients]
     yield models[0]
     for client in clients:
         for info in list(client.list_sequences()):
@@ -72,7 +71,10 @@ def model(
         client.delete_model("models/m")
 
 
-@pytest.mark.parametrize("model", [0, 2], indirect=True)
+VALUE_CODES = {"hash_weights": spillway_kv.RotationHash(value_bits=2)}
+
+
+@pytest.mark.parametrize("model", [{}, VALUE_CODES], ids=["model", "value codes"], indirect=True)
 def test_a_move_keeps_rows_policy_ttl_and_answers(
     clients: list[spillway_kv.Client], model: spillway_kv.Model
 ) -> None:
@@ -98,6 +100,25 @@ def test_a_move_keeps_rows_policy_ttl_and_answers(
     there = directory.moved(old.name, "a", gone=False)
     assert there is not None
     assert there.daemon == "b"
+
+
+@pytest.mark.parametrize("model", [{"row_type": "int8"}], ids=["int8"], indirect=True)
+def test_a_move_changes_rows_of_8_bits_less_than_storing_does(
+    clients: list[spillway_kv.Client], model: spillway_kv.Model
+) -> None:
+    """They are fetched and stored again, which rounds some of them again, but only once."""
+    old = clients[0].create_sequence(model)
+    old.append(0, 0, K[:, :, :TOKENS], V[:, :, :TOKENS])
+    given = np.stack((K[1], V[1]))[:, :, :TOKENS]
+    before = np.stack(old.fetch(1))
+    assert moved(clients, old.name) is not None
+    new = clients[1].get_sequence(old.name)
+    assert clients[1].get_model(new.model).row_type == "int8"
+    after = np.stack(new.fetch(1))
+    stored, again = (np.linalg.norm(x, axis=-1).mean() for x in (before - given, after - before))
+    assert again < stored / 2
+    assert moved(clients[::-1], old.name) is not None
+    assert np.array_equal(np.stack(clients[0].get_sequence(old.name).fetch(1)), after)
 
 
 def test_a_layer_in_the_middle_of_a_step_keeps_its_length(

@@ -48,13 +48,12 @@ class Pair:
         self,
         one: spillway_kv.Client,
         many: ClusterClient,
-        value_bits: int,
         sinks: np.ndarray | None,
+        **options: Any,
     ) -> None:
         self.clients: list[Any] = [one, many]
-        weights = spillway_kv.RotationHash(value_bits=value_bits)
         self.models = [
-            client.create_model(**SHAPES, policy=POLICY, hash_weights=weights, sink_logits=sinks)
+            client.create_model(**SHAPES, policy=POLICY, sink_logits=sinks, **options)
             for client in self.clients
         ]
         self.one, self.many = (
@@ -96,6 +95,7 @@ def target(cluster: LocalCluster) -> str:
         "layers",
         "heads of 2, sinks",
         "layers, sinks",
+        "heads of 2, rows of 8 bits",
     ],
 )
 def pair(request: pytest.FixtureRequest, cluster: LocalCluster, target: str) -> Iterator[Pair]:
@@ -105,9 +105,16 @@ def pair(request: pytest.FixtureRequest, cluster: LocalCluster, target: str) -> 
     if "sinks" in request.param:
         # The log-sum-exps of the rows are about 8 and more.
         sinks = np.linspace(3, 14, LAYERS * KV_HEADS * GROUP).reshape(LAYERS, KV_HEADS * GROUP)
+    options: dict[str, Any] = {}
+    if "value codes" in request.param:
+        options["hash_weights"] = spillway_kv.RotationHash(value_bits=2)
+    if "rows of 8 bits" in request.param:
+        options["row_type"] = "int8"
     with spillway_kv.connect(target) as one, cluster.connect(count, groups) as many:
-        made = Pair(one, many, 2 if "value codes" in request.param else 0, sinks)
+        made = Pair(one, many, sinks, **options)
         whole, parts = made.models
+        assert parts.row_type == whole.row_type == options.get("row_type", "model")
+        assert parts.row_bytes_per_token == whole.row_bytes_per_token
         assert parts.sink_logits == whole.sink_logits
         assert many.get_model(parts.name).sink_logits == whole.sink_logits
         yield made
@@ -183,9 +190,10 @@ def test_select_and_fetch(pair: Pair) -> None:
     assert parts.certificate is not None
     assert whole.certificate is not None
     assert np.array_equal(whole.certificate.relative_errors, parts.certificate.relative_errors)
-    k, v = pair.many.fetch(1, 100, 300)
-    assert np.array_equal(k, K[1, :, 100:300])
-    assert np.array_equal(v, V[1, :, 100:300])
+    of_one, of_many = (np.stack(s.fetch(1, 100, 300)) for s in (pair.one, pair.many))
+    assert np.array_equal(of_one, of_many)
+    if pair.models[0].row_type == "model":
+        assert np.array_equal(of_many, np.stack((K[1], V[1]))[:, :, 100:300])
     chosen = [s.fetch(1, selection=whole) for s in (pair.one, pair.many)]
     assert np.array_equal(chosen[0][0], chosen[1][0])
     assert np.array_equal(chosen[0][1], chosen[1][1])
@@ -251,7 +259,7 @@ def test_what_is_named_is_found(pair: Pair) -> None:
 def test_what_is_saved_loads_again(pair: Pair) -> None:
     saved = pair.many.save("split/one", client_data=b"mine")
     assert saved.token_count == TOKENS
-    assert saved.byte_count >= K.nbytes + V.nbytes
+    assert saved.byte_count >= TOKENS * pair.models[0].row_bytes_per_token
     client = pair.clients[1]
     loaded, data = client.load_sequence("split/one", model=pair.models[1])
     assert data == b"mine"

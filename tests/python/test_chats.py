@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
 import pickle
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import spillway_kv
@@ -17,9 +18,11 @@ import torch
 from daemon_process import on_gpu
 from interrupts import Interrupted
 from random_llama import llama, prompt
-from spillway_kv import Client, Policy, RotationHash
+from spillway_kv import Client, Model, Policy, RotationHash
 from spillway_kv._proto import sequence_service_pb2
 from spillway_kv.quality import QUALITIES, policy_of
+from spillway_kv.row_types import RowType
+from spillway_kv.shared_model import shared_model
 from spillway_kv.transformers import AttendEvent, SpillwayCache, TokenMismatchError
 from spillway_kv.transformers import generate as generate_text
 
@@ -321,6 +324,79 @@ def test_a_wrong_number_of_bits_is_refused(client: Client, spilled: Any) -> None
         pytest.raises(spillway_kv.InvalidArgument, match=r"value_bits: value 4 is not in \[0, 3\]"),
     ):
         forward(spilled, prompt(1, 5), cache)
+
+
+def test_rows_of_8_bits_stay(client: Client, spilled: Any, folder: str) -> None:
+    """Caches with rows of 8 bits have a model of their own, also when loaded and when reset."""
+    ids = prompt(1, 1500)
+    policy = Policy(dense_token_count=1024, epsilon=0.3)
+
+    def sparse(cache: SpillwayCache) -> torch.Tensor:
+        made = continued(spilled, ids, cache, 3)
+        assert cache.model is not None
+        assert cache.model.row_type == "int8"
+        assert cache.statistics.rows_touched_fraction < 1
+        return made
+
+    with SpillwayCache(spilled.config, client, policy=policy, row_type="int8") as cache:
+        expected = sparse(cache)
+        with SpillwayCache(spilled.config, client) as other:
+            forward(spilled, prompt(1, 5), other)
+            assert other.model is not None
+            assert other.model.row_type == "model"
+            assert cache.model is not None
+            assert cache.model.row_bytes_per_token < other.model.row_bytes_per_token
+        cache.truncate(1500)
+        cache.save(folder)
+        assert torch.equal(sparse(cache), expected)
+        cache.reset()
+        assert torch.equal(sparse(cache), expected)
+    with SpillwayCache.load(folder, spilled.config, client, row_type="int8") as cache:
+        branch = cache.fork()
+        for each in (branch, cache):
+            assert torch.equal(sparse(each), expected)
+        cache.reset()
+        assert torch.equal(sparse(cache), expected)
+        branch.close()
+
+
+def test_rows_of_another_type_are_refused(client: Client, spilled: Any, folder: str) -> None:
+    wrong = r"models/\S+ stores rows as row_type 'int8', this cache as 'model': make the cache with"
+    with SpillwayCache(spilled.config, client, row_type="int8") as cache:
+        forward(spilled, prompt(1, 20), cache)
+        cache.save(folder)
+        names = cache.detach()
+        with SpillwayCache(spilled.config, client, model=cache.model) as other:
+            with pytest.raises(ValueError, match=wrong):
+                forward(spilled, prompt(1, 5), other)
+    with pytest.raises(ValueError, match=wrong):
+        SpillwayCache.load(folder, spilled.config, client)
+    with pytest.raises(ValueError, match=wrong):
+        SpillwayCache.attach(spilled.config, client, names)
+    # The sequences are still there for a cache with the same row type.
+    with SpillwayCache.attach(spilled.config, client, names, keep=False, row_type="int8") as cache:
+        assert cache.length == 20
+    with pytest.raises(ValueError, match="row_type 'int4' is not one of"):
+        SpillwayCache(spilled.config, client, row_type="int4")  # type: ignore[arg-type]
+
+
+@pytest.mark.transports("embedded")
+def test_only_rows_of_8_bits_change_the_name_of_the_model(
+    client: Client, spilled: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Clients that know no row types share the models of those that do."""
+    specs = []
+
+    def noted(client: Client, kind: str, spec: str, **options: Any) -> Model:
+        specs.append(json.loads(spec))
+        return shared_model(client, kind, spec, **options)
+
+    monkeypatch.setattr("spillway_kv.transformers.daemon_model.shared_model", noted)
+    for row_type in get_args(RowType):
+        with SpillwayCache(spilled.config, client, row_type=row_type) as cache:
+            forward(spilled, prompt(1, 5), cache)
+    assert [len(spec) for spec in specs] == [5, 6]
+    assert specs[1] == [*specs[0], "int8"]
 
 
 @pytest.mark.transports("regions")

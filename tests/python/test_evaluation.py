@@ -175,6 +175,52 @@ def test_perplexity_against_dense(tiny: tuple[Path, Path], target: str, tmp_path
     assert low <= few["perplexity_ratio"]["mean"] <= high
 
 
+def test_rows_of_8_bits_are_compared_with_those_in_bfloat16(bench: Workbench) -> None:
+    stored = DEFAULT_INDEX.storing("int8")
+    assert stored is not None
+    cases = [Case(DEFAULT_INDEX, EXACT), Case(stored, EXACT), Case(stored, Policy())]
+    exact, dense, sparse = measure(bench, cases, "rows")
+    assert bench.daemon_model(stored, bench.recordings[0].scaling).row_type == "int8"
+    assert (exact.errors == 0).all()
+    # What storing changes, of which certificates say nothing.
+    assert 0 < dense.errors.mean() < 0.02
+    assert (dense.certified == 0).all()
+    assert dense.errors.mean() < sparse.errors.mean() < 0.2
+    # Earlier results are found, and those of other rows are others.
+    assert "row_type" not in DEFAULT_INDEX.described()
+    assert stored.described()["row_type"] == "int8"
+    assert Index(key_indices=spillway_kv.KeyIndices(int4_keys=True)).storing("int8") is None
+
+
+def test_sections_of_rows_of_8_bits(tiny: tuple[Path, Path], target: str, tmp_path: Path) -> None:
+    rows = ("--row-type", "int8")
+    cell = ("--promises", "stratified-codes", "--epsilons", ".1", "--deltas", ".1")
+    told = evaluate(tiny, target, tmp_path, "guarantee", *cell, *rows)
+    assert told["parameters"]["row_type"] == "int8"
+    quality = ("--methods", "quality", "--tokens", "32", "--budgets", "4")
+    told = evaluate(tiny, target, tmp_path, "perplexity", *quality, *rows)
+    points = {point["value"]: point for point in told["found"]["methods"][0]["points"]}
+    assert list(points) == ["fast", "default", "high", "exact"]
+    assert points["exact"]["rows"]["share"] == 1
+    assert 0 < points["exact"]["divergence"]["mean"] < points["fast"]["divergence"]["mean"]
+    told = evaluate(tiny, target, tmp_path, "fidelity", "--methods", "ours,quality", *rows)
+    exact = told["found"]["methods"][1]["points"][-1]
+    assert (exact["value"], exact["error"]["mean"] < 0.02) == ("exact", True)
+    page = (tmp_path / "README.md").read_text()
+    assert page.count("The methods' rows are stored in 8 bits (`--row-type int8`).") == 3
+
+    def refused(*more: str) -> str:
+        words = ["guarantee", *map(str, tiny), "--output", str(tmp_path), "--daemon", target]
+        answer = CliRunner().invoke(app, [*words, *more], env={"COLUMNS": "200"})
+        assert answer.exit_code != 0
+        return " ".join(answer.output.split())
+
+    assert "'fp8' is not model or int8" in refused("--row-type", "fp8")
+    assert "no promise stratified-int4; there are" in refused(
+        "--promises", "stratified-int4", *rows
+    )
+
+
 def test_steps_are_the_model_own_decoding(bench: Workbench) -> None:
     recording = bench.recordings[0]
     start = TOKEN_COUNT - 40

@@ -526,6 +526,32 @@ def test_tasks_from_end_to_end(
     )
 
 
+def test_tasks_of_rows_of_8_bits(tiny: tuple[Path, Path], target: str, tmp_path: Path) -> None:
+    """Dense attention has rows in bfloat16, and there is one over the stored rows."""
+
+    def evaluate(methods: str, *more: str) -> list[str]:
+        own = ["tasks", *map(str, tiny), "--tasks", "fwe", "--lengths", "2600", "--samples", "1"]
+        own += ["--methods", methods, *more, "--output", str(tmp_path), "--daemon", target]
+        answer = CliRunner().invoke(app, own, catch_exceptions=False)
+        assert answer.exit_code == 0, answer.output
+        told = json.loads((tmp_path / "tasks.json").read_text())
+        assert told["parameters"]["row_type"] == ("int8" if more else "model")
+        return [method["name"] for method in told["found"]["methods"]]
+
+    rows = ("--row-type", "int8")
+    assert evaluate("stored,default,codes", *rows) == ["exact", "stored", "default", "codes"]
+    lines = [json.loads(line) for line in (tmp_path / "tasks.jsonl").read_text().splitlines()]
+    shares = {line["method"]: line["row_share"] for line in lines if "task" in line}
+    assert shares["exact"] == shares["stored"] == 1
+    assert 0 < shares["default"] < 1
+    # Records of other rows are others.
+    assert evaluate("default") == ["exact", "default"]
+    assert len((tmp_path / "tasks.jsonl").read_text().splitlines()) == len(lines) + 2 + 2
+    own = ["tasks", *map(str, tiny), "--methods", "quest", *rows, "--output", str(tmp_path)]
+    answer = CliRunner().invoke(app, [*own, "--daemon", target])
+    assert "no method quest; there are exact, stored, high" in " ".join(answer.output.split())
+
+
 def test_generators_are_those_of_the_version() -> None:
     """If this fails, raise suite.VERSION: answers to other tasks must not be taken for these."""
     # Without tasks whose words are those of a package; keys of records have its version.

@@ -11,6 +11,7 @@ import torch
 from daemon_process import on_gpu
 from random_llama import llama, prompt
 from spillway_kv import Client
+from spillway_kv.row_types import row_bytes
 from spillway_kv.transformers import SpillwayCache, prompt_memory
 from transformers import Gemma3TextConfig, LlamaConfig
 
@@ -41,6 +42,10 @@ def test_an_8b_shape() -> None:
     # tokens of the sink, these are 172 pages of 64 rows of 512 bytes. The last 128 tokens are
     # added.
     assert taken.resident_rows == 32 * 8 * (172 * 64 + 128) * 512
+    # Rows of 8 bits take less in the engine. What torch has stays the same.
+    short = prompt_memory(config, token_count=1 << 20, chunk_token_count=8192, row_type="int8")
+    row = row_bytes(128, 2, "int8")
+    assert short == taken._replace(resident_rows=32 * 8 * (172 * 64 + 128) * row)
     assert 2 << 30 < taken.of_torch < 4 << 30
     assert sum(taken) == taken.of_torch + taken.codes + taken.resident_rows
     longer = prompt_memory(config, token_count=4 << 20, chunk_token_count=8192)

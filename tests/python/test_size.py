@@ -24,6 +24,7 @@ from spillway_kv.lab.size.fit import Fit, Machine
 from spillway_kv.lab.size.layout import Layout
 from spillway_kv.lab.size.limits import gpu_limit, gpu_limits, host_limit, host_limits
 from spillway_kv.lab.size.units import bytes_of, bytes_text, tokens_of, tokens_text
+from spillway_kv.row_types import RowType, row_bytes
 from spillway_kv.tensors import DTypeName
 from spillway_kv.transformers.support import Shapes
 from transformers import Gemma3TextConfig, LlamaConfig
@@ -44,6 +45,7 @@ class Case(NamedTuple):
     key_bits: int
     value_bits: int
     tokens: int
+    row_type: RowType = "model"
 
 
 CASES = [
@@ -56,6 +58,8 @@ CASES = [
     Case(1, 3, 1, 96, "bfloat16", 4, 3, 40000),
     Case(2, 2, 2, 64, "bfloat16", 3, 0, 1023),  # no codes yet
     Case(2, 2, 2, 64, "bfloat16", 3, 0, 1024),
+    Case(2, 2, 2, 64, "bfloat16", 3, 0, 20000, "int8"),
+    Case(1, 3, 2, 80, "float32", 3, 2, 15000, "int8"),
 ]
 
 
@@ -67,6 +71,7 @@ def of(case: Case) -> Layout:
         element_bytes=4 if case.dtype == "float32" else 2,
         key_bits=case.key_bits,
         value_bits=case.value_bits,
+        row_type=case.row_type,
     )
 
 
@@ -86,6 +91,7 @@ def create(client: Client, case: Case) -> spillway_kv.Model:
         head_dim=case.dim,
         dtype=case.dtype,
         hash_weights=RotationHash(bits_per_dim=case.key_bits, value_bits=case.value_bits),
+        row_type=case.row_type,
     )
 
 
@@ -333,6 +339,27 @@ def test_what_people_see(llama: Path) -> None:
         assert words in said, said
 
 
+def test_rows_of_8_bits(llama: Path) -> None:
+    whole = json.loads(run(llama, *MACHINE, "--json").stdout)
+    done = run(llama, *MACHINE, "--row-type", "int8", "--json")
+    said = json.loads(done.stdout)
+    assert (whole["layout"]["row_type"], said["layout"]["row_type"]) == ("model", "int8")
+    of_token, row = said["bytes_per_token_and_layer"], row_bytes(128, 2, "int8")
+    assert of_token["rows"] == 8 * row
+    assert of_token["resident_sample"] == pytest.approx(8 * 0.01 * row)
+    assert said["bytes_per_sequence"]["rows"] == 2**17 * row * 8 * 32
+    # Codes, and a dense cache, take the same.
+    assert said["bytes_per_sequence"]["codes"] == whole["bytes_per_sequence"]["codes"]
+    for name in ("dense_tokens", "dense_sequences"):
+        assert said["fits"][name] == whole["fits"][name]
+    assert said["fits"]["host_tokens"] == pytest.approx(
+        whole["fits"]["host_tokens"] * 512 / row, rel=0.02
+    )
+    shown = " ".join(run(llama, *MACHINE, "--row-type", "int8").stdout.split())
+    of_layer, of_all = bytes_text(8 * row), bytes_text(8 * row * 32)
+    assert f"│ K/V rows, 8 bits │ host │ {of_layer} │ {of_all} │" in shown
+
+
 def test_on_the_cpu(llama: Path) -> None:
     done = run(llama, "--host", "256GB", "--json")
     said = json.loads(done.stdout)
@@ -426,6 +453,9 @@ def test_wrong_command_lines(llama: Path, tmp_path: Path) -> None:
     assert "Invalid value for '--value-bits'" in refused(llama, *MACHINE, "--value-bits", "4")
     assert "--dtype: 'fp8' is none of bfloat16, float16, float32" in refused(
         llama, *MACHINE, "--dtype", "fp8"
+    )
+    assert "--row-type: 'fp8' is none of model, int8" in refused(
+        llama, *MACHINE, "--row-type", "fp8"
     )
     assert "--tensor-parallel: 3 ranks do not divide 32 query heads and 8 KV heads" in refused(
         llama, *MACHINE, "--tensor-parallel", "3"

@@ -106,7 +106,7 @@ def test_what_is_served() -> None:
         (
             {"cache_dtype": "fp8"},
             "a KV cache of another type than the model's (--kv-cache-dtype fp8): Spillway keeps "
-            "K/V in the model's type, and has no rows of 8 bits yet",
+            "K/V in the model's type, or in 8 bits with VLLM_SPILLWAY_ROW_TYPE=int8",
         ),
         ({"runner_type": "pooling"}, "a model that does not generate (--runner pooling)"),
         ({"use_mla": True}, "multi-head latent attention (MLA)"),
@@ -143,6 +143,7 @@ def test_settings() -> None:
         seed=-1,
         gpu_resident="",
         value_bits=0,
+        row_type="model",
     )
     given = {
         "VLLM_SPILLWAY_MEMORY": "64GiB",
@@ -155,18 +156,20 @@ def test_settings() -> None:
         "VLLM_SPILLWAY_GPU_RESIDENT": "2GiB",
         "VLLM_SPILLWAY_REPRODUCIBLE": "1",
         "VLLM_SPILLWAY_VALUE_BITS": "2",
+        "VLLM_SPILLWAY_ROW_TYPE": "int8",
     }
     wanted = Settings(
         *("embedded:", "64GiB", "8GiB", "cuda:1", "high", 0, 1.5, 7, "2GiB"),
         reproducible=True,
         value_bits=2,
+        row_type="int8",
     )
     assert settings_from(given) == wanted
     assert set(VARIABLES) == {*given, "VLLM_SPILLWAY_TARGET"}
     daemon = settings_from(
         {"VLLM_SPILLWAY_TARGET": " unix:/run/spillwayd.sock ", "VLLM_SPILLWAY_VALUE_BITS": "1"}
     )
-    assert daemon.value_bits == 1
+    assert (daemon.value_bits, daemon.row_type) == (1, "model")
     assert daemon.target == "unix:/run/spillwayd.sock"
     given = {"VLLM_SPILLWAY_TARGET": "unix:/x", "VLLM_SPILLWAY_REPRODUCIBLE": " 0 "}
     assert not settings_from(given).reproducible
@@ -185,6 +188,7 @@ def test_settings() -> None:
         ("VALUE_BITS", "4", r"VALUE_BITS is '4', not a whole number in \[0, 3\]"),
         ("VALUE_BITS", "-1", r"VALUE_BITS is '-1', not a whole number in \[0, 3\]"),
         ("VALUE_BITS", "two", "VALUE_BITS is 'two', not a whole number"),
+        ("ROW_TYPE", "fp8", "ROW_TYPE is 'fp8', not model or int8"),
         ("TARGTE", "x", "VLLM_SPILLWAY_TARGTE is not a setting of Spillway; settings are VL"),
     ],
 )

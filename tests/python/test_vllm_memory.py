@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from spillway_kv.row_types import row_bytes
 from spillway_kv.vllm import memory
 from spillway_kv.vllm.sequences import Shapes
 from spillway_kv.vllm.settings import KeptRoom, Settings
@@ -207,6 +208,33 @@ def test_copies_of_rows_make_room_for_codes(monkeypatch: pytest.MonkeyPatch) -> 
     assert (limits.gpu_resident, limits.kept_room) == ("0", None)
     limits = _limits(Settings(gpu_resident="1GiB"), 20 << 30)
     assert (limits.gpu_resident, limits.kept_room) == ("1GiB", None)
+
+
+def test_rows_of_8_bits_take_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever the engine has rows. What waits to be appended is in bf16."""
+    _host(monkeypatch, 1024)
+    row = row_bytes(128, 2, "int8")
+    assert row < 512
+    limits = _limits(Settings(row_type="int8"), 5500 << 20)
+    whole = _limits(Settings(), 5500 << 20)
+    assert limits.gpu_memory == whole.gpu_memory
+    assert (limits.append_bytes, limits.prompt_bytes) == (whole.append_bytes, whole.prompt_bytes)
+    # A code is 48 bytes, factors 8, and a hundredth of a row 4.
+    assert limits.kept_room is not None
+    assert limits.kept_room.code_bytes == 60 * 56
+    assert limits.kept_room.row_bytes == row * 56
+    # Codes and the rows of a layer fit: copies are not limited by codes.
+    codes = 32 * 32768 * 60 * 56 + 32 * 56 * (256 * row + (24 << 10))
+    arena = int(limits.gpu_memory) - int(limits.gpu_memory) // 6
+    assert arena > codes + 32 * 32768 * 2 * row
+    assert limits.gpu_resident == str(arena // 8 * 7 >> 20 << 20)
+    one = _limits(Settings(row_type="int8"), 20 << 30, max_num_seqs=1)
+    assert one.ready_bytes == 32768 * row * 56
+    # Gathered rows, and stages of appends.
+    unit = 20 * 32768 + 8192 * (row + 8) + 288 * 6 * 396 * 4 + 128 * 16 * 130 * 4
+    of_eight = 16 * unit // 2 * 5 + 2 * 2 * 2 * 32 * 128 * row
+    eight = _limits(Settings(row_type="int8"), 12 << 30, max_num_seqs=8)
+    assert eight.workspace_bytes == of_eight
 
 
 def test_codes_need_no_more_than_for_the_rows_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

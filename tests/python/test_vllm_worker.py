@@ -187,6 +187,22 @@ def test_the_engines_model_has_the_codes_of_values_that_are_set() -> None:
             model.worker.close()
 
 
+def test_the_engines_model_has_the_row_type_that_is_set() -> None:
+    settings = Settings(memory="64MiB", device=str(DEVICE), row_type="int8")
+    model = Model(settings=settings)
+    try:
+        _, outs = model.step(StepPlan([_request(1, 0, 40)]), {1: 1})
+        _check(model, outs[1], 1, 0)
+        # A step reads rows as they are stored.
+        _, outs = model.step(StepPlan([_request(1, 40, 1)]), {1: 1})
+        off = (outs[1] - model.expected(1, 40, 1)).norm() / model.expected(1, 40, 1).norm()
+        assert 1e-5 < off < 0.02
+        (made,) = model.worker._sequences.client.list_models()
+        assert made.row_type == "int8"
+    finally:
+        model.worker.close()
+
+
 def test_chunks_and_decode_steps_in_one_batch(model: Model) -> None:
     """Rows are in any order. Each request sees only its own tokens."""
     texts = {1: 1, 2: 2, 3: 3}

@@ -38,8 +38,11 @@ def row_bytes(head_dim: int, element_bytes: int, row_type: RowType) -> int:
         head_dim: Elements of a key.
         element_bytes: Bytes of an element in the model's dtype.
         row_type: How rows are stored.
+
+    Raises:
+        ValueError: There is no such row type.
     """
-    if row_type == "model":
+    if row_type_number(row_type) == model_service_pb2.ROW_TYPE_MODEL:
         return 2 * head_dim * element_bytes
     high_parts = 4 + (12 if head_dim < 32 else 26)
     return -(-(2 * head_dim + 4 + 2 * high_parts) // 64) * 64

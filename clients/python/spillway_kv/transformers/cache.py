@@ -18,6 +18,7 @@ from spillway_kv.policy import Policy
 from spillway_kv.prefill import BLOCK_TOKEN_COUNT
 from spillway_kv.quality import chosen_policy
 from spillway_kv.results import Model
+from spillway_kv.row_types import RowType
 from spillway_kv.sequence import Sequence
 from spillway_kv.sinks import sink_rows
 from spillway_kv.transformers.chats import Chats
@@ -96,6 +97,7 @@ class SpillwayCache(Cache):
         ttl: datetime.timedelta | float | None = None,
         on_attend: OnAttend | None = None,
         prefill_block_token_count: int = BLOCK_TOKEN_COUNT,
+        row_type: RowType = "model",
     ) -> None:
         """Checks that the model is supported. Nothing is sent yet.
 
@@ -116,11 +118,15 @@ class SpillwayCache(Cache):
                 to `event.sequence` itself.
             prefill_block_token_count: Number of tokens of a block. Two blocks are on the device
                 while a prompt is processed in chunks.
+            row_type: How that model stores K/V: "model", in the dtype of the keys, or "int8", with
+                8 bits an element. A model that is given, and those of saves and of other processes,
+                must store them in the same way.
 
         Raises:
             UnsupportedModelError: The daemon does not support the model's kind of attention, or
                 this is the config of a model with learned sinks.
-            ValueError: Both `policy` and `quality` are given, or `quality` is another word.
+            ValueError: Both `policy` and `quality` are given, or `quality` is another word, or
+                there is no such `row_type`.
         """
         given = config
         if isinstance(given, torch.nn.Module):
@@ -136,6 +142,7 @@ class SpillwayCache(Cache):
                 hash_weights,
                 model,
                 sink_rows(filled(full), shapes.layer_count, shapes.query_head_count),
+                row_type,
             ),
             policy=chosen_policy(policy, quality),
             ttl=ttl,
@@ -471,7 +478,8 @@ class SpillwayCache(Cache):
 
         Raises:
             ModelMismatchError: The config differs. The error names the fields.
-            ValueError: The model has other shapes, or the rows come from different saves.
+            ValueError: The model has other shapes or another row type, or the rows come from
+                different saves.
             SpillwayError: As for `Client.load_sequence`.
         """
         made = cls(config, client, policy=policy, quality=quality, model=model, ttl=ttl, **options)
@@ -513,7 +521,8 @@ class SpillwayCache(Cache):
         Raises:
             NotFound: A sequence was deleted or has expired.
             ModelMismatchError: The config differs.
-            ValueError: The model has other shapes, or the rows have other lengths.
+            ValueError: The model has other shapes or another row type, or the rows have other
+                lengths.
         """
         made = cls(config, client, **options)
         made._chats.attach(sequences, paddings, tokens, keep=keep, check_model=check_model)

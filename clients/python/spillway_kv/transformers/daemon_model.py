@@ -12,6 +12,7 @@ import torch
 from spillway_kv.client import Client
 from spillway_kv.indices import HashWeights, RotationHash
 from spillway_kv.results import Model
+from spillway_kv.row_types import RowType, row_type_number
 from spillway_kv.shared_model import shared_model
 from spillway_kv.tensors import DTypeName
 from spillway_kv.transformers.identity import ModelMismatchError, config_digest
@@ -39,6 +40,7 @@ class DaemonModel:
         hash_weights: HashWeights | None,
         given: Model | None,
         sink_logits: tuple[tuple[float, ...], ...] = (),
+        row_type: RowType = "model",
     ) -> None:
         """Sends nothing.
 
@@ -49,13 +51,19 @@ class DaemonModel:
             hash_weights: How a model that this creates computes codes.
             given: A model to use, which only the caller can create again. None: find or create.
             sink_logits: Learned sink logits of the layers with full attention.
+            row_type: How the model stores rows.
+
+        Raises:
+            ValueError: There is no such `row_type`.
         """
+        row_type_number(row_type)
         self.shapes = shapes
         self.config_fields = config_fields
         self.found = given
         self._client = client
         self._hash_weights = hash_weights
         self._sink_logits = sink_logits
+        self._row_type = row_type
         self._is_given = given is not None
         self._checked: tuple[Model, torch.dtype, float] | None = None
 
@@ -69,7 +77,7 @@ class DaemonModel:
 
         Raises:
             ValueError: The model that was given or adopted has other shapes, another dtype,
-                another factor or other sinks.
+                another factor, other sinks or another row type.
         """
         if self.found is None or (anew and not self._is_given):
             self.found = self._shared(dtype, scaling)
@@ -89,6 +97,8 @@ class DaemonModel:
         parts: list[Any] = [asdict(self.shapes), name, scaling, kind, weights]
         if self._sink_logits:
             parts.append(self._sink_logits)
+        if self._row_type != "model":
+            parts.append(self._row_type)
         spec = json.dumps(parts)
         return shared_model(
             self._client,
@@ -99,6 +109,7 @@ class DaemonModel:
             softmax_scale=scaling,
             hash_weights=self._hash_weights,
             sink_logits=self._sink_logits or None,
+            row_type=self._row_type,
         )
 
     def _kind(self) -> str:
@@ -114,10 +125,11 @@ class DaemonModel:
         Raises:
             NotFound: No such model.
             ModelMismatchError: The configs differ.
-            ValueError: The shapes differ.
+            ValueError: The shapes or the row types differ.
         """
         model = self._client.get_model(name)
         self._check_shapes(model)
+        self._check_row_type(model)
         if check_config and _OWN_MODEL.fullmatch(name) and self._kind() not in name:
             raise ModelMismatchError(
                 f"{name} was created for a model with another config, or by another version "
@@ -134,6 +146,13 @@ class DaemonModel:
         if has != self.shapes:
             raise ValueError(f"{model.name} has {has}, the config has {self.shapes}")
 
+    def _check_row_type(self, model: Model) -> None:
+        if model.row_type != self._row_type:
+            raise ValueError(
+                f"{model.name} stores rows as row_type {model.row_type!r}, this cache as "
+                f"{self._row_type!r}: make the cache with row_type={model.row_type!r}"
+            )
+
     def _check(self, model: Model, dtype: torch.dtype, scaling: float) -> None:
         self._check_shapes(model)
         if f"torch.{model.dtype}" != str(dtype):
@@ -144,3 +163,4 @@ class DaemonModel:
             )
         if model.sink_logits != self._sink_logits:
             raise ValueError(f"{model.name} has other learned sinks than the model's layers")
+        self._check_row_type(model)

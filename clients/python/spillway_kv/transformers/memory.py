@@ -9,6 +9,7 @@ import torch
 
 from spillway_kv.indices import value_code_bytes
 from spillway_kv.prefill import BLOCK_TOKEN_COUNT, attend_bytes, buffer_bytes
+from spillway_kv.row_types import RowType, row_bytes
 from spillway_kv.transformers.appends import BYTES_MAX
 from spillway_kv.transformers.sliding import SPARE_TOKEN_COUNT
 from spillway_kv.transformers.support import layers_of, shapes_of
@@ -64,6 +65,7 @@ def prompt_memory(
     block_token_count: int = BLOCK_TOKEN_COUNT,
     logits_token_count: int = 1,
     value_bits: int = 0,
+    row_type: RowType = "model",
 ) -> PromptMemory:
     """Returns upper bounds for the GPU memory of a prompt in chunks.
 
@@ -82,28 +84,31 @@ def prompt_memory(
         logits_token_count: Number of positions whose logits are computed. generate() needs one.
         value_bits: That of the cache's `RotationHash`, in [0, 3]: bits per dimension of the codes
             of values.
+        row_type: That of the cache: "model" or "int8". K/V that torch has are of `dtype` with both.
 
     Raises:
         UnsupportedModelError: As for `SpillwayCache`.
+        ValueError: There is no such `row_type`.
     """
     shapes = shapes_of(config)
     windows = [kind.window for kind in layers_of(config)]
     config = config.get_text_config(decoder=True)
     size = dtype.itemsize
     tokens = batch_size * chunk_token_count
-    row_bytes = 2 * shapes.kv_head_count * shapes.head_dim * size
-    new_bytes = row_bytes * tokens
+    # Of a layer's K and V of a token, as torch has them.
+    layer_bytes = 2 * shapes.kv_head_count * shapes.head_dim * size
+    new_bytes = layer_bytes * tokens
     sliding = 0
     for window in windows:
         if window is not None:
             kept = window - 1 + 2 * SPARE_TOKEN_COUNT
             # The rows after the last forward pass, and those before it, which are kept to undo it.
-            sliding += 2 * row_bytes * batch_size * kept
+            sliding += 2 * layer_bytes * batch_size * kept
     # While one layer attends, it also has a copy of its rows with the new ones, and the rows that
     # it will keep.
     largest = max((window for window in windows if window is not None), default=0)
     if largest:
-        sliding += row_bytes * batch_size * 2 * (largest + 2 * SPARE_TOKEN_COUNT) + new_bytes
+        sliding += layer_bytes * batch_size * 2 * (largest + 2 * SPARE_TOKEN_COUNT) + new_bytes
     heads = shapes.query_head_count + 2 * shapes.kv_head_count
     hidden = config.hidden_size
     activations = tokens * (
@@ -144,7 +149,11 @@ def prompt_memory(
                 + value_code_bytes(shapes.head_dim, value_bits)
             )
         ),
-        resident_rows=batch_size * shapes.layer_count * row_bytes * _resident_rows(token_count),
+        resident_rows=batch_size
+        * shapes.layer_count
+        * shapes.kv_head_count
+        * _resident_rows(token_count)
+        * row_bytes(shapes.head_dim, size, row_type),
     )
 
 

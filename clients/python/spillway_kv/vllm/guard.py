@@ -41,7 +41,7 @@ def refusals(config: Any) -> list[str]:
     if cache.cache_dtype not in ("auto", *_own_names(model.dtype)):
         reasons.append(
             f"a KV cache of another type than the model's (--kv-cache-dtype {cache.cache_dtype}): "
-            "Spillway keeps K/V in the model's type, and has no rows of 8 bits yet"
+            "Spillway keeps K/V in the model's type, or in 8 bits with VLLM_SPILLWAY_ROW_TYPE=int8"
         )
     if model.runner_type != "generate":
         reasons.append(f"a model that does not generate (--runner {model.runner_type})")

@@ -14,6 +14,7 @@ import torch
 
 from spillway_kv import prefill
 from spillway_kv.indices import value_code_bytes
+from spillway_kv.row_types import row_bytes
 from spillway_kv.vllm.appends import BYTES_MAX
 from spillway_kv.vllm.guard import has_draft_model
 from spillway_kv.vllm.prompts import JOINED_TOKEN_COUNT
@@ -161,7 +162,7 @@ def with_limits(
         dtype=shapes.dtype,
         block_token_count=prefill.BLOCK_TOKEN_COUNT + JOINED_TOKEN_COUNT,
     )
-    layer = chunk * shapes.kv_head_count * _row_bytes(shapes)
+    layer = chunk * _token_bytes(shapes) // shapes.layer_count
     # Little memory is for codes. Appends are slow with less than a layer that is collected and two
     # that wait, and impossible with less than two layers.
     appends = max(min(BYTES_MAX, max(_available // 32, 3 * layer)), 2 * layer)
@@ -174,12 +175,15 @@ def with_limits(
             f"prompts of {chunk} tokens {(appends + buffers + prompts) >> 20} MiB; nothing is "
             "left for codes of keys. Raise it, or lower --max-num-batched-tokens"
         )
-    workspace = _workspace_bytes(limit, config, shapes, settings.value_bits)
+    # Of a row as the engine stores it: in host memory, in copies and in the resident sample, where
+    # rows are gathered, and where they wait to be coded.
+    row = row_bytes(shapes.head_dim, shapes.dtype.itemsize, settings.row_type)
+    workspace = _workspace_bytes(limit, config, shapes, row, settings.value_bits)
     arena = limit - (workspace or _usual_workspace(limit))
-    code_bytes = _code_bytes(shapes, settings.value_bits)
-    copies = _resident_bytes(arena, config, shapes, code_bytes)
+    code_bytes = _code_bytes(shapes, row, settings.value_bits)
+    copies = _resident_bytes(arena, config, shapes, row, code_bytes)
     heads = shapes.layer_count * shapes.kv_head_count
-    room = KeptRoom(arena, heads * code_bytes, _token_bytes(shapes), copies)
+    room = KeptRoom(arena, heads * code_bytes, heads * row, copies)
     return replace(
         settings,
         gpu_memory=str(limit),
@@ -188,7 +192,9 @@ def with_limits(
         # What the user sets is taken as it is.
         kept_room=None if settings.gpu_resident or copies == 0 else room,
         ready_bytes=min(
-            _rows_bytes(config, shapes), _host_bytes() // 8 // _rank_count(config), _READY_BYTES_MAX
+            _rows_bytes(config, shapes, row),
+            _host_bytes() // 8 // _rank_count(config),
+            _READY_BYTES_MAX,
         ),
         append_bytes=appends,
         prompt_bytes=prompts,
@@ -224,17 +230,12 @@ def _rank_count(config: Any) -> int:
     return parallel.world_size * max(1, parallel.data_parallel_size_local)
 
 
-def _row_bytes(shapes: Shapes) -> int:
-    """Bytes of K and V of a token, a layer and a KV head."""
-    return 2 * shapes.head_dim * shapes.dtype.itemsize
-
-
 def _token_bytes(shapes: Shapes) -> int:
-    """Bytes of K and V of a token, in all layers and KV heads."""
-    return shapes.layer_count * shapes.kv_head_count * _row_bytes(shapes)
+    """Bytes of K and V of a token in the model's dtype, in all layers and KV heads."""
+    return shapes.layer_count * shapes.kv_head_count * 2 * shapes.head_dim * shapes.dtype.itemsize
 
 
-def _code_bytes(shapes: Shapes, value_bits: int) -> int:
+def _code_bytes(shapes: Shapes, row: int, value_bits: int) -> int:
     """Bytes of codes of a token, a layer and a KV head.
 
     Three bits a dimension of the key in words of 32, factors, codes of the value, and one row in a
@@ -242,13 +243,13 @@ def _code_bytes(shapes: Shapes, value_bits: int) -> int:
     """
     of_key = 3 * -(-shapes.head_dim // 32) * 4 + 8
     of_value = math.ceil(value_code_bytes(shapes.head_dim, value_bits))
-    return of_key + of_value + -(-_row_bytes(shapes) // 100)
+    return of_key + of_value + -(-row // 100)
 
 
-def _rows_bytes(config: Any, shapes: Shapes) -> int:
+def _rows_bytes(config: Any, shapes: Shapes, row: int) -> int:
     """Bytes of all rows of the requests that run at a time, at most."""
     tokens: int = config.scheduler_config.max_num_seqs * config.model_config.max_model_len
-    return tokens * _token_bytes(shapes)
+    return tokens * shapes.layer_count * shapes.kv_head_count * row
 
 
 def _usual_workspace(limit: int) -> int:
@@ -256,12 +257,11 @@ def _usual_workspace(limit: int) -> int:
     return min(limit // 6, 4 << 30) if limit >= 4 << 30 else limit // 4
 
 
-def _workspace_bytes(limit: int, config: Any, shapes: Shapes, value_bits: int) -> int:
+def _workspace_bytes(limit: int, config: Any, shapes: Shapes, row: int, value_bits: int) -> int:
     """Returns the workspaces that the requests need at most, or 0 if that is the usual or more.
 
     Of it, a step of all requests may take two fifths (`WorkspaceShares` of the engine).
     """
-    row = _row_bytes(shapes)
     longest = config.model_config.max_model_len
     # Of a query and KV head: scores and lists of tokens; rows that are gathered; sums of rows that
     # were read, in three rounds and 96 parts at most; and parts of an exact attend.
@@ -281,15 +281,14 @@ def _workspace_bytes(limit: int, config: Any, shapes: Shapes, value_bits: int) -
     return needed if needed < _usual_workspace(limit) else 0
 
 
-def _resident_bytes(arena: int, config: Any, shapes: Shapes, code_bytes: int) -> int:
+def _resident_bytes(arena: int, config: Any, shapes: Shapes, row: int, code_bytes: int) -> int:
     """Returns the most of the memory for codes and copies of rows that copies may take.
 
     They make room for codes, but sequences in use keep those of one layer. So if these and the
     codes of all requests may not fit together, copies get what codes cannot need. Codes are of the
     tokens of all running requests, and of no more than the host's memory has rows for.
     """
-    row = _row_bytes(shapes)
-    rows = min(_rows_bytes(config, shapes), _host_bytes())
+    rows = min(_rows_bytes(config, shapes, row), _host_bytes())
     heads = shapes.layer_count * shapes.kv_head_count
     codes = rows // row * code_bytes
     # And of each request: its first and newest rows, and tables.

@@ -314,9 +314,12 @@ class Sequences:
         """Returns the engine's model with these shapes. Creates it if necessary."""
         if self._model is None:
             shapes, value_bits = self._shapes, self._settings.value_bits
+            row_type = self._settings.row_type
             named = {**asdict(shapes), "dtype": shapes.dtype_name}
             if value_bits > 0:
                 named["value_bits"] = value_bits
+            if row_type != "model":
+                named["row_type"] = row_type
             self._model = shared_model(
                 self.client,
                 "vllm",
@@ -328,6 +331,7 @@ class Sequences:
                 dtype=shapes.dtype_name,
                 softmax_scale=shapes.scale,
                 hash_weights=RotationHash(value_bits=value_bits),
+                row_type=row_type,
             )
         return self._model
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import get_args
 
 from spillway_kv.quality import policy_of
+from spillway_kv.row_types import RowType
 from spillway_kv.vllm.appends import BYTES_MAX
 
 PREFIX = "VLLM_SPILLWAY_"
@@ -18,7 +20,7 @@ class KeptRoom:
     Attributes:
         total_bytes: GPU memory for codes and copies.
         code_bytes: Codes of a token, in all layers.
-        row_bytes: K/V rows of a token, in all layers.
+        row_bytes: K/V rows of a token as they are stored, in all layers.
         copy_bytes: Most GPU memory of copies.
     """
 
@@ -65,6 +67,7 @@ class Settings:
         seed: Seed of the sampling of an embedded engine, like `models.sampling_seed`. All ranks
             have the same. -1 means random.
         value_bits: Bits per dimension of the codes of values, as of a `RotationHash`. 0 means none.
+        row_type: How K/V are stored, "model" or "int8", as in `Client.create_model`.
         ready_bytes: Host memory of an embedded engine that is pinned at the start, like
             `memory.ready`. No variable sets it.
         append_bytes: Most GPU memory of K/V that wait to be appended. No variable sets it.
@@ -86,6 +89,7 @@ class Settings:
     gpu_resident: str = ""
     reproducible: bool = False
     value_bits: int = 0
+    row_type: RowType = "model"
     ready_bytes: int = 0
     append_bytes: int = BYTES_MAX
     prompt_bytes: int = 0
@@ -108,6 +112,7 @@ _NAMES = {
     "SEED": "seed",
     "QUALITY": "quality",
     "VALUE_BITS": "value_bits",
+    "ROW_TYPE": "row_type",
     "KEPT_SEQUENCES": "kept_sequence_count",
     "RECONNECT_SECONDS": "reconnect_seconds",
 }
@@ -166,6 +171,8 @@ def _value(variable: str, name: str, text: str) -> str | int | float:
         return seconds
     if name == "quality":
         policy_of(text)
+    if name == "row_type" and text.strip() not in get_args(RowType):
+        raise ValueError(f"{variable} is {text!r}, not {' or '.join(get_args(RowType))}")
     return text.strip()
 
 

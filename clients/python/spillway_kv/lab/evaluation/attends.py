@@ -1,4 +1,7 @@
-"""Attends in the daemon for recorded queries, compared with exact attention to the same rows."""
+"""Attends in the daemon for recorded queries, compared with exact attention.
+
+Exact attention is over the rows in bfloat16, also where rows are stored in 8 bits.
+"""
 
 from __future__ import annotations
 
@@ -186,7 +189,7 @@ class _Block:
                 yield Outcome(**store.get(key))
 
     def _exact(self) -> Floats:
-        """Returns exact outputs [L, Q, H_q, d] over the same bfloat16 rows."""
+        """Returns exact outputs [L, Q, H_q, d] over the rows in bfloat16."""
         store, key = self.bench.store, self.key(DEFAULT_INDEX, EXACT) | {"kept": "outputs"}
         if not store.has(key):
             with rows_in_daemon(self.bench, self.recording, DEFAULT_INDEX, self.layers) as sequence:

@@ -9,7 +9,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast, get_args
 
 import typer
 from rich.console import Console
@@ -41,6 +41,7 @@ from spillway_kv.lab.evaluation.indexing import NotServedError
 from spillway_kv.lab.evaluation.serving import running_daemon
 from spillway_kv.lab.evaluation.setting import Setting
 from spillway_kv.lab.evaluation.workbench import Workbench
+from spillway_kv.row_types import RowType
 
 console = Console(highlight=False)
 app = typer.Typer(
@@ -174,6 +175,22 @@ def _numbers(text: str) -> list[float]:
         raise typer.BadParameter(f"{text!r} is not a list of numbers separated by commas") from None
 
 
+def _row_type(text: str) -> RowType:
+    """Reads a row type."""
+    if text not in get_args(RowType):
+        raise typer.BadParameter(f"{text!r} is not {' or '.join(get_args(RowType))}")
+    return cast(RowType, text)
+
+
+_RowTypeText = Annotated[
+    str,
+    typer.Option(
+        help="how the methods' rows are stored, model or int8; exact and dense attention, with "
+        "which they are compared, are over rows in bfloat16 with both"
+    ),
+]
+
+
 def _names(numbers: tuple[float, ...]) -> str:
     return ",".join(f"{number:g}" for number in numbers)
 
@@ -181,9 +198,10 @@ def _names(numbers: tuple[float, ...]) -> str:
 def _fidelity(
     bench: Workbench,
     methods: Annotated[str, typer.Option(help="comma-separated names; all by default")] = "",
+    row_type: _RowTypeText = "model",
 ) -> None:
     """Measures the error against the rows read, as a curve for each method."""
-    fidelity.run(bench, methods)
+    fidelity.run(bench, methods, _row_type(row_type))
 
 
 def _guarantee(
@@ -196,9 +214,11 @@ def _guarantee(
         guarantee.DELTAS
     ),
     seeds: Annotated[int, typer.Option(min=1, help="samples drawn for each query")] = 1,
+    row_type: _RowTypeText = "model",
 ) -> None:
     """Measures how often errors exceed epsilon, and compares it with delta."""
-    guarantee.run(bench, promises, _numbers(epsilons), _numbers(deltas), seeds)
+    kind = _row_type(row_type)
+    guarantee.run(bench, promises, _numbers(epsilons), _numbers(deltas), seeds, kind)
 
 
 def _retrieval(
@@ -227,9 +247,10 @@ def _perplexity(
     methods: Annotated[str, typer.Option(help="comma-separated names; all by default")] = "",
     tokens: Annotated[int, typer.Option(min=32, help="tokens to decode of a segment")] = 256,
     budgets: Annotated[int, typer.Option(min=1, help="points of each method's curve")] = 3,
+    row_type: _RowTypeText = "model",
 ) -> None:
     """Compares next tokens with those of dense attention: agreement, divergence, perplexity."""
-    perplexity.run(bench, methods, tokens, budgets)
+    perplexity.run(bench, methods, tokens, budgets, _row_type(row_type))
 
 
 def _lengths(text: str) -> list[int]:
@@ -312,9 +333,10 @@ def _tasks(
     minutes: Annotated[
         float, typer.Option(min=0, help="ask no new question after this time; 0: no limit")
     ] = 0,
+    row_type: _RowTypeText = "model",
 ) -> None:
     """Solves RULER's tasks, and extracts records as JSON; TEXTS: prose for the essays."""
-    suite.run(bench, tasks, _lengths(lengths), samples, methods, minutes)
+    suite.run(bench, tasks, _lengths(lengths), samples, methods, minutes, _row_type(row_type))
 
 
 def _all(

@@ -18,9 +18,12 @@ from spillway_kv.lab.evaluation.methods import OURS, QUALITY, Method, registry
 from spillway_kv.lab.evaluation.perplexity import Arrays, arrays_of
 from spillway_kv.lab.evaluation.workbench import Workbench
 from spillway_kv.policy import Policy, TopK
+from spillway_kv.row_types import RowType
 
 # The data for all rankings, so that all methods share the rows of one sequence.
 INDEX = Index(RotationHash(), KeyIndices(quest_page_token_count=16, int4_keys=True))
+# The data for those methods that need no other data than codes.
+_CODES = Index(RotationHash())
 # Tokens of sink and window, which every method attends in addition.
 ALWAYS = 128
 # Tokens on which budgets are chosen.
@@ -37,6 +40,7 @@ class Contender:
         kind: Kind of method, which determines its colour.
         knob: What the values of the points mean. Empty if there is only one point.
         points: Name and policy of each point.
+        index: The index of the sequence that it reads.
     """
 
     name: str
@@ -44,6 +48,7 @@ class Contender:
     kind: str
     knob: str
     points: tuple[tuple[str, Policy], ...]
+    index: Index = INDEX
 
     def policy(self, value: str) -> Policy:
         """Returns the policy of a point. For top-k any share may be named, also if it is no point.
@@ -57,12 +62,24 @@ class Contender:
         return dict(self.points)[value]
 
     def asked(self, value: str) -> Asked:
-        """Returns what is asked at a point, with the index that serves all rankings."""
-        return Asked(self.label, Case(INDEX, self.policy(value)))
+        """Returns what is asked at a point."""
+        return Asked(self.label, Case(self.index, self.policy(value)))
 
 
-def contenders(bench: Workbench, length: int) -> list[Contender]:
-    """Returns all methods, dense attention first."""
+def index_of(row_type: RowType) -> Index:
+    """Returns the index that serves all rankings, or with rows of 8 bits those that it can."""
+    return INDEX if row_type == "model" else dataclasses.replace(_CODES, row_type=row_type)
+
+
+def contenders(bench: Workbench, length: int, row_type: RowType = "model") -> list[Contender]:
+    """Returns all methods, dense attention first.
+
+    Args:
+        bench: The workbench.
+        length: Tokens of the context.
+        row_type: How the methods' rows are stored. With int8, dense attention has rows in bfloat16,
+            and there is no method that needs other data than codes.
+    """
     setting = dataclasses.replace(bench.setting, token_count=length)
     known = {method.name: method for method in registry(setting, bench.shapes)}
 
@@ -82,7 +99,13 @@ def contenders(bench: Workbench, length: int) -> list[Contender]:
     ]
     alone = Policy(heavy=TopK(count=0), tail="none")
     made.append(Contender("window", "sink and window alone", "window", "", (("", alone),)))
-    return made
+    if row_type == "model":
+        return made
+    dense = dataclasses.replace(made[0], index=_CODES)
+    stored = dataclasses.replace(made[0], name="stored", label="dense, over rows of 8 bits")
+    others = [one for one in (stored, *made[1:]) if one.name not in ("quest", "twilight-quest")]
+    index = index_of(row_type)
+    return [dense, *(dataclasses.replace(one, index=index) for one in others)]
 
 
 def comparable(
@@ -119,7 +142,8 @@ def matched(asker: Asker, tokens: torch.Tensor, rivals: Sequence[Contender]) -> 
     """
     policies = [EXACT, Policy()]
     policies += [policy for one in rivals if one.kind != "top-k" for _, policy in one.points]
-    cases = [Case(INDEX, policy) for policy in dict.fromkeys(policies)]
+    # Rows are counted on one sequence.
+    cases = [Case(rivals[-1].index, policy) for policy in dict.fromkeys(policies)]
     arrays = given(asker, tokens, PILOT, cases)
     shares = {
         case.policy: float(one["shares"].mean()) for case, one in zip(cases, arrays, strict=True)

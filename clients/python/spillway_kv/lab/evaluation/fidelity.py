@@ -13,13 +13,14 @@ from spillway_kv.lab.evaluation.attends import Outcome, measure
 from spillway_kv.lab.evaluation.curves import interpolated
 from spillway_kv.lab.evaluation.methods import OURS, chosen, registry
 from spillway_kv.lab.evaluation.workbench import Workbench
+from spillway_kv.row_types import RowType
 
 REFERENCE_EPSILON = 0.1
 
 
-def run(bench: Workbench, names: str = "") -> None:
-    """Measures the curves and writes `fidelity.json`."""
-    methods = chosen(registry(bench.setting, bench.shapes), names)
+def run(bench: Workbench, names: str = "", row_type: RowType = "model") -> None:
+    """Measures the curves, with rows that are stored so, and writes `fidelity.json`."""
+    methods = chosen(registry(bench.setting, bench.shapes, row_type), names)
     cases = [point.case for method in methods for point in method.points]
     outcomes = measure(bench, cases, "fidelity")
     curves: dict[str, list[Outcome]] = {}
@@ -54,7 +55,11 @@ def run(bench: Workbench, names: str = "") -> None:
     results.write(
         bench,
         "fidelity",
-        {"methods": list(curves), "reference": f"Spillway at epsilon {REFERENCE_EPSILON:g}"},
+        {
+            "methods": list(curves),
+            "reference": f"Spillway at epsilon {REFERENCE_EPSILON:g}",
+            "row_type": row_type,
+        },
         found,
     )
 

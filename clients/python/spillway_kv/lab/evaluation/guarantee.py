@@ -16,6 +16,7 @@ from spillway_kv.lab.evaluation.indexing import DEFAULT_INDEX, Index
 from spillway_kv.lab.evaluation.methods import DEFAULT_BITS, lsh_index, vattention
 from spillway_kv.lab.evaluation.workbench import Workbench
 from spillway_kv.policy import Bound, Policy, Selector
+from spillway_kv.row_types import RowType
 
 EPSILONS = (0.05, 0.1, 0.2)
 DELTAS = (0.02, 0.05, 0.1, 0.2)
@@ -51,8 +52,13 @@ class Promise:
         return Case(self.index, dataclasses.replace(policy, seed=seed) if seed else policy)
 
 
-def promises(head_dim: int) -> list[Promise]:
-    """Returns every bound and tail with the ranking of an oracle and with practical rankings."""
+def promises(head_dim: int, row_type: RowType = "model") -> list[Promise]:
+    """Returns every bound and tail with the ranking of an oracle and with practical rankings.
+
+    Args:
+        head_dim: Elements of a key.
+        row_type: How rows are stored. With int8, rankings that read keys themselves are left out.
+    """
     int4 = Index(key_indices=KeyIndices(int4_keys=True))
     tails: tuple[tuple[str, Bound | None], ...] = (
         ("denominator", "denominator"),
@@ -75,7 +81,8 @@ def promises(head_dim: int) -> list[Promise]:
         index = Index(RotationHash(bits_per_dim=bits))
         label, name = f"{bits}-bit codes", f"stratified-{bits}-bits"
         made.append(Promise(name, "stratified", None, label, "asymmetric", index))
-    return made
+    stored = [(promise, promise.index.storing(row_type)) for promise in made]
+    return [dataclasses.replace(p, index=index) for p, index in stored if index is not None]
 
 
 def run(
@@ -84,9 +91,10 @@ def run(
     epsilons: Sequence[float] = EPSILONS,
     deltas: Sequence[float] = DELTAS,
     seed_count: int = 1,
+    row_type: RowType = "model",
 ) -> None:
-    """Measures the grids and writes `guarantee.json`."""
-    wanted = chosen(names, bench.shapes.head_dim)
+    """Measures the grids, with rows that are stored so, and writes `guarantee.json`."""
+    wanted = chosen(names, bench.shapes.head_dim, row_type)
     seeds = [bench.setting.seed + i for i in range(seed_count)]
     cells = [(p, epsilon, delta) for p in wanted for epsilon in epsilons for delta in deltas]
     n = bench.setting.token_count
@@ -106,7 +114,12 @@ def run(
         }
         for p in wanted
     ]
-    parameters = {"epsilons": list(epsilons), "deltas": list(deltas), "seeds": seeds}
+    parameters = {
+        "epsilons": list(epsilons),
+        "deltas": list(deltas),
+        "seeds": seeds,
+        "row_type": row_type,
+    }
     results.write(bench, "guarantee", parameters, {"promises": found})
 
 
@@ -127,13 +140,13 @@ def _cell(of_seeds: Sequence[Outcome], epsilon: float, delta: float) -> dict[str
     }
 
 
-def chosen(names: str, head_dim: int) -> list[Promise]:
+def chosen(names: str, head_dim: int, row_type: RowType = "model") -> list[Promise]:
     """Returns the promises in a comma-separated list, or all if it is empty.
 
     Raises:
         ValueError: A name is unknown.
     """
-    known = {promise.name: promise for promise in promises(head_dim)}
+    known = {promise.name: promise for promise in promises(head_dim, row_type)}
     if not names:
         return list(known.values())
     wanted = [name.strip() for name in names.split(",")]

@@ -18,6 +18,7 @@ from spillway_kv.lab.evaluation.setting import SAMPLING_SEED
 from spillway_kv.lab.training.hash_mlp import HashMlp, Hyperplanes, describe_hash, save_hash
 from spillway_kv.policy import Candidates, Policy, TopK, TopP
 from spillway_kv.results import Model
+from spillway_kv.row_types import RowType
 from spillway_kv.transformers.support import Shapes
 
 
@@ -37,6 +38,7 @@ class Index:
             with this seed, which is LSH with any number of bits.
         resident_sample_fraction: As in the model. None means the daemon's default.
         ungrouped: Whether every query head has its own keys, copies of those of its group.
+        row_type: How rows are stored.
     """
 
     hash_weights: HashWeights | None = None
@@ -45,6 +47,14 @@ class Index:
     rotation_seed: int | None = None
     resident_sample_fraction: float | None = None
     ungrouped: bool = False
+    row_type: RowType = "model"
+
+    def storing(self, row_type: RowType) -> Index | None:
+        """Returns the same with other rows. None: the engine does not store rows of it so."""
+        reads_keys = self.key_indices is not None or isinstance(self.hash_weights, MlpHash)
+        if reads_keys and row_type != "model":
+            return None
+        return dataclasses.replace(self, row_type=row_type)
 
     def described(self) -> dict[str, Any]:
         """Returns what distinguishes it from others, for JSON."""
@@ -52,6 +62,9 @@ class Index:
         told["kind"] = type(self.hash_weights).__name__
         if self.weights is not None:
             told["weights"] = [self.weights.name, self.weights.stat().st_size]
+        if self.row_type == "model":
+            # As before there were others, so that earlier results are found.
+            del told["row_type"]
         return told
 
 
@@ -95,7 +108,7 @@ def create_model(
     scaling: float,
     upload: Callable[[Index], Path | None],
 ) -> Model:
-    """Creates the daemon's model for an index, with K/V in bfloat16, and uploads its weights.
+    """Creates the daemon's model for an index, of K/V in bfloat16, and uploads its weights.
 
     Args:
         client: Connection to the daemon.
@@ -116,6 +129,7 @@ def create_model(
         hash_weights=index.hash_weights,
         key_indices=index.key_indices,
         resident_sample_fraction=index.resident_sample_fraction,
+        row_type=index.row_type,
         policy=Policy(seed=SAMPLING_SEED),
     )
     # An older daemon ignores fields that it does not know.
@@ -123,11 +137,12 @@ def create_model(
     heard = model.hash_weights
     if isinstance(heard, MlpHash):
         heard = dataclasses.replace(heard, hidden_layer_count=heard.hidden_layer_count or 1)
-    if model.key_indices != asked or heard != index.hash_weights:
+    made = heard, model.key_indices, model.row_type
+    wanted = index.hash_weights, asked, index.row_type
+    if made != wanted:
         client.delete_model(model)
         raise NotServedError(
-            f"this daemon made a model of {heard} and {model.key_indices}, not of "
-            f"{index.hash_weights} and {asked}; it is older than this client"
+            f"this daemon made a model of {made}, not of {wanted}; it is older than this client"
         )
     return model if file is None else client.upload_hash_weights(model, file)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from spillway_kv.indices import KeyIndices, RotationHash
-from spillway_kv.lab.evaluation.attends import Case
+from spillway_kv.lab.evaluation.attends import EXACT, Case
 from spillway_kv.lab.evaluation.indexing import (
     DEFAULT_INDEX,
     Index,
@@ -19,6 +19,7 @@ from spillway_kv.lab.evaluation.indexing import (
 from spillway_kv.lab.evaluation.setting import Setting
 from spillway_kv.policy import Bound, Candidates, Policy, Selector, TopK, TopP
 from spillway_kv.quality import QUALITIES, policy_of
+from spillway_kv.row_types import RowType
 from spillway_kv.transformers.support import Shapes
 
 OURS = "ours"
@@ -171,13 +172,29 @@ def magicpig(tables: int, bits: int) -> Case:
     return Case(index, Policy(heavy=TopK(count=0), tail="lsh_sampling"))
 
 
-def registry(setting: Setting, shapes: Shapes) -> list[Method]:
-    """Returns all methods that can be measured in a setting."""
+def registry(setting: Setting, shapes: Shapes, row_type: RowType = "model") -> list[Method]:
+    """Returns all methods that can be measured in a setting, with rows that are stored so."""
     made = []
     for base in bases(setting, shapes):
         made += _on_base(base, setting.token_count)
     ours = [_ours(bits) for bits in (2, 3, 4)]
-    return [*made, _twilight_alone(), _magicpig(), *ours, _qualities()]
+    made += [_twilight_alone(), _magicpig(), *ours, _qualities()]
+    stored = (_storing(method, row_type) for method in made)
+    return [method for method in stored if method is not None]
+
+
+def _storing(method: Method, row_type: RowType) -> Method | None:
+    """Returns the method with rows that are stored so, or None if it cannot be served then."""
+    points = []
+    for point in method.points:
+        index = point.case.index.storing(row_type)
+        if index is None:
+            return None
+        points.append(Point(point.value, Case(index, point.case.policy)))
+    if method.name == QUALITY and row_type != "model":
+        # The reference has other rows.
+        points.append(Point("exact", Case(points[-1].case.index, EXACT)))
+    return dataclasses.replace(method, points=tuple(points))
 
 
 def _on_base(base: Base, token_count: int) -> list[Method]:
@@ -280,7 +297,7 @@ def _ours(bits: int) -> Method:
 
 
 def _qualities() -> Method:
-    """The quality presets, without `exact`, which is the reference."""
+    """The quality presets, without `exact`, which is the reference of rows of the model's type."""
     names = [name for name in QUALITIES[::-1] if name != "exact"]
     points = tuple(Point(name, Case(DEFAULT_INDEX, policy_of(name) or Policy())) for name in names)
     return Method(QUALITY, "Spillway, quality presets", OUR_BASE, OURS, "quality", True, points)

@@ -19,6 +19,7 @@ from spillway_kv.lab.evaluation.methods import Method, Point, chosen, registry
 from spillway_kv.lab.evaluation.recording import Recording
 from spillway_kv.lab.evaluation.workbench import Workbench
 from spillway_kv.policy import Policy
+from spillway_kv.row_types import RowType
 from spillway_kv.sequence import Sequence as DaemonSequence
 
 # Consecutive tokens that are resampled together.
@@ -30,7 +31,13 @@ EXPLANATION = (
 Arrays = dict[str, npt.NDArray[Any]]
 
 
-def run(bench: Workbench, names: str = "", token_count: int = 256, budget_count: int = 3) -> None:
+def run(
+    bench: Workbench,
+    names: str = "",
+    token_count: int = 256,
+    budget_count: int = 3,
+    row_type: RowType = "model",
+) -> None:
     """Decodes the last tokens of every segment with every method. Writes `perplexity.json`.
 
     Args:
@@ -38,8 +45,9 @@ def run(bench: Workbench, names: str = "", token_count: int = 256, budget_count:
         names: Comma-separated names of methods. Empty means all.
         token_count: Number of tokens of a segment that are decoded.
         budget_count: Most points of a method's curve.
+        row_type: How the methods' rows are stored. Those of dense attention are in bfloat16.
     """
-    methods = chosen(registry(bench.setting, bench.shapes), names)
+    methods = chosen(registry(bench.setting, bench.shapes, row_type), names)
     points = {method.name: thinned(method, budget_count) for method in methods}
     cases = [point.case for several in points.values() for point in several]
     measured: dict[Any, list[Arrays]] = {case: [] for case in cases}
@@ -78,6 +86,7 @@ def run(bench: Workbench, names: str = "", token_count: int = 256, budget_count:
         "methods": list(points),
         "token_count": token_count,
         "budget_count": budget_count,
+        "row_type": row_type,
         "intervals": EXPLANATION,
     }
     results.write(bench, "perplexity", parameters, {"dense": found_dense, "methods": told})
@@ -146,7 +155,7 @@ class _Forced:
         return step(self.bench.load(), self.bench.client, rows, tokens[None], self.start)[0]
 
     def _dense_logits(self) -> torch.Tensor:
-        """Returns log-probabilities with exact attention to the same bfloat16 rows."""
+        """Returns log-probabilities with exact attention to the rows in bfloat16."""
         if self._dense is None:
             with self._prefix(DEFAULT_INDEX) as sequence:
                 logits = self._steps(sequence, EXACT).logits

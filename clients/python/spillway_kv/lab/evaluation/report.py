@@ -45,6 +45,12 @@ ERROR = (
     "over the same rows."
 )
 
+STORED = (
+    "The methods' rows are stored in 8 bits (`--row-type int8`). Exact and dense attention, with "
+    "which they are compared, are over the rows in bfloat16. So errors are also those of storing, "
+    "which certificates and error bounds do not count."
+)
+
 
 def make(folder: Path, console: Console) -> None:
     """Writes README.md and the plots, and prints where they are."""
@@ -57,6 +63,8 @@ def make(folder: Path, console: Console) -> None:
         written += files
         summary, *details = write(told)
         lines += ["", f"## {title}", "", summary]
+        if told["parameters"].get("row_type", "model") == "int8":
+            lines += ["", STORED]
         shown = {file: f"![{file.stem}]({file.name})" for file in files}
         for file, picture in shown.items():
             if file.stem.endswith(curves.BY_RANKING):

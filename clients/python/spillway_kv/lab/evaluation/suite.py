@@ -18,7 +18,13 @@ import torch
 
 from spillway_kv.lab.evaluation import asking, extraction, results, ruler, words
 from spillway_kv.lab.evaluation.asking import Asked, Asker
-from spillway_kv.lab.evaluation.contenders import INDEX, PILOT, Contender, contenders, matched
+from spillway_kv.lab.evaluation.contenders import (
+    PILOT,
+    Contender,
+    contenders,
+    index_of,
+    matched,
+)
 from spillway_kv.lab.evaluation.indexing import policy_told
 from spillway_kv.lab.evaluation.records import Record, Records
 from spillway_kv.lab.evaluation.store import digest
@@ -26,6 +32,7 @@ from spillway_kv.lab.evaluation.suite_summary import DENSE, SCORE_MIN, Place, be
 from spillway_kv.lab.evaluation.tasks import Maker
 from spillway_kv.lab.evaluation.workbench import Workbench
 from spillway_kv.lab.training.traces import read_text
+from spillway_kv.row_types import RowType
 
 BENCHMARKS = {"ruler": ruler.NAMES, "extraction": extraction.NAMES}
 # Part of the keys of records: raise it when a generator or a score changes.
@@ -47,6 +54,7 @@ def run(
     sample_count: int = 5,
     methods: str = "",
     minutes: float = 0,
+    row_type: RowType = "model",
 ) -> None:
     """Asks tasks with every method. Appends to `tasks.jsonl`, and writes `tasks.json`.
 
@@ -58,12 +66,13 @@ def run(
         methods: Comma-separated names of contenders. Empty means all. Dense attention is always
             one.
         minutes: No question is asked later than this after the start. 0 means no limit.
+        row_type: How the methods' rows are stored; see `contenders`.
 
     Raises:
         ValueError: A name is unknown, no task fits a length, or the text is too short for one.
         ModuleNotFoundError: A task needs words of the extra `ruler`.
     """
-    _Run(bench, chosen_tasks(tasks), lengths, sample_count, methods, minutes).run()
+    _Run(bench, chosen_tasks(tasks), lengths, sample_count, methods, minutes, row_type).run()
 
 
 def chosen_tasks(names: str) -> list[str]:
@@ -81,13 +90,15 @@ def chosen_tasks(names: str) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def chosen_contenders(bench: Workbench, length: int, names: str) -> list[Contender]:
+def chosen_contenders(
+    bench: Workbench, length: int, names: str, row_type: RowType = "model"
+) -> list[Contender]:
     """Returns the contenders of comma-separated names, all if empty, dense attention first.
 
     Raises:
         ValueError: A name is unknown.
     """
-    known = {one.name: one for one in contenders(bench, length)}
+    known = {one.name: one for one in contenders(bench, length, row_type)}
     wanted = [part.strip() for part in names.split(",")] if names else list(known)
     unknown = [name for name in wanted if name not in known]
     if unknown:
@@ -136,12 +147,14 @@ class _Run:
         sample_count: int,
         methods: str,
         minutes: float,
+        row_type: RowType,
     ) -> None:
         self.bench = bench
         self.tasks = tasks
         self.lengths = lengths
         self.sample_count = sample_count
         self.methods = methods
+        self.row_type = row_type
         self._end = time.monotonic() + 60 * minutes if minutes else math.inf
         self._records = Records(bench.setting.output / f"{SECTION}.jsonl")
         # For each length: contenders, values of their knobs, and what is asked.
@@ -155,7 +168,7 @@ class _Run:
         """Asks all tasks, length by length, each with one sample of every task at a time."""
         # Before anything is measured: unknown methods, and words that are not installed.
         for length in self.lengths:
-            chosen_contenders(self.bench, length, self.methods)
+            chosen_contenders(self.bench, length, self.methods, self.row_type)
         if any(ruler.needs_words(task) for task in self.tasks):
             words.usual()
         with self.bench.progress(SECTION) as progress:
@@ -187,6 +200,7 @@ class _Run:
                     "task": task,
                     "words": words.versions() if ruler.needs_words(task) else {},
                     "sample": sample,
+                    "index": one.case.index.described(),
                     "policy": policy_told(one.case.policy),
                 }
             )
@@ -241,7 +255,7 @@ class _Run:
             "shapes": vars(self.bench.shapes),
             "device": torch.device(setting.device).type,
             "daemon": self.bench.daemon_told,
-            "index": INDEX.described(),
+            "index": index_of(self.row_type).described(),
             "text": self._text_digest,
             "seed": setting.seed,
             "length": length,
@@ -251,7 +265,7 @@ class _Run:
         """Returns the contenders of a length. Their budgets are records too."""
         length, setting = asker.token_count, self.bench.setting
         if length not in self._chosen:
-            rivals = chosen_contenders(self.bench, length, self.methods)
+            rivals = chosen_contenders(self.bench, length, self.methods, self.row_type)
             keys = [digest({**self._told(length), "budget of": one.name}) for one in rivals]
             if any(self._records.get(key) is None for key in keys):
                 values = matched(asker, stretch(self.bench.tokens, length, setting.seed), rivals)
@@ -306,7 +320,8 @@ class _Run:
             "tasks": names,
             "sample_counts": [len(some) for some in samples.values()],
             "score_min": SCORE_MIN,
-            "index": INDEX.described(),
+            "index": index_of(self.row_type).described(),
+            "row_type": self.row_type,
             "intervals": EXPLANATION,
         }
         results.write(self.bench, SECTION, parameters, {"methods": told})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, cast, get_args
 
 import typer
 from rich.console import Console
@@ -21,6 +21,7 @@ from spillway_kv.lab.size.fit import Fit, Machine, rank_layout
 from spillway_kv.lab.size.layout import Layout
 from spillway_kv.lab.size.report import report, show
 from spillway_kv.lab.size.units import bytes_of, bytes_text, tokens_of
+from spillway_kv.row_types import RowType
 from spillway_kv.transformers.support import UnsupportedModelError
 
 _SIZE = "such as 24GB (10^9 bytes each) or 64GiB (2^30 each)"
@@ -50,6 +51,12 @@ def size(
     value_bits: Annotated[
         int, typer.Option(help="Bits a dimension of the codes of values; 0: none.", min=0, max=3)
     ] = 0,
+    row_type: Annotated[
+        str,
+        typer.Option(
+            help="How K/V rows are stored: model, in their dtype, or int8, with 8 bits an element."
+        ),
+    ] = "model",
     resident_sample: Annotated[
         float, typer.Option(help="Share of the tokens whose rows a GPU keeps.", min=0, max=0.0625)
     ] = 0.01,
@@ -102,6 +109,8 @@ def size(
     }
     if dtype is not None and dtype not in DTYPES:
         raise _wrong("--dtype", f"{dtype!r} is none of {', '.join(DTYPES)}")
+    if row_type not in get_args(RowType):
+        raise _wrong("--row-type", f"{row_type!r} is none of {', '.join(get_args(RowType))}")
     try:
         config = load_config(model)
     except ValueError as error:
@@ -119,7 +128,9 @@ def size(
             reason = f"{error}: say how many bytes they take in GPU memory"
             raise _wrong("--weights", reason) from error
     of_rank = -(-(weight_bytes or 0) // tensor_parallel)
-    layout = _layout(described, tensor_parallel, key_bits, value_bits, resident_sample)
+    layout = _layout(
+        described, tensor_parallel, key_bits, value_bits, resident_sample, cast(RowType, row_type)
+    )
     machine = Machine(host=host_bytes, gpu=gpu_bytes, weights=of_rank, **limits)
     _check_room(machine)
     fit = Fit(layout, described, tensor_parallel, machine)
@@ -138,7 +149,12 @@ def size(
 
 
 def _layout(
-    described: Described, ranks: int, key_bits: int, value_bits: int, resident_sample: float
+    described: Described,
+    ranks: int,
+    key_bits: int,
+    value_bits: int,
+    resident_sample: float,
+    row_type: RowType,
 ) -> Layout:
     try:
         return rank_layout(
@@ -147,6 +163,7 @@ def _layout(
             key_bits=key_bits,
             value_bits=value_bits,
             resident_sample=resident_sample,
+            row_type=row_type,
         )
     except ValueError as error:
         raise _wrong("--tensor-parallel", str(error)) from error

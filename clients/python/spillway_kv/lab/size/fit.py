@@ -16,6 +16,7 @@ from spillway_kv.lab.size.limits import (
     host_limits,
 )
 from spillway_kv.lab.size.units import TOKEN_COUNT_MAX
+from spillway_kv.row_types import RowType
 
 _SEQUENCES_MAX = 2**20
 
@@ -114,7 +115,7 @@ class Fit:
         """Returns the bytes of a dense K/V cache of one sequence, in GPU or host memory."""
         layout = self.layout
         windows = self._described.window_bytes(token_count, spare=0)
-        return layout.heads * layout.row_bytes * token_count + -(-windows // self._ranks)
+        return layout.heads * layout.element_row_bytes * token_count + -(-windows // self._ranks)
 
     def dense_room(self) -> int:
         """Returns the bytes that a dense K/V cache has: as much as the engine and the windows."""
@@ -141,6 +142,7 @@ def rank_layout(
     key_bits: int = 3,
     value_bits: int = 0,
     resident_sample: float = 0.01,
+    row_type: RowType = "model",
 ) -> Layout:
     """Returns what the engine of one of several ranks stores (tensor parallel).
 
@@ -161,6 +163,7 @@ def rank_layout(
         key_bits=key_bits,
         value_bits=value_bits,
         resident_sample=resident_sample,
+        row_type=row_type,
     )
     # With more ranks than KV heads, several have the same one.
     return replace(whole, kv_head_count=max(heads // rank_count, 1))

@@ -13,6 +13,9 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
+from spillway_kv.row_types import RowType
+from spillway_kv.row_types import row_bytes as stored_bytes
+
 # host/base/limits.h, host/memory/arena.h and page_pool.cc.
 PAGE_TOKENS = 128
 CODED_FROM = 1024
@@ -37,10 +40,11 @@ class Layout:
         layer_count: Layers with full attention.
         kv_head_count: KV heads per layer.
         head_dim: Elements of a key.
-        element_bytes: Bytes of an element of K and V rows: 2 or 4.
+        element_bytes: Bytes of an element of the model's K and V: 2 or 4.
         key_bits: Bits per dimension of the codes of keys, in [1, 4].
         value_bits: Bits per dimension of the codes of values, in [0, 3]; 0: there are none.
         resident_sample: Share of the tokens whose rows a GPU keeps, in [0, 0.0625].
+        row_type: How rows are stored.
     """
 
     layer_count: int
@@ -50,6 +54,7 @@ class Layout:
     key_bits: int = 3
     value_bits: int = 0
     resident_sample: float = 0.01
+    row_type: RowType = "model"
 
     @property
     def heads(self) -> int:
@@ -58,7 +63,12 @@ class Layout:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of K and V of one token and KV head."""
+        """Bytes of K and V of one token and KV head, as they are stored."""
+        return stored_bytes(self.head_dim, self.element_bytes, self.row_type)
+
+    @property
+    def element_row_bytes(self) -> int:
+        """The same in the model's dtype."""
         return 2 * self.head_dim * self.element_bytes
 
     @property

@@ -154,7 +154,7 @@ def _of_a_token(said: Report) -> Table:
     gpu = "GPU" if said["gpu"] is not None else "host"
     layout = said["layout"]
     rows = {
-        "rows": ("K/V rows", "host"),
+        "rows": ("K/V rows" + (", 8 bits" if layout["row_type"] == "int8" else ""), "host"),
         "key_codes": (f"codes of keys, {layout['key_bits']} bits", gpu),
         "key_metadata": ("  factors, norms, centres", gpu),
         "value_codes": (f"codes of values, {layout['value_bits']} bits", gpu),
