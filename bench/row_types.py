@@ -86,7 +86,7 @@ def centred(rounding: Rounding) -> Rounding:
 
 
 ROUNDINGS: dict[str, Rounding | tuple[Rounding, Rounding]] = {
-    # Of keys, and of values: host/core/int8_row.h.
+    # Of keys, and of values: host/base/int8_row.h.
     "int8, high parts": (
         with_high_parts(26),
         with_high_parts(4),

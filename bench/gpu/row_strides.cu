@@ -115,7 +115,7 @@ struct Case {
   int stride;
   int align;  // whole pieces of so many bytes are read
 };
-constexpr Case kCases[] = {{512, 512, 16}, {304, 304, 16}, {304, 304, 32},  {304, 304, 64},
+constexpr Case kCases[] = {{512, 512, 16}, {304, 304, 16}, {304, 304, 32}, {304, 304, 64},
                            {320, 320, 16}, {384, 384, 16}, {256, 256, 16}, {288, 288, 16}};
 constexpr int kBlocks[] = {4, 8, 16};
 
@@ -124,8 +124,8 @@ constexpr int kBlocks[] = {4, 8, 16};
 int main() {
   constexpr size_t kSpan = size_t{5} << 30;
   constexpr size_t kHuge = size_t{2} << 20;
-  void* const mapped = mmap(nullptr, kSpan + kHuge, PROT_READ | PROT_WRITE,
-                            MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  void* const mapped =
+      mmap(nullptr, kSpan + kHuge, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (mapped == MAP_FAILED) {
     std::fprintf(stderr, "row-strides: needs 5 GiB of memory\n");
     return 1;
@@ -145,9 +145,9 @@ int main() {
   }
   for (std::thread& writer : writers) writer.join();
   Check(cudaHostRegister(base, kSpan, cudaHostRegisterDefault), "cudaHostRegister");
-  Check(cudaFuncSetAttribute(GatherKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             kSharedBytes),
-        "cudaFuncSetAttribute");
+  Check(
+      cudaFuncSetAttribute(GatherKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
+      "cudaFuncSetAttribute");
   cudaDeviceProp properties;
   Check(cudaGetDeviceProperties(&properties, 0), "cudaGetDeviceProperties");
   unsigned char* out = nullptr;
@@ -175,8 +175,8 @@ int main() {
                 "cudaMemcpy");
           for (int b = 0; b < 3; ++b) {
             Check(cudaEventRecord(begin), "cudaEventRecord");
-            GatherKernel<<<kBlocks[b], kWarps * 32, kSharedBytes>>>(device_rows, count,
-                                                                    c.row_bytes, c.align, slot, out);
+            GatherKernel<<<kBlocks[b], kWarps * 32, kSharedBytes>>>(device_rows, count, c.row_bytes,
+                                                                    c.align, slot, out);
             Check(cudaEventRecord(end), "cudaEventRecord");
             Check(cudaEventSynchronize(end), "the gather");
             float ms = 0;

@@ -20,10 +20,10 @@ struct TokenRun {
 
 // How the rows of a sequence are divided into files, and the format of a file: a safetensors file
 // with the tensors layers.{l}.k and layers.{l}.v of shape [H_kv, T, d], in this order, for the
-// tokens of the run, in the model's dtype, with the metadata token_start and token_end. Rows that are
-// not stored in the dtype are saved as they are: layers.{l}.rows, U8 [H_kv, T, row_bytes]. The header
-// depends only on the model and the run, so a reader compares it and parses nothing. Plain data;
-// thread-safe.
+// tokens of the run, in the model's dtype, with the metadata token_start and token_end. Rows that
+// are not stored in the dtype are saved as they are: layers.{l}.rows, U8 [H_kv, T, row_bytes]. The
+// header depends only on the model and the run, so a reader compares it and parses nothing. Plain
+// data; thread-safe.
 class SnapshotLayout {
  public:
   // Tokens per file: as many as fit into 64 MiB per file and 8 MiB per layer of a file, rounded
@@ -44,7 +44,8 @@ class SnapshotLayout {
 
   // Whether a layer has the tensors k and v; else rows.
   bool has_halves() const { return spec_.row_type == RowType::kElements; }
-  // Bytes of a run: of the rows of one layer; of its K (or V), if it has_halves(); of the whole file.
+  // Bytes of a run: of the rows of one layer; of its K (or V), if it has_halves(); of the whole
+  // file.
   int64_t LayerBytes(TokenRun run) const;
   int64_t HalfBytes(TokenRun run) const { return LayerBytes(run) / 2; }
   int64_t FileBytes(TokenRun run) const;

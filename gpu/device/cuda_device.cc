@@ -278,7 +278,8 @@ absl::StatusOr<std::unique_ptr<Device>> CudaDevice::Create(const CudaDeviceOptio
         "--gpu-workspace: ", workspace, " bytes are not in [", WorkspaceShares::kTotalMin, ", ",
         limit / 2, "]; the latter is half of the GPU memory limit of ", limit));
   }
-  const WorkspaceShares shares = WorkspaceShares::Of(limit, options.resident_limit_bytes >= kSlabBytes, workspace);
+  const WorkspaceShares shares =
+      WorkspaceShares::Of(limit, options.resident_limit_bytes >= kSlabBytes, workspace);
   const int64_t arena_bytes = limit - shares.total_bytes;
   const int64_t resident_most = arena_bytes / kCopiesOf * (kCopiesOf - 1);
   const int64_t resident_limit =

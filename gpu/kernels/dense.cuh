@@ -227,8 +227,8 @@ __global__ void __launch_bounds__(kTensorThreads) DenseTensorKernel(DenseWave wa
   TriggerDependents();
   for (SplitRange splits; turns.Next(u, splits, LoadUnit);) {
     const DenseRows rows(wave, u);
-    FoldOnTensorCores<kDType, kHeads, kDimTiles, kType>({wave.head_dim, u.query_rows, wave.scale}, rows,
-                                                 splits, fold_memory);
+    FoldOnTensorCores<kDType, kHeads, kDimTiles, kType>({wave.head_dim, u.query_rows, wave.scale},
+                                                        rows, splits, fold_memory);
   }
 }
 

@@ -6,8 +6,8 @@
 #include <cstdint>
 
 #include "gpu/kernels/step.h"
+#include "host/base/host_device.h"
 #include "host/base/row_format.h"
-#include "host/core/host_device.h"
 
 // What the kernels of a dense attend share: one that reads all rows.
 namespace spillway::cuda {

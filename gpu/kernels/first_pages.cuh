@@ -22,8 +22,8 @@ __global__ void ValueDistancesKernel(EncodeWork work, const float* page_centres,
       page_centres + (head * kFirstPageCount + first / kPageTokenCount) * work.head_dim;
   for (int n = threadIdx.x / 32; n < tokens; n += blockDim.x / 32) {
     const std::byte* const row = RowAddress(work, head, first + n);
-    const float distance = WarpRadius([&](int i) { return ValueFour(work.format(), row, i); },
-                                      centre, work.head_dim);
+    const float distance =
+        WarpRadius([&](int i) { return ValueFour(work.format(), row, i); }, centre, work.head_dim);
     if (threadIdx.x % 32 == 0) distances[head * kCentreTokenCount + first + n] = distance;
   }
 }

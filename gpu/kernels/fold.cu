@@ -37,8 +37,9 @@ cudaError_t ForTensors(const RowFormat& format, int rows, F f) {
                      : f.template operator()<kDType, 16, 4, kType>();
   };
   const auto of_type = [&]<DType kDType>() {
-    return format.type == RowType::kInt8 ? of_types.template operator()<kDType, RowType::kInt8>()
-                                         : of_types.template operator()<kDType, RowType::kElements>();
+    return format.type == RowType::kInt8
+               ? of_types.template operator()<kDType, RowType::kInt8>()
+               : of_types.template operator()<kDType, RowType::kElements>();
   };
   return format.dtype == DType::kBF16 ? of_type.template operator()<DType::kBF16>()
                                       : of_type.template operator()<DType::kF16>();
@@ -106,8 +107,7 @@ cudaError_t LaunchFold(const Wave& wave, int phase, cudaStream_t stream) {
 
 cudaError_t LaunchDenseFold(const DenseWave& wave, cudaStream_t stream) {
   const int64_t splits = wave.unit_count * wave.split_count_max;
-  if (!TensorFits(wave.format(), wave.query_rows_max, /*moments=*/false,
-                  wave.block_shared_bytes)) {
+  if (!TensorFits(wave.format(), wave.query_rows_max, /*moments=*/false, wave.block_shared_bytes)) {
     const auto blocks =
         static_cast<unsigned>(std::min<int64_t>(splits, kPlainBlocksPerSm * wave.sm_count));
     return Launch<DenseFoldKernel>(

@@ -23,8 +23,8 @@ inline constexpr int kMomentTerms = 2;
 // to lines: a copy of 128 bytes that ends in two lines of shared memory may be made by two
 // requests.
 //
-// A tile of rows of 8 bits is decoded from copies of the rows, which are of two tiles; else there are
-// two tiles.
+// A tile of rows of 8 bits is decoded from copies of the rows, which are of two tiles; else there
+// are two tiles.
 template <DType kDType>
 struct TensorLayout {
   int row_stride;    // of tiles of keys and values

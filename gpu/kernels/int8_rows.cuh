@@ -5,7 +5,7 @@
 #include "gpu/kernels/device_math.cuh"
 #include "host/base/row_format.h"
 
-// Rows of 8 bits (host/core/int8_row.h) in kernels. Rows begin at multiples of 16 bytes.
+// Rows of 8 bits (host/base/int8_row.h) in kernels. Rows begin at multiples of 16 bytes.
 namespace spillway::cuda {
 
 // ---- reading -------------------------------------------------------------

@@ -164,7 +164,7 @@ class PageValues {
   }
 
   const std::byte* rows_;  // first row of the thread
-  int pieces_;               // per value
+  int pieces_;             // per value
   uint4 raw_[kThreadValues];
 };
 
@@ -188,9 +188,8 @@ __device__ inline int PageLift(const HeadStatistics& head, int dim, float4 expon
                                const float* value_centre, const float* first_centre) {
   const float median =
       WarpElement<4>({exponent.x, exponent.y, exponent.z, exponent.w}, kPageTokenCount / 2);
-  const float apart =
-      WarpRadius([&](int i) { return reinterpret_cast<const float4*>(value_centre)[i]; },
-                 first_centre, dim);
+  const float apart = WarpRadius(
+      [&](int i) { return reinterpret_cast<const float4*>(value_centre)[i]; }, first_centre, dim);
   return ValueLift(static_cast<int>(median), ValueExponent(apart, head.value_reference),
                    head.value_floor);
 }

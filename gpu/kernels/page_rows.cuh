@@ -2,8 +2,8 @@
 
 #include <cmath>
 
-#include "gpu/kernels/int8_rows.cuh"
 #include "gpu/kernels/encode.h"
+#include "gpu/kernels/int8_rows.cuh"
 #include "host/core/page_index.h"
 
 // Functions that the kernels of the page index share. They round at the same points as the CPU

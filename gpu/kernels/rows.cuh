@@ -56,10 +56,10 @@ __device__ inline void LoadInt8Tile(const RowFormat& format, int elements, int c
   for (int i = threadIdx.x; i < count * elements / 4; i += blockDim.x) {
     const int element = i % (elements / 4) * 4;
     float4& four = *reinterpret_cast<float4*>(tile + i / (elements / 4) * stride + element);
-    four = change(element, make_float4(RoundToDType(format.dtype, four.x),
-                                       RoundToDType(format.dtype, four.y),
-                                       RoundToDType(format.dtype, four.z),
-                                       RoundToDType(format.dtype, four.w)));
+    four =
+        change(element,
+               make_float4(RoundToDType(format.dtype, four.x), RoundToDType(format.dtype, four.y),
+                           RoundToDType(format.dtype, four.z), RoundToDType(format.dtype, four.w)));
   }
 }
 

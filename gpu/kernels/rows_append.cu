@@ -159,8 +159,8 @@ cudaError_t LaunchRowsAppend(const RowsAppend& append, cudaStream_t stream) {
   const int64_t rows = append.head_count * (append.end - append.begin);
   if (rows == 0) return cudaSuccess;
   if (append.row_type == RowType::kInt8) {
-    const auto blocks = static_cast<unsigned>(
-        std::min<int64_t>((rows + kInt8Warps - 1) / kInt8Warps, kInt8Blocks));
+    const auto blocks =
+        static_cast<unsigned>(std::min<int64_t>((rows + kInt8Warps - 1) / kInt8Warps, kInt8Blocks));
     return Launch<Int8RowsAppendKernel>({{blocks}, kInt8Warps * 32}, stream, append);
   }
   constexpr int kWarps = kThreads / 32;

@@ -37,7 +37,9 @@ __device__ Move MoveOf(const RowsFetch& f, uint32_t row) {
 }
 
 // Every piece counts as a whole page; the rows that it does not have are no moves.
-SPILLWAY_HOST_DEVICE uint32_t RowCount(const PagesFetch& f) { return f.piece_count * kPageTokenCount; }
+SPILLWAY_HOST_DEVICE uint32_t RowCount(const PagesFetch& f) {
+  return f.piece_count * kPageTokenCount;
+}
 
 __device__ Move MoveOf(const PagesFetch& f, uint32_t row) {
   const PagesFetch::Piece& piece = f.pieces[row / kPageTokenCount];

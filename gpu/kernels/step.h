@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "host/base/dtype.h"
-#include "host/core/host_device.h"
+#include "host/base/host_device.h"
 #include "host/core/step_place.h"
 
 // What kernels know of a decode step on a stream of the caller: tensors in GPU memory, and reports

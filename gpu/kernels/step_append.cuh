@@ -47,8 +47,8 @@ __device__ inline void AppendInt8Row(const TensorAppend& a, const std::byte* k, 
       [&](int half, int i) {
         const float x = LoadElement(a.dtype, half == 0 ? k : v, i);
         if (isfinite(x)) return x;
-        atomicMax(bad, MakeBadElement(number, half == 0 ? StepInput::kK : StepInput::kV, token,
-                                      head, i));
+        atomicMax(
+            bad, MakeBadElement(number, half == 0 ? StepInput::kK : StepInput::kV, token, head, i));
         return 0.0f;
       },
       own);

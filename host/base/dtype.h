@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <string_view>
 
-#include "host/core/host_device.h"
+#include "host/base/host_device.h"
 
 namespace spillway {
 

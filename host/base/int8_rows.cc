@@ -62,8 +62,8 @@ HWY_INLINE float EncodeVector(const RowFormat& format, const std::byte* vector, 
   return scale;
 }
 
-HWY_NOINLINE void EncodeInt8RowImpl(const RowFormat& format, const std::byte* k,
-                                    const std::byte* v, std::byte* row) {
+HWY_NOINLINE void EncodeInt8RowImpl(const RowFormat& format, const std::byte* k, const std::byte* v,
+                                    std::byte* row) {
   const int d = format.head_dim;
   std::byte* const highs = row + Int8HighOffset(d);
   std::byte* const key_highs = highs + 2 * kInt8ValueHighCount;

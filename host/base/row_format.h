@@ -4,14 +4,14 @@
 #include <string_view>
 
 #include "host/base/dtype.h"
-#include "host/core/int8_row.h"
+#include "host/base/int8_row.h"
 
 namespace spillway {
 
 // How the engine stores the rows of K and V.
 enum class RowType : uint8_t {
   kElements,  // as they are, [K(d) | V(d)] in the model's dtype
-  kInt8,      // see host/core/int8_row.h
+  kInt8,      // see host/base/int8_row.h
 };
 
 // "model" or "int8".

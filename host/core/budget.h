@@ -3,7 +3,7 @@
 #include <cmath>
 #include <cstdint>
 
-#include "host/core/host_device.h"
+#include "host/base/host_device.h"
 #include "host/core/tail.h"
 
 namespace spillway {

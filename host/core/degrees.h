@@ -3,7 +3,7 @@
 #include <cmath>
 #include <cstdint>
 
-#include "host/core/host_device.h"
+#include "host/base/host_device.h"
 #include "host/core/keyed_hash.h"
 
 // The number of directions over which a sample's error spreads. The squared error of an output is a

@@ -6,10 +6,10 @@
 #include <span>
 
 #include "host/base/certificate.h"
+#include "host/base/host_device.h"
 #include "host/base/limits.h"
 #include "host/core/budget.h"
 #include "host/core/degrees.h"
-#include "host/core/host_device.h"
 #include "host/core/neyman.h"
 #include "host/core/page_index.h"
 #include "host/core/tail.h"

@@ -4,7 +4,7 @@
 #include <cmath>
 #include <cstdint>
 
-#include "host/core/host_device.h"
+#include "host/base/host_device.h"
 
 namespace spillway {
 

@@ -6,7 +6,7 @@
 #include <span>
 #include <vector>
 
-#include "host/core/host_device.h"
+#include "host/base/host_device.h"
 
 namespace spillway {
 

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <span>
 
-#include "host/core/host_device.h"
+#include "host/base/host_device.h"
 
 namespace spillway {
 

@@ -4,9 +4,9 @@
 #include <cmath>
 #include <cstdint>
 
+#include "host/base/host_device.h"
 #include "host/base/limits.h"
 #include "host/core/histogram.h"
-#include "host/core/host_device.h"
 
 // What the index of a model with a rotation stores for each closed page, in addition to codes and
 // factors. (A page is closed if it has all its kPageTokenCount rows.)

@@ -3,7 +3,7 @@
 #include <cmath>
 #include <cstdint>
 
-#include "host/core/host_device.h"
+#include "host/base/host_device.h"
 
 // The error of estimated logits, computed from codes and query alone: no row is read. The estimate
 // f <t, q~> + q.c of a logit q.k has, under a random rotation, the variance

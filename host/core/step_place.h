@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "host/core/host_device.h"
+#include "host/base/host_device.h"
 
 namespace spillway {
 

@@ -4,8 +4,8 @@
 #include <cmath>
 #include <cstdint>
 
+#include "host/base/host_device.h"
 #include "host/core/exp.h"
-#include "host/core/host_device.h"
 #include "host/core/rank_error.h"
 
 // Value codes: what the index of a model with value_bits > 0 stores for the values of each closed

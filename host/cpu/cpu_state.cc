@@ -11,8 +11,8 @@
 #include "host/base/parallel.h"
 #include "host/base/status_macros.h"
 #include "host/codes/rotation.h"
-#include "host/cpu/decoded_rows.h"
 #include "host/cpu/cpu_method.h"
+#include "host/cpu/decoded_rows.h"
 
 namespace spillway {
 
@@ -269,7 +269,8 @@ void IndexAppended(const CpuModel& model, int layer, const LayerRows& rows, Laye
     if (page >= closed && page < ClosedPages(n)) {
       float radii[kPageTokenCount];
       const DecodedPage decoded(rows, h, page);
-      EncodePage(spec, model.encode_params(layer), decoded.rows(), index.codes[h].Page(page), radii);
+      EncodePage(spec, model.encode_params(layer), decoded.rows(), index.codes[h].Page(page),
+                 radii);
       WriteValues(model, layer, index.first_rows[h], MeasureValues(spec, decoded.rows()),
                   decoded.rows(), radii, index.codes[h].Page(page));
     }

@@ -86,7 +86,8 @@ absl::Status ExactScorer::PageLogits(int64_t page, float* logits) const {
     const int n = std::min(kRowBlock, count - at);
     const std::byte* pointers[kRowBlock];
     for (int i = 0; i < n; ++i) pointers[i] = data + (at + i) * rows.row_bytes();
-    if (!RowLogits(spec.dtype, decoded.Of(pointers, nullptr, n), nullptr, n, keys_.queries->rows(), block.data())) {
+    if (!RowLogits(spec.dtype, decoded.Of(pointers, nullptr, n), nullptr, n, keys_.queries->rows(),
+                   block.data())) {
       std::vector<uint32_t> tokens(n);
       std::iota(tokens.begin(), tokens.end(), static_cast<uint32_t>(first + at));
       for (int g = 0; g < group; ++g) {

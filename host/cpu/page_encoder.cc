@@ -60,7 +60,8 @@ float Distance(std::span<const float> x, std::span<const float> centre) {
 float PageRadii(const ModelSpec& spec, const std::byte* rows, const std::byte* centre,
                 std::vector<float>& wide, float* radii) {
   ToFloat(DType::kBF16, centre, spec.head_dim, wide.data());
-  Distances(spec.dtype, rows, spec.element_row_bytes(), kPageTokenCount, spec.head_dim, wide.data(), radii);
+  Distances(spec.dtype, rows, spec.element_row_bytes(), kPageTokenCount, spec.head_dim, wide.data(),
+            radii);
   return Median({radii, kPageTokenCount});
 }
 
@@ -138,8 +139,8 @@ void EncodeValues(const ModelSpec& spec, const EncodeParams& params, const PageV
   const std::byte* const first = rows + spec.element_row_bytes() / 2;
   for (int tile = 0; tile < kTilesPerPage; ++tile) {
     EncodeValueTile(params.layout, *params.signs, spec.dtype,
-                    first + tile * kTileTokenCount * spec.element_row_bytes(), spec.element_row_bytes(),
-                    wide.data(), page, tile);
+                    first + tile * kTileTokenCount * spec.element_row_bytes(),
+                    spec.element_row_bytes(), wide.data(), page, tile);
   }
 }
 

@@ -16,8 +16,8 @@
 namespace spillway {
 namespace {
 
-// Writes rows [begin, end) of a KV head, of 8 bits, from copies of the source that the caller cannot
-// change.
+// Writes rows [begin, end) of a KV head, of 8 bits, from copies of the source that the caller
+// cannot change.
 absl::Status WriteCopies(const ModelSpec& spec, int layer, const AppendWork& work, int kv_head,
                          int64_t begin, int64_t end) {
   const int64_t half = spec.element_row_bytes() / 2;

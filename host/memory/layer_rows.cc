@@ -12,8 +12,7 @@
 
 namespace spillway {
 
-LayerRows::LayerRows(PagePool* pool, const ModelSpec& spec)
-    : LayerRows(pool, spec.row_format()) {
+LayerRows::LayerRows(PagePool* pool, const ModelSpec& spec) : LayerRows(pool, spec.row_format()) {
   assert(pool->page_bytes() >= kPageTokenCount * row_bytes_);
   heads_.reserve(spec.kv_head_count);
   for (int h = 0; h < spec.kv_head_count; ++h) heads_.emplace_back(pool, kPageTokenCount);
@@ -109,8 +108,7 @@ void LayerRows::ReadRows(int kv_head, int64_t start, int64_t from, int64_t to, c
                          const RowTarget& v) const {
   assert(0 <= from && from <= to && start >= 0 && start + to <= token_count_);
   for (int64_t t = from; t < to; ++t) {
-    ReadRow(kv_head, start + t, k.Row(kv_head, t),
-            v.data == nullptr ? nullptr : v.Row(kv_head, t));
+    ReadRow(kv_head, start + t, k.Row(kv_head, t), v.data == nullptr ? nullptr : v.Row(kv_head, t));
   }
 }
 

@@ -40,8 +40,8 @@ struct RowTarget {
   }
 };
 
-// The K/V rows of one (sequence, layer): for each KV head a page table of rows as RowFormat says. All
-// devices share them. Writes are not thread-safe. Many threads may read committed rows while no
+// The K/V rows of one (sequence, layer): for each KV head a page table of rows as RowFormat says.
+// All devices share them. Writes are not thread-safe. Many threads may read committed rows while no
 // write runs.
 class LayerRows {
  public:
@@ -57,9 +57,8 @@ class LayerRows {
   // Makes room for `count` tokens at token_count(). RESOURCE_EXHAUSTED changes nothing visible.
   absl::Status PrepareAppend(int64_t count);
   // Copies tokens [from, to) of K and V, in the dtype of the rows, into prepared rows of one KV
-  // head: token t of the source goes to row start + t. If v.data is null, k has the rows themselves,
-  // as they are stored. Calls for different (head, range) may run in
-  // parallel.
+  // head: token t of the source goes to row start + t. If v.data is null, k has the rows
+  // themselves, as they are stored. Calls for different (head, range) may run in parallel.
   void WriteRows(int kv_head, int64_t start, int64_t from, int64_t to, const RowSource& k,
                  const RowSource& v);
   // Makes the prepared rows visible: token_count() becomes `token_count`.

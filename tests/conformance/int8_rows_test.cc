@@ -35,9 +35,8 @@ void ExpectDense(const Context& stored, const JobItem& item, const std::vector<f
   for (int h = 0; h < spec.query_head_count; ++h) {
     const reference::KeyValues kv = stored.Head(h / spec.group());
     for (int64_t t = 0; t < item.attend->query_count; ++t) {
-      const reference::Attention wanted =
-          reference::DenseAttention(kv, reference::Query(spec, q, t, h), spec.softmax_scale,
-                                    item.attend->visible[t]);
+      const reference::Attention wanted = reference::DenseAttention(
+          kv, reference::Query(spec, q, t, h), spec.softmax_scale, item.attend->visible[t]);
       ASSERT_LT(reference::RelativeDistance(OutputOf(spec, item.result, t, h), wanted.out), 2e-5)
           << what << " query " << t << " head " << h;
       ASSERT_NEAR(item.result.lse[t * spec.query_head_count + h], wanted.lse, 2e-5)

@@ -6,7 +6,7 @@
 
 namespace spillway::reference {
 
-// A vector as rows of 8 bits hold it, from the definition in host/core/int8_row.h. high_count: its
+// A vector as rows of 8 bits hold it, from the definition in host/base/int8_row.h. high_count: its
 // elements with a high part.
 std::vector<float> StoredVector(const std::vector<float>& x, int high_count, DType dtype);
 

@@ -5,7 +5,7 @@
 #include <optional>
 #include <span>
 
-#include "host/core/host_device.h"
+#include "host/base/host_device.h"
 #include "host/core/keyed_hash.h"
 
 namespace spillway::bench {

@@ -3,7 +3,7 @@
 #include <bit>
 #include <cstring>
 
-#include "host/core/half.h"
+#include "host/base/half.h"
 #include "spillway/tensor.h"
 
 namespace spillway::cli {

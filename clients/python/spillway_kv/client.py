@@ -144,8 +144,8 @@ class Client:
                 log-sum-exps and certificates include it. None means no sinks.
             row_type: How rows are stored: "model" as they are, in `dtype`; "int8" with 8 bits an
                 element, in 0.62 times the memory of 16 bits at head_dim 128, of the host, of copies
-                on a GPU and over the link. Attends, fetches and certificates are of the rows as they are
-                stored. Not with MLP hashes or `key_indices`.
+                on a GPU and over the link. Attends, fetches and certificates are of the rows as
+                they are stored. Not with MLP hashes or `key_indices`.
 
         Raises:
             AlreadyExists: The id is taken.

@@ -3,7 +3,7 @@
 #include <cmath>
 #include <cstdint>
 
-#include "host/core/half.h"
+#include "host/base/half.h"
 
 namespace spillway {
 

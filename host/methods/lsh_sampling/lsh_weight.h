@@ -2,7 +2,7 @@
 
 #include <cmath>
 
-#include "host/core/host_device.h"
+#include "host/base/host_device.h"
 
 namespace spillway {
 

@@ -2,8 +2,8 @@
 
 #include <cstdint>
 
+#include "host/base/host_device.h"
 #include "host/base/limits.h"
-#include "host/core/host_device.h"
 #include "host/model/model_spec.h"
 
 namespace spillway {

@@ -13,7 +13,7 @@
 #include "absl/strings/str_join.h"
 #include "host/base/elements.h"
 #include "host/base/finite.h"
-#include "host/core/half.h"
+#include "host/base/half.h"
 #include "host/model/model_spec.h"
 
 namespace spillway {

@@ -96,8 +96,8 @@ TEST(Int8RowsTest, BytesAreAsDescribed) {
   for (int n = 0; n < 4; ++n) EXPECT_EQ(static_cast<int>(stored[36 + 2 * n]), of_values[n]) << n;
   for (int i = 68; i < 128; ++i) EXPECT_EQ(code(i), 0) << i;
   const Row read = Decode(format, stored);
-  const std::vector<float> keys = {1000, -2000, 300, 400, 500, 600, 700,  800,
-                                   900,  -301,  302, 303, 127, -127, 0, 3};
+  const std::vector<float> keys = {1000, -2000, 300, 400, 500, 600,  700, 800,
+                                   900,  -301,  302, 303, 127, -127, 0,   3};
   EXPECT_EQ(read.k, keys);
   EXPECT_NEAR(read.v[1], 64, 0x1.04p-7);
   EXPECT_NEAR(read.v[2], -2, 0x1.04p-7);
@@ -120,7 +120,8 @@ TEST_P(Int8RowsOfTest, ElementsAreWithinHalfAStep) {
     Row row = Random(format_, seed);
     row.k[seed % format_.head_dim] *= 128;
     const Row read = Decode(format_, Encode(format_, row));
-    const auto check = [&](std::vector<float> right, const std::vector<float>& got, int high_count) {
+    const auto check = [&](std::vector<float> right, const std::vector<float>& got,
+                           int high_count) {
       std::vector<float> sizes;
       for (const float x : right) sizes.push_back(std::fabs(x));
       std::sort(sizes.rbegin(), sizes.rend());

@@ -1,4 +1,4 @@
-#include "host/core/half.h"
+#include "host/base/half.h"
 
 #include <gtest/gtest.h>
 

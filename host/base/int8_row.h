@@ -1,12 +1,12 @@
 #pragma once
 
 #include <bit>
-#include <cstdint>
 #include <cmath>
+#include <cstdint>
 
 #include "host/base/dtype.h"
-#include "host/core/half.h"
-#include "host/core/host_device.h"
+#include "host/base/half.h"
+#include "host/base/host_device.h"
 
 namespace spillway {
 
@@ -51,7 +51,8 @@ static_assert(Int8RowBytes(256) == kInt8RowBytesMax && Int8RowBytes(128) == 320 
 // Which elements of a vector have a high part: those with the largest numbers, of which no two are
 // equal.
 SPILLWAY_HOST_DEVICE inline uint32_t Int8Rank(float x, int element) {
-  return (std::bit_cast<uint32_t>(x) & 0x7FFFFFFFu) >> 7 << 8 | static_cast<uint32_t>(255 - element);
+  return (std::bit_cast<uint32_t>(x) & 0x7FFFFFFFu) >> 7 << 8 |
+         static_cast<uint32_t>(255 - element);
 }
 SPILLWAY_HOST_DEVICE inline int Int8ElementOf(uint32_t rank) {
   return 255 - static_cast<int>(rank & 255u);
@@ -73,7 +74,7 @@ SPILLWAY_HOST_DEVICE inline float Int8InverseScale(float scale) {
 }
 
 SPILLWAY_HOST_DEVICE inline float LargestElement(DType dtype) {
-  return dtype == DType::kF32    ? std::bit_cast<float>(0x7F7FFFFFu)
+  return dtype == DType::kF32   ? std::bit_cast<float>(0x7F7FFFFFu)
          : dtype == DType::kF16 ? 65504.0f
                                 : std::bit_cast<float>(0x7F7F0000u);
 }

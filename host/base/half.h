@@ -3,7 +3,7 @@
 #include <bit>
 #include <cstdint>
 
-#include "host/core/host_device.h"
+#include "host/base/host_device.h"
 
 namespace spillway {
 
