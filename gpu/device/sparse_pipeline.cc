@@ -26,10 +26,11 @@ constexpr int64_t kStagingRowsMin = 8192;
 constexpr int64_t kStagingRowsLeast = 1024;
 // Blocks that gather rows. More SMs have more addresses in flight than the GPU can translate; see
 // docs/link.md. Where several waves gather at once, fewer reach the link's rate. Rows of 8 bits are
-// shorter, so more of them are in flight at once.
+// shorter: two or three waves may have more of them in flight.
 constexpr int kGatherBlocks = 8;
 constexpr int kLaneGatherBlocks = 4;
 constexpr int kLaneGatherBlocksInt8 = 8;
+constexpr int kLanesInt8 = 3;
 constexpr int64_t kReferencePagesStep = 16;
 // From this many units on, two parts of a step at once are faster than all units together. Further
 // parts are as large.
@@ -479,7 +480,7 @@ Wave SparsePipeline::View(const UnitWave& wave, const StepAppend& append) const 
   w.block_shared_bytes = context_->gpu().block_shared_bytes;
   w.bulk_copies = w.overlap = context_->gpu().hopper;
   w.gathers_apart = uses_lanes() && crosses_link_;
-  const bool int8 = spec().row_type == RowType::kInt8;
+  const bool int8 = spec().row_type == RowType::kInt8 && lanes_ <= kLanesInt8;
   w.gather_blocks = !w.gathers_apart ? kGatherBlocks
                     : int8           ? kLaneGatherBlocksInt8
                                      : kLaneGatherBlocks;

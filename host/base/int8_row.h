@@ -21,8 +21,8 @@ namespace spillway {
 //   (kInt8HighStep h + c) scale, rounded to the model's dtype.
 // The product is exact in fp32, so that all devices read the same row. They also write the same
 // one. Thus a row is the same wherever it was written, and two rows can be compared by their bytes.
-// Rows begin at multiples of 64 bytes: the link to a GPU moves whole pieces of 64 bytes twice as
-// fast as the same bytes in pieces that are cut (docs/results/row-types).
+// Rows begin at multiples of 64 bytes: rows of 304 bytes that begin anywhere cross the link to a
+// GPU slower than rows of 512 (docs/results/row-types).
 
 inline constexpr int kInt8CodeMax = 127;
 inline constexpr int kInt8HighStep = 254;

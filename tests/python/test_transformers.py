@@ -442,14 +442,22 @@ def test_one_kv_head_for_all(client: Client, multi_query: bool) -> None:
 
 
 def test_autocast(client: Client, dense: Any, spilled: Any) -> None:
-    """K of a float32 model are in float32 then, and V in bfloat16."""
-    with torch.autocast(DEVICE.type, dtype=torch.bfloat16):
-        wanted = generate(dense, prompt(1, 60), max_new_tokens=8)
+    """K of a float32 model are in float32 then, and V in bfloat16.
+
+    Tokens may differ: products are in bfloat16, and on a GPU they are rounded in another order.
+    """
+    ids = prompt(1, 70)
+    with torch.autocast(DEVICE.type, dtype=torch.bfloat16), torch.no_grad():
+        wanted = dense(ids).logits
         with SpillwayCache(spilled.config, client, quality="exact") as cache:
-            made = generate(spilled, prompt(1, 60), cache, max_new_tokens=8)
+            made = [spilled(ids[:, :60], past_key_values=cache, use_cache=True).logits]
+            for at in range(60, 70):
+                one = spilled(ids[:, at : at + 1], past_key_values=cache, use_cache=True)
+                made.append(one.logits)
             assert cache.model is not None
             assert cache.model.dtype == "float32"
-    assert torch.equal(made, wanted)
+    error = (torch.cat(made, 1) - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+    assert error.max() < 0.1  # another text gives about 1
 
 
 def test_a_compiled_model(client: Client) -> None:
