@@ -21,44 +21,66 @@ namespace spillway {
 namespace HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
+// A number that exactly `count` of the ranks [n] are above. They differ from one another, and n >
+// count.
+HWY_INLINE uint32_t RankLimit(const uint32_t* ranks, int n, size_t count) {
+  const hn::RebindToUnsigned<DElements> du;
+  const int lanes = static_cast<int>(hn::Lanes(du));
+  uint32_t low = 0, high = 0xFFFFFFFFu;
+  for (;;) {
+    const uint32_t middle = low + (high - low) / 2;
+    const auto limit = hn::Set(du, middle);
+    size_t above = 0;
+    for (int i = 0; i < n; i += lanes) {
+      above += hn::CountTrue(du, hn::Gt(hn::Load(du, ranks + i), limit));
+    }
+    if (above == count) return middle;
+    (above > count ? low : high) = middle;
+  }
+}
+
 // Writes codes [d] and highs [high_count] of a vector. Returns its scale.
 HWY_INLINE float EncodeVector(const RowFormat& format, const std::byte* vector, int high_count,
                               std::byte* codes, std::byte* highs) {
-  const int d = format.head_dim;
+  const DElements d;
+  const hn::RebindToUnsigned<DElements> du;
+  const int n = format.head_dim;
+  const int lanes = static_cast<int>(hn::Lanes(d));
   HWY_ALIGN float x[kHeadDimMax];
-  ToFloatImpl(format.dtype, vector, d, x);
-  // The largest ranks, in descending order.
-  uint32_t top[kInt8HighCountMax] = {};
-  float rest = 0;
-  for (int i = 0; i < d; ++i) {
-    uint32_t rank = Int8Rank(x[i], i);
-    if (i < high_count || rank > top[high_count - 1]) {
-      int at = std::min(i, high_count - 1);
-      const uint32_t dropped = i < high_count ? 0 : top[at];
-      for (; at > 0 && top[at - 1] < rank; --at) top[at] = top[at - 1];
-      top[at] = rank;
-      if (dropped == 0) continue;
-      rank = dropped;
-    }
-    rest = std::max(rest, std::fabs(x[Int8ElementOf(rank)]));
+  HWY_ALIGN uint32_t ranks[kHeadDimMax];
+  HWY_ALIGN int32_t element[kHeadDimMax];
+  ToFloatImpl(format.dtype, vector, n, x);
+  for (int i = 0; i < n; ++i) ranks[i] = Int8Rank(x[i], i);
+  const uint32_t limit = RankLimit(ranks, n, static_cast<size_t>(high_count));
+  const auto limits = hn::Set(du, limit);
+  auto largests = hn::Zero(d), rests = hn::Zero(d);
+  for (int i = 0; i < n; i += lanes) {
+    const auto size = hn::Abs(hn::Load(d, x + i));
+    const auto is_high = hn::RebindMask(d, hn::Gt(hn::Load(du, ranks + i), limits));
+    largests = hn::Max(largests, size);
+    rests = hn::Max(rests, hn::IfThenZeroElse(is_high, size));
   }
-  float largest = rest;
-  for (int n = 0; n < high_count; ++n) {
-    largest = std::max(largest, std::fabs(x[Int8ElementOf(top[n])]));
-  }
-  const float scale = Int8Scale(rest, largest);
-  const float largest_element = LargestElement(format.dtype);
-  int element[kHeadDimMax];
+  const auto most = [&](auto v) { return hn::GetLane(hn::MaxOfLanes(d, v)); };
+  const float scale = Int8Scale(most(rests), most(largests));
   const float inverse = Int8InverseScale(scale);
-  for (int i = 0; i < d; ++i) element[i] = Int8Element(x[i], scale, inverse, largest_element);
-  for (int n = 0; n < high_count; ++n) {
-    const int i = Int8ElementOf(top[n]);
+  const float largest_element = LargestElement(format.dtype);
+  for (int i = 0; i < n; ++i) element[i] = Int8Element(x[i], scale, inverse, largest_element);
+  // Elements with a high part, by falling rank.
+  uint32_t top[kInt8HighCountMax];
+  int found = 0;
+  for (int i = 0; i < n; ++i) {
+    if (ranks[i] > limit) top[found++] = ranks[i];
+  }
+  for (int m = 0; m < found; ++m) {
+    int at = 0;
+    for (int other = 0; other < found; ++other) at += top[other] > top[m] ? 1 : 0;
+    const int i = Int8ElementOf(top[m]);
     const int high = Int8High(element[i]);
     element[i] -= high * kInt8HighStep;
-    highs[2 * n] = static_cast<std::byte>(i);
-    highs[2 * n + 1] = static_cast<std::byte>(high);
+    highs[2 * at] = static_cast<std::byte>(i);
+    highs[2 * at + 1] = static_cast<std::byte>(high);
   }
-  for (int i = 0; i < d; ++i) codes[i] = static_cast<std::byte>(element[i]);
+  for (int i = 0; i < n; ++i) codes[i] = static_cast<std::byte>(element[i]);
   return scale;
 }
 
