@@ -169,8 +169,10 @@ def test_snapshots_keep_the_bytes(
     try:
         loaded, _ = client.load_sequence(name, model=model)
         np.testing.assert_array_equal(fetched(loaded), fetched(sequence))
+        other = create(client, model.head_dim, row_type="model")
         with pytest.raises(FailedPrecondition, match="row_type"):
-            client.load_sequence(name, model=create(client, model.head_dim, row_type="model"))
+            client.load_sequence(name, model=other)
+        delete_model(client, other)
         [file] = (folder / name).glob("rows-*.safetensors")
         data = file.read_bytes()
         header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
