@@ -21,6 +21,7 @@ from helpers import fences
 from spillway_kv.lab.training.hash_mlp import HashMlp, save_hash
 from spillway_kv.transformers import SpillwayCache
 from test_cli import BINARY as CLI
+from tiny_model import save_tiny_llama
 
 PAGES = sorted(
     path.relative_to(ROOT).as_posix()
@@ -43,6 +44,16 @@ def model_and_prompt(names: dict[str, Any]) -> None:
         "ids": ids,
         "question_ids": random_llama.prompt(1, 5),
     }
+
+
+def save_model(names: dict[str, Any]) -> None:
+    """Saves a tiny model where the page's name of a model leads: in the working directory."""
+    save_tiny_llama(
+        Path("HuggingFaceTB/SmolLM2-135M-Instruct"),
+        num_hidden_layers=2,
+        max_position_embeddings=16384,
+        eos_token_id=None,
+    )
 
 
 def open_sequence(names: dict[str, Any]) -> None:
@@ -91,7 +102,7 @@ def train_hash(names: dict[str, Any]) -> None:
 
 # By page: the snippets that run, by their index, and the functions that prepare them.
 GIVEN: dict[str, dict[int, Any]] = {
-    "README.md": {0: model_and_prompt},
+    "README.md": {0: save_model},
     "docs/quickstart.md": {0: None},
     "docs/transformers.md": {0: model_and_prompt, 1: model_and_prompt},
     "docs/prompts.md": {0: model_and_prompt, 1: None, 2: prefill},
