@@ -116,6 +116,29 @@ def test_all_is_there_after_a_restart(tmp_path: Path, killed: bool, value_bits: 
                 client.create_sequence("models/m", "long")
 
 
+def test_rows_of_8_bits_outlive_the_process_too(tmp_path: Path) -> None:
+    """As they are stored: the retry of an append is accepted, and answers are the same."""
+    with daemon(tmp_path) as each:
+        with spillway_kv.connect(each.target) as client:
+            model = client.create_model("m", **SHAPES, row_type="int8")
+            policy = spillway_kv.Policy(dense_token_count=1024)
+            sequence = client.create_sequence(model, "long", policy=policy, ttl=0)
+            k = rows(1, 0, 3000)
+            sequence.append(0, 0, k, -k)
+            before = attended(sequence)
+            fetched = [np.asarray(x) for x in sequence.fetch(1)]
+        each.kill()
+        each.start()
+        with spillway_kv.connect(each.target) as client:
+            assert client.get_model("models/m") == model
+            sequence = client.get_sequence("sequences/long")
+            assert_same(before, attended(sequence))
+            for was, now in zip(fetched, sequence.fetch(1), strict=True):
+                np.testing.assert_array_equal(was, np.asarray(now))
+            sequence.append(0, 0, k, -k)
+            assert sequence.refresh().token_count == 3000
+
+
 def test_memory_comes_back(tmp_path: Path) -> None:
     """Sequences that are deleted before or after a restart leave no memory in use."""
     with daemon(tmp_path) as each:
