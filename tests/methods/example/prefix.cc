@@ -4,6 +4,7 @@
 
 #include "host/base/elements.h"
 #include "host/cpu/cpu_method.h"
+#include "host/cpu/decoded_rows.h"
 #include "host/cpu/logit_scorer.h"
 
 namespace spillway {
@@ -20,11 +21,11 @@ class PrefixScorer final : public LogitScorer {
     const LayerRows& rows = *keys_.context->attend->rows;
     const ModelSpec& spec = keys_.spec();
     const float* q = keys_.queries->rows().scaled;  // [G][d], times the softmax scale
-    const std::byte* keys = rows.Page(keys_.kv_head, page);
     const int64_t count = std::min<int64_t>(kPageTokenCount, keys_.end - page * kPageTokenCount);
+    const DecodedPage keys(rows, keys_.kv_head, page, count);  // in the dtype, also of 8 bits
     for (int64_t t = 0; t < count; ++t) {
       float key[kPrefix];
-      ToFloat(spec.dtype, keys + t * rows.row_bytes(), kPrefix, key);
+      ToFloat(spec.dtype, keys.rows() + t * spec.element_row_bytes(), kPrefix, key);
       for (int g = 0; g < spec.group(); ++g) {
         float logit = 0;
         for (int i = 0; i < kPrefix; ++i) logit += q[g * spec.head_dim + i] * key[i];
