@@ -126,7 +126,7 @@ MAY_INCLUDE: dict[str, tuple[str, ...]] = {
         "spillway/v1",
         "google/rpc",
     ),
-    "clients/cpp": ("host/base", "host/base/half.h", "spillway", "cli", "google/rpc"),
+    "clients/cpp": ("host/base", "spillway", "cli", "google/rpc"),
     # Only what a user's program would include.
     "clients/cpp/examples": ("host/base/status_macros.h", "spillway", "spillway.h"),
     # Headers of an installed libspillway.

@@ -480,9 +480,9 @@ Wave SparsePipeline::View(const UnitWave& wave, const StepAppend& append) const 
   w.block_shared_bytes = context_->gpu().block_shared_bytes;
   w.bulk_copies = w.overlap = context_->gpu().hopper;
   w.gathers_apart = uses_lanes() && crosses_link_;
-  const bool int8 = spec().row_type == RowType::kInt8 && lanes_ <= kLanesInt8;
+  const bool more_in_flight = spec().row_type == RowType::kInt8 && lanes_ <= kLanesInt8;
   w.gather_blocks = !w.gathers_apart ? kGatherBlocks
-                    : int8           ? kLaneGatherBlocksInt8
+                    : more_in_flight ? kLaneGatherBlocksInt8
                                      : kLaneGatherBlocks;
   return w;
 }

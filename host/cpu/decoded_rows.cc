@@ -28,10 +28,8 @@ DecodedPage::DecodedPage(const LayerRows& rows, int kv_head, int64_t page, int64
   if (rows.format().type == RowType::kElements) return;
   const int64_t bytes = rows.format().element_bytes();
   copy_.resize(static_cast<size_t>(count * bytes));
-  for (int64_t i = 0; i < count; ++i) {
-    std::byte* const to = copy_.data() + i * bytes;
-    DecodeInt8Row(rows.format(), rows_ + i * rows.row_bytes(), to, to + bytes / 2);
-  }
+  rows.ReadRows(kv_head, page * kPageTokenCount, 0, count, {copy_.data(), 0, bytes},
+                {copy_.data() + bytes / 2, 0, bytes});
   rows_ = copy_.data();
 }
 

@@ -80,14 +80,13 @@ absl::Status AppendRows(const ModelSpec& spec, int layer, const AppendWork& work
     const int64_t page_start = (first + task % pages) * kPageTokenCount;
     const int64_t from = std::max(work.start, page_start);
     const int64_t to = std::min(end, page_start + kPageTokenCount);
-    const bool copies = work.shared_source && spec.row_type == RowType::kInt8;
-    if (copies) {
+    if (work.shared_source && spec.row_type == RowType::kInt8) {
       statuses[task] = WriteCopies(spec, layer, work, head, from, to);
     } else {
       work.rows->WriteRows(head, work.start, from - work.start, to - work.start, work.k, work.v);
-    }
-    if (work.shared_source && !copies) {
-      statuses[task] = CheckWritten(spec, layer, *work.rows, head, from, to);
+      if (work.shared_source) {
+        statuses[task] = CheckWritten(spec, layer, *work.rows, head, from, to);
+      }
     }
     if (sum) work.rows->SumRows(head, from, to);
   };

@@ -67,6 +67,11 @@ Setting Seconds(const char* key, const char* flag, const char* help, double Conf
       absl::StrFormat("a number of seconds in [0, %.0f]", high));
 }
 
+absl::StatusOr<int64_t> ParseBytesOrZero(const std::string& text) {
+  return text == "0" ? int64_t{0} : ParseBytes(text);
+}
+std::string FormatBytesOrZero(int64_t bytes) { return bytes == 0 ? "0" : FormatBytes(bytes); }
+
 // A size with a unit, or 0. For limits on GPU memory.
 Setting BytesOrZero(const char* key, const char* flag, const char* help, int64_t Config::*field) {
   return {key,
@@ -74,17 +79,11 @@ Setting BytesOrZero(const char* key, const char* flag, const char* help, int64_t
           help,
           true,
           [field](Config& config, const std::string& text) {
-            if (text == "0") {
-              config.*field = 0;
-              return absl::OkStatus();
-            }
-            const absl::StatusOr<int64_t> bytes = ParseBytes(text);
+            const absl::StatusOr<int64_t> bytes = ParseBytesOrZero(text);
             if (bytes.ok()) config.*field = *bytes;
             return bytes.status();
           },
-          [field](const Config& config) {
-            return config.*field == 0 ? "0" : FormatBytes(config.*field);
-          }};
+          [field](const Config& config) { return FormatBytesOrZero(config.*field); }};
 }
 
 Setting Flag(const char* key, const char* flag, const char* help, bool Config::*field) {
@@ -301,14 +300,13 @@ const std::vector<Setting>& Settings() {
        [](Config& config, const std::string& text) {
          config.gpu_resident_limit_bytes.reset();
          if (text == "auto") return absl::OkStatus();
-         const absl::StatusOr<int64_t> bytes = text == "0" ? int64_t{0} : ParseBytes(text);
+         const absl::StatusOr<int64_t> bytes = ParseBytesOrZero(text);
          if (bytes.ok()) config.gpu_resident_limit_bytes = *bytes;
          return bytes.status();
        },
        [](const Config& config) -> std::string {
-         if (!config.gpu_resident_limit_bytes.has_value()) return "auto";
-         const int64_t bytes = *config.gpu_resident_limit_bytes;
-         return bytes == 0 ? "0" : FormatBytes(bytes);
+         const std::optional<int64_t>& bytes = config.gpu_resident_limit_bytes;
+         return bytes.has_value() ? FormatBytesOrZero(*bytes) : "auto";
        }},
       BytesOrZero("device.gpu_workspace", "--gpu-workspace",
                   "part of --gpu-memory-limit that codes and copies leave to workspaces, such as "

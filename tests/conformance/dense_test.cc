@@ -4,44 +4,13 @@
 #include <string>
 #include <vector>
 
-#include "tests/conformance/device_bench.h"
+#include "tests/conformance/expect_dense.h"
 #include "tests/reference/elements.h"
 
 namespace spillway {
 namespace {
 
 using reference::Context;
-
-Policy All() {
-  Policy policy;
-  policy.selector = Selector::kAll;
-  return policy;
-}
-
-// Compares every (query, head) of an attend with the reference.
-void ExpectDense(const Context& context, const JobItem& item, const std::vector<float>& q,
-                 const std::string& what) {
-  ASSERT_TRUE(item.status.ok()) << what << ": " << item.status;
-  const ModelSpec& spec = context.spec;
-  const AttendQuery& attend = *item.attend;
-  const AttendResult& result = item.result;
-  for (int h = 0; h < spec.query_head_count; ++h) {
-    const reference::KeyValues kv = context.Head(h / spec.group());
-    for (int64_t t = 0; t < attend.query_count; ++t) {
-      const int64_t n = attend.visible[t];
-      const reference::Attention wanted =
-          reference::DenseAttention(kv, reference::Query(spec, q, t, h), spec.softmax_scale, n);
-      ASSERT_LT(reference::RelativeDistance(OutputOf(spec, result, t, h), wanted.out), 2e-5)
-          << what << " n " << n << " query " << t << " head " << h;
-      const int64_t at = t * spec.query_head_count + h;
-      ASSERT_NEAR(result.lse[at], wanted.lse, 2e-5) << what << " n " << n << " head " << h;
-      EXPECT_EQ(result.certificates[at].promise, Promise::kExact);
-      EXPECT_EQ(result.certificates[at].relative_error, 0);
-      EXPECT_EQ(result.certificates[at].visible_token_count, n);
-      EXPECT_EQ(result.touched_row_counts[t * spec.kv_head_count + h / spec.group()], n);
-    }
-  }
-}
 
 class Dense : public ::testing::TestWithParam<DeviceFactory> {};
 

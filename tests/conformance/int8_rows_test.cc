@@ -8,6 +8,7 @@
 #include <tuple>
 #include <vector>
 
+#include "tests/conformance/expect_dense.h"
 #include "tests/conformance/expect_weighted.h"
 
 namespace spillway {
@@ -15,34 +16,10 @@ namespace {
 
 using reference::Context;
 
-Policy All() {
-  Policy policy;
-  policy.selector = Selector::kAll;
-  return policy;
-}
-
 ModelSpec SpecOf(int kv_heads, int group, int head_dim, DType dtype) {
   ModelSpec spec = MakeSpec(kv_heads, group, head_dim, dtype);
   spec.row_type = RowType::kInt8;
   return spec;
-}
-
-// Compares every (query, head) of an attend to all rows with the reference.
-void ExpectDense(const Context& stored, const JobItem& item, const std::vector<float>& q,
-                 const std::string& what) {
-  ASSERT_TRUE(item.status.ok()) << what << ": " << item.status;
-  const ModelSpec& spec = stored.spec;
-  for (int h = 0; h < spec.query_head_count; ++h) {
-    const reference::KeyValues kv = stored.Head(h / spec.group());
-    for (int64_t t = 0; t < item.attend->query_count; ++t) {
-      const reference::Attention wanted = reference::DenseAttention(
-          kv, reference::Query(spec, q, t, h), spec.softmax_scale, item.attend->visible[t]);
-      ASSERT_LT(reference::RelativeDistance(OutputOf(spec, item.result, t, h), wanted.out), 2e-5)
-          << what << " query " << t << " head " << h;
-      ASSERT_NEAR(item.result.lse[t * spec.query_head_count + h], wanted.lse, 2e-5)
-          << what << " query " << t << " head " << h;
-    }
-  }
 }
 
 class Int8Rows : public ::testing::TestWithParam<DeviceFactory> {};
@@ -112,19 +89,7 @@ TEST_P(Int8Rows, SparseAttends) {
 
 // A decode step gives what an append and an attend give.
 TEST_P(Int8Rows, DecodeSteps) {
-  const ModelSpec spec = SpecOf(2, 4, 128, DType::kBF16);
-  DeviceBench bench(GetParam(), spec);
-  const Context context = reference::TraceContext(spec, 4300, 11);
-  const std::vector<float> q = reference::TraceQueries(context, 1, 12, 1.5);
-  BenchSequence steps(bench), whole(bench);
-  ASSERT_TRUE(steps.Append(context, 0, 4299).ok());
-  ASSERT_TRUE(whole.Append(context, 0, 4300).ok());
-  for (const Policy& policy : {DefaultPolicy(spec), All()}) {
-    const JobItem step = steps.Step(context, policy, q);
-    ASSERT_TRUE(step.status.ok()) << step.status;
-    EXPECT_EQ(step.result.out, whole.Attend(policy, q).result.out);
-    steps.Truncate(4299);
-  }
+  ExpectStepsAppendAndAttend(GetParam(), SpecOf(2, 4, 128, DType::kBF16));
 }
 
 // Appends in any chunks, forks and truncation give the same bits.

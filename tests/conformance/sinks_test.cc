@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "tests/conformance/expect_dense.h"
 #include "tests/conformance/expect_weighted.h"
 #include "tests/conformance/method_models.h"
 #include "tests/reference/elements.h"
@@ -20,12 +21,6 @@ using reference::Context;
 
 constexpr float kNoSink = -std::numeric_limits<float>::infinity();
 
-Policy All() {
-  Policy policy;
-  policy.selector = Selector::kAll;
-  return policy;
-}
-
 // Two KV heads with three query heads each. The log-sum-exps of the contexts below are 5 to 11.
 ModelSpec SpecWithSinks(DType dtype, int layer_count = 1) {
   ModelSpec spec = MakeSpec(2, 3, 64, dtype);
@@ -36,26 +31,6 @@ ModelSpec SpecWithSinks(DType dtype, int layer_count = 1) {
     }
   }
   return spec;
-}
-
-// Compares every (query, head) of an attend to all rows with the reference.
-void ExpectDense(const Context& context, const JobItem& item, const std::vector<float>& q,
-                 const std::string& what, int layer = 0) {
-  ASSERT_TRUE(item.status.ok()) << what << ": " << item.status;
-  const ModelSpec& spec = context.spec;
-  for (int h = 0; h < spec.query_head_count; ++h) {
-    const reference::KeyValues kv = context.Head(h / spec.group());
-    for (int64_t t = 0; t < item.attend->query_count; ++t) {
-      const reference::Attention wanted = reference::DenseAttention(
-          kv, reference::Query(spec, q, t, h), spec.softmax_scale, item.attend->visible[t],
-          spec.sink_logits[layer * spec.query_head_count + h]);
-      EXPECT_LT(reference::RelativeDistance(OutputOf(spec, item.result, t, h), wanted.out), 2e-5)
-          << what << " query " << t << " head " << h;
-      const int64_t at = t * spec.query_head_count + h;
-      EXPECT_NEAR(item.result.lse[at], wanted.lse, 2e-5) << what << " head " << h;
-      EXPECT_EQ(item.result.certificates[at].promise, Promise::kExact);
-    }
-  }
 }
 
 class Sinks : public ::testing::TestWithParam<DeviceFactory> {};
@@ -169,21 +144,7 @@ TEST_P(Sinks, OfNoWeightChangeNothing) {
 }
 
 // A decode step gives what an append and an attend give.
-TEST_P(Sinks, DecodeSteps) {
-  const ModelSpec spec = SpecWithSinks(DType::kBF16);
-  DeviceBench bench(GetParam(), spec);
-  const Context context = reference::TraceContext(spec, 4300, 11);
-  const std::vector<float> q = reference::TraceQueries(context, 1, 12, 1.5);
-  BenchSequence steps(bench), whole(bench);
-  ASSERT_TRUE(steps.Append(context, 0, 4299).ok());
-  ASSERT_TRUE(whole.Append(context, 0, 4300).ok());
-  for (const Policy& policy : {DefaultPolicy(spec), All()}) {
-    const JobItem step = steps.Step(context, policy, q);
-    ASSERT_TRUE(step.status.ok()) << step.status;
-    EXPECT_EQ(step.result.out, whole.Attend(policy, q).result.out);
-    steps.Truncate(4299);
-  }
-}
+TEST_P(Sinks, DecodeSteps) { ExpectStepsAppendAndAttend(GetParam(), SpecWithSinks(DType::kBF16)); }
 
 // The sample of LSH does not depend on sinks, so the output is that without them, times the rows'
 // share of the softmax.
