@@ -24,6 +24,7 @@ from spillway_kv.lab.evaluation import (
     families,
     fidelity,
     guarantee,
+    joining,
     longctx,
     needle,
     perplexity,
@@ -432,6 +433,19 @@ def _sources(
         names = sources.write(output, folder)
     size = output.stat().st_size
     console.print(f"{output}: {len(names)} files, {size:,} bytes", soft_wrap=True)
+
+
+@app.command("join")
+def _join(
+    folders: Annotated[
+        list[Path], typer.Argument(help="folders of the runs", exists=True, file_okay=False)
+    ],
+    output: Annotated[Path, typer.Option(help="folder for the results", file_okay=False)],
+) -> None:
+    """Joins runs of `tasks` with different tasks, which ran side by side, into one result."""
+    with _told():
+        joining.join(folders, output)
+    report.make(output, console)
 
 
 @app.command("report")

@@ -16,7 +16,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from spillway_kv.lab.evaluation import asking, extraction, results, ruler, words
+from spillway_kv.lab.evaluation import (
+    asking,
+    extraction,
+    results,
+    ruler,
+    suite_summary,
+    words,
+)
 from spillway_kv.lab.evaluation.asking import Asked, Asker
 from spillway_kv.lab.evaluation.contenders import (
     PILOT,
@@ -28,7 +35,12 @@ from spillway_kv.lab.evaluation.contenders import (
 from spillway_kv.lab.evaluation.indexing import policy_told
 from spillway_kv.lab.evaluation.records import Record, Records
 from spillway_kv.lab.evaluation.store import digest
-from spillway_kv.lab.evaluation.suite_summary import DENSE, SCORE_MIN, Place, benchmark
+from spillway_kv.lab.evaluation.suite_summary import (
+    DENSE,
+    SCORE_MIN,
+    Place,
+    complete,
+)
 from spillway_kv.lab.evaluation.tasks import Maker
 from spillway_kv.lab.evaluation.workbench import Workbench
 from spillway_kv.lab.training.traces import read_text
@@ -88,6 +100,14 @@ def chosen_tasks(names: str) -> list[str]:
             raise ValueError(f"no task {name}; there are {', '.join((*BENCHMARKS, *every))}")
         found += BENCHMARKS.get(name, (name,))
     return list(dict.fromkeys(found))
+
+
+def by_benchmark(tasks: Sequence[str]) -> dict[str, list[str]]:
+    """Returns the tasks of each benchmark that has some of them."""
+    found = {
+        name: [task for task in several if task in tasks] for name, several in BENCHMARKS.items()
+    }
+    return {name: several for name, several in found.items() if several}
 
 
 def chosen_contenders(
@@ -281,40 +301,21 @@ class _Run:
             self._chosen[length] = chosen
         return self._chosen[length]
 
-    def _complete(self, length: int) -> list[int]:
-        """Returns the samples of which every task of a length was answered."""
-        return [
-            sample
-            for sample in range(self.sample_count)
-            if all((length, task, sample, DENSE) in self._found for task in self.tasks)
-        ]
-
     def _write(self) -> None:
-        samples = {n: self._complete(n) for n in self.lengths if n in self._chosen}
+        samples = {
+            n: complete(self._found, self.tasks, n, self.sample_count)
+            for n in self.lengths
+            if n in self._chosen
+        }
         samples = {n: some for n, some in samples.items() if some}
         if not samples:
             raise ValueError("no sample of every task was answered in the time given")
-        names = {
-            name: [task for task in several if task in self.tasks]
-            for name, several in BENCHMARKS.items()
-        }
-        names = {name: several for name, several in names.items() if several}
-        rivals = [one for one, _, _ in self._chosen[next(iter(samples))]]
-        told = [
-            {
-                "name": one.name,
-                "label": one.label,
-                "kind": one.kind,
-                "knob": one.knob,
-                "benchmarks": {
-                    name: benchmark(
-                        self._found, one.name, several, samples, self.bench.setting.seed
-                    )
-                    for name, several in names.items()
-                },
-            }
-            for one in rivals
+        names = by_benchmark(self.tasks)
+        compared = [
+            {"name": one.name, "label": one.label, "kind": one.kind, "knob": one.knob}
+            for one, _, _ in self._chosen[next(iter(samples))]
         ]
+        told = suite_summary.methods(self._found, compared, names, samples, self.bench.setting.seed)
         parameters = {
             "lengths": list(samples),
             "tasks": names,

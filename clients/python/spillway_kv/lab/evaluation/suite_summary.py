@@ -68,6 +68,45 @@ def benchmark(
     return {"points": points, "compared_lengths": together}
 
 
+def complete(
+    found: Mapping[Place, Record], tasks: Sequence[str], length: int, sample_count: int
+) -> list[int]:
+    """Returns the samples of a length for which every task was answered."""
+    return [
+        sample
+        for sample in range(sample_count)
+        if all((length, task, sample, DENSE) in found for task in tasks)
+    ]
+
+
+def methods(
+    found: Mapping[Place, Record],
+    compared: Sequence[Mapping[str, str]],
+    benchmarks: Mapping[str, Sequence[str]],
+    samples: Mapping[int, Sequence[int]],
+    seed: int,
+) -> list[dict[str, Any]]:
+    """Summarises methods over benchmarks, for JSON.
+
+    Args:
+        found: The records.
+        compared: Name, label, kind and knob of each method.
+        benchmarks: Tasks by the name of the benchmark.
+        samples: As `benchmark`.
+        seed: Seed of the bootstrap.
+    """
+    return [
+        {
+            **one,
+            "benchmarks": {
+                name: benchmark(found, one["name"], tasks, samples, seed)
+                for name, tasks in benchmarks.items()
+            },
+        }
+        for one in compared
+    ]
+
+
 def _scores(records: Sequence[Record]) -> Doubles:
     return np.array([record["score"] for record in records], np.float64)
 
