@@ -220,6 +220,24 @@ def test_command(target: str, tmp_path: Path) -> None:
     assert "| base | keys with a decaying spectrum" in (tmp_path / "new" / "README.md").read_text()
 
 
+def test_codes_of_values_are_of_the_model_and_on_the_page(target: str, tmp_path: Path) -> None:
+    words = ["adversarial", "--families", "base", "--length", "8192", "--head-dim", "64"]
+    words += ["--group", "2", "--contexts", "1", "--draws", "1", "--daemon", target]
+    rows = {}
+    for bits in (0, 2):
+        folder = tmp_path / str(bits)
+        answer = CliRunner().invoke(
+            app, [*words, "--value-bits", str(bits), "--output", str(folder)]
+        )
+        assert answer.exit_code == 0, answer.output
+        told = json.loads((folder / "adversarial.json").read_text())
+        assert told["parameters"]["value_bits"] == bits
+        rows[bits] = told["found"]["families"][0]["rows"]
+        page = (folder / "README.md").read_text()
+        assert ("codes of values of 2 bits" in page) == (bits == 2)
+    assert rows[2] < 0.9 * rows[0]
+
+
 def test_refusals(target: str, tmp_path: Path) -> None:
     for words, said in (
         (["--families", "basic"], "no family basic"),

@@ -16,6 +16,7 @@ from rich.progress import Progress
 
 from spillway_kv.client import Client
 from spillway_kv.errors import OutOfRange
+from spillway_kv.indices import RotationHash
 from spillway_kv.lab.evaluation import intervals, results
 from spillway_kv.lab.evaluation.families import Context, Family, Floats, Shape
 from spillway_kv.lab.evaluation.setting import SAMPLING_SEED
@@ -78,6 +79,7 @@ class Plan:
         epsilon: Epsilon of the policy.
         delta: Delta of the policy.
         seed: Seed of the first context.
+        value_bits: Bits of the codes of values, 0 for none.
     """
 
     shape: Shape
@@ -86,6 +88,7 @@ class Plan:
     epsilon: float
     delta: float
     seed: int
+    value_bits: int = 0
 
 
 def run(
@@ -155,6 +158,7 @@ def _measure(client: Client, family: Family, heads: list[Context], plan: Plan) -
             head_dim=shape.head_dim,
             dtype=cast(DTypeName, family.dtype),
             policy=Policy(seed=model_seed),
+            hash_weights=RotationHash(value_bits=plan.value_bits),
         )
         try:
             sequence = client.create_sequence(model)

@@ -384,6 +384,9 @@ def _adversarial(
     epsilon: Annotated[float, typer.Option(help="relative error of the error bound")] = 0.1,
     delta: Annotated[float, typer.Option(help="share of the attends that may exceed it")] = 0.1,
     seed: Annotated[int, typer.Option(min=0, help="seed of all random choices")] = 0,
+    value_bits: Annotated[
+        int, typer.Option(min=0, max=3, help="bits of the codes of values, 0: none")
+    ] = 0,
     biases: Annotated[
         Path | None,
         typer.Option(
@@ -402,7 +405,7 @@ def _adversarial(
 ) -> None:
     """Measures how often error bounds are violated on adversarial data; needs no model."""
     shape = families.Shape(length, head_dim, group, adversarial.QUERY_COUNT)
-    plan = adversarial.Plan(shape, contexts, draws, epsilon, delta, seed)
+    plan = adversarial.Plan(shape, contexts, draws, epsilon, delta, seed, value_bits)
     with _told(), contextlib.ExitStack() as exits:
         wanted = families.chosen(names)
         if biases is not None:

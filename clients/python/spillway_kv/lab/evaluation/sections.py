@@ -129,6 +129,8 @@ def adversarial(told: Told) -> list[str]:
     ]
     wrong = sum(family["wrong_count"] for family in told["found"]["families"])
     epsilon = f"{parameters['epsilon']:g}"
+    bits = parameters.get("value_bits", 0)
+    coded = f", codes of values of {bits} bits" if bits else ""
     header = (
         f"family|what it is|the bound|outputs with error > {epsilon} (95 %)|worst head|NONE|rows"
     ).split("|")
@@ -136,7 +138,7 @@ def adversarial(told: Told) -> list[str]:
         "Whether the error bound holds on contexts that were generated to break it: "
         f"{parameters['token_count']:,} tokens, head_dim {parameters['head_dim']}, "
         f"{parameters['group']} query heads per KV head, epsilon {epsilon}, delta "
-        f"{parameters['delta']:g}. The audit is off.",
+        f"{parameters['delta']:g}{coded}. The audit is off.",
         "",
         "The rates are over the outputs whose certificate says STATISTICAL. A bound "
         '"holds" if the whole interval is at most delta, and the rate of the worst head is at most '
