@@ -1,7 +1,7 @@
 """Compares prompts whose earlier K/V stream from the engine with K/V in GPU memory.
 
-One layer of an 8B shape, 32 query heads over 8 KV heads of 128, bf16, Gaussian rows, an
-engine in this process:
+One layer, by default of an 8B shape with 32 query heads over 8 KV heads of 128, bf16, Gaussian
+rows, an engine in this process:
 
 - `last chunk`: the last tokens of the prompt over all earlier ones, by `spillway_kv.prefill`;
   by the same kernels with all K/V in GPU memory (`resident`); by FlashAttention in one call
@@ -36,10 +36,7 @@ from spillway_kv.prefill_kernels import kernel_of, merge_into, trials
 from spillway_kv.transformers.appends import Appends
 
 ROOT = Path(__file__).resolve().parents[2]
-QUERY_HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
-SCALE = HEAD_DIM**-0.5
 DTYPE = torch.bfloat16
-ROW_BYTES = 2 * KV_HEADS * HEAD_DIM * DTYPE.itemsize
 # Relative difference in norm that rounding to bf16 explains; outputs are means of Gaussian values.
 TOLERANCE = 0.02
 # How many queries are compared with double precision.
@@ -51,11 +48,19 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.device = torch.device(options.device)
+        self.query_heads: int = options.heads
+        self.kv_heads: int = options.kv_heads
+        self.head_dim: int = options.dim
         self.chunk: int = options.chunk
         self.block: int = options.block
         self.repetitions: int = options.repetitions
         self.records: list[dict[str, Any]] = []
         self.failed = False
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a token's K and V."""
+        return 2 * self.kv_heads * self.head_dim * DTYPE.itemsize
 
     def report(self, **fields: Any) -> None:
         self.records.append(fields)
@@ -95,19 +100,24 @@ class Bench:
         return difference
 
 
+def scale_of(q: torch.Tensor) -> float:
+    """The softmax scale of queries [..., d]."""
+    return float(q.shape[-1] ** -0.5)
+
+
 def resident(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int) -> torch.Tensor:
     """Attention of the last T of L tokens over all L, with k and v [H_kv, L, d].
 
     Uses the same kernels as `spillway_kv.prefill` uses for chunks.
     """
-    out, lse = attention_with_lse(q, k[:, start:], v[:, start:], causal=True, scale=SCALE)
+    out, lse = attention_with_lse(q, k[:, start:], v[:, start:], causal=True, scale=scale_of(q))
     if start == 0:
         return out
     total, lse = out.float(), lse.clone()
     merge_into(
         total,
         lse,
-        *attention_with_lse(q, k[:, :start], v[:, :start], causal=False, scale=SCALE),
+        *attention_with_lse(q, k[:, :start], v[:, :start], causal=False, scale=scale_of(q)),
     )
     return total.to(q.dtype)
 
@@ -125,7 +135,7 @@ def one_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         0.0,
         True,
         False,
-        scale=SCALE,
+        scale=scale_of(q),
     )
     return out[0]
 
@@ -134,12 +144,12 @@ def exact(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, query: int
 ) -> torch.Tensor:
     """The output [H_q, d] of one query in double precision, computed head by head."""
-    group = QUERY_HEADS // KV_HEADS
+    group = q.shape[1] // len(k)
     seen = start + query + 1
     made = []
-    for head in range(KV_HEADS):
+    for head in range(len(k)):
         queries = q[query, head * group : (head + 1) * group].double()
-        logits = queries @ k[head, :seen].double().T * SCALE
+        logits = queries @ k[head, :seen].double().T * scale_of(q)
         made.append(logits.softmax(-1) @ v[head, :seen].double())
     return torch.cat(made)
 
@@ -164,19 +174,21 @@ def measure_last_chunk(
 ) -> None:
     """Measures the last chunk of a prompt, after `earlier` tokens."""
     name = f"last chunk over {earlier // 1024}K"
-    k, v = (bench.made(KV_HEADS, earlier + bench.chunk, HEAD_DIM, seed=s) for s in (1, 2))
-    q = bench.made(bench.chunk, QUERY_HEADS, HEAD_DIM, seed=3)
+    k, v = (
+        bench.made(bench.kv_heads, earlier + bench.chunk, bench.head_dim, seed=s) for s in (1, 2)
+    )
+    q = bench.made(bench.chunk, bench.query_heads, bench.head_dim, seed=3)
     begin = time.perf_counter()
     sequence = filled(client, model, k[:, :earlier], v[:, :earlier], 1 << 17)
     append = time.perf_counter() - begin
     new = k[:, earlier:], v[:, earlier:]
-    flops = 4 * QUERY_HEADS * HEAD_DIM * bench.chunk * (earlier + bench.chunk / 2)
-    row_bytes = ROW_BYTES * earlier
+    flops = 4 * bench.query_heads * bench.head_dim * bench.chunk * (earlier + bench.chunk / 2)
+    row_bytes = bench.row_bytes * earlier
 
     with Prefill(block_token_count=bench.block) as prefill:
 
         def chunk() -> torch.Tensor:
-            return prefill.attend(sequence, 0, q, *new, start=earlier, scale=SCALE)
+            return prefill.attend(sequence, 0, q, *new, start=earlier, scale=scale_of(q))
 
         mine = chunk()
         wanted = resident(q, k, v, earlier)
@@ -188,7 +200,7 @@ def measure_last_chunk(
         }
         streamed_s = bench.seconds(chunk)
         resident_s = bench.seconds(lambda: resident(q, k, v, earlier))
-        block = k.new_empty((2, 2, KV_HEADS, bench.block, HEAD_DIM))
+        block = k.new_empty((2, 2, bench.kv_heads, bench.block, bench.head_dim))
 
         def fetch() -> None:
             for index, start in enumerate(range(0, earlier, bench.block)):
@@ -236,11 +248,11 @@ def measure_prompt(
     bench: Bench, client: spillway_kv.Client, model: spillway_kv.Model, tokens: int, layers: int
 ) -> None:
     """Measures all chunks of a prompt through some layers, including appends."""
-    shape = (layers, KV_HEADS, tokens, HEAD_DIM)
+    shape = (layers, bench.kv_heads, tokens, bench.head_dim)
     k, v = (bench.made(*shape, seed=s) for s in (4, 5))
-    q = bench.made(layers, tokens, QUERY_HEADS, HEAD_DIM, seed=6)
+    q = bench.made(layers, tokens, bench.query_heads, bench.head_dim, seed=6)
     parts = [slice(at, min(at + bench.chunk, tokens)) for at in range(0, tokens, bench.chunk)]
-    flops = layers * 4 * QUERY_HEADS * HEAD_DIM * tokens * tokens / 2
+    flops = layers * 4 * bench.query_heads * bench.head_dim * tokens * tokens / 2
     streamed = torch.empty_like(q)
     in_memory = torch.empty_like(q)
 
@@ -270,7 +282,7 @@ def measure_prompt(
                     if not hidden:
                         appends.finish()
                     streamed[layer, part] = prefill.attend(
-                        sequence, layer, q[layer, part], *rows, start=part.start, scale=SCALE
+                        sequence, layer, q[layer, part], *rows, start=part.start, scale=scale_of(q)
                     )
             appends.finish()
 
@@ -297,7 +309,7 @@ def measure_prompt(
             streamed_over_resident=streamed_s / resident_s,
             tflops=flops / streamed_s / 1e12,
             resident_tflops=flops / resident_s / 1e12,
-            rows_over_the_link_gb=ROW_BYTES
+            rows_over_the_link_gb=bench.row_bytes
             * layers
             * (tokens + sum(part.start for part in parts))
             / 1e9,
@@ -311,8 +323,10 @@ def measure_engine(
     bench: Bench, client: spillway_kv.Client, model: spillway_kv.Model, earlier: int
 ) -> None:
     """Measures the engine's own attend of a chunk over all rows, once."""
-    k, v = (bench.made(KV_HEADS, earlier + bench.chunk, HEAD_DIM, seed=s) for s in (1, 2))
-    q = bench.made(bench.chunk, QUERY_HEADS, HEAD_DIM, seed=3)
+    k, v = (
+        bench.made(bench.kv_heads, earlier + bench.chunk, bench.head_dim, seed=s) for s in (1, 2)
+    )
+    q = bench.made(bench.chunk, bench.query_heads, bench.head_dim, seed=3)
     sequence = filled(client, model, k, v, 1 << 17)
     begin = time.perf_counter()
     answer = sequence.attend(0, q, spillway_kv.Policy(selector="all"), timeout=300)
@@ -327,6 +341,9 @@ def measure_engine(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--earlier", type=int, nargs="*", default=[1 << 18, 1 << 20])
     parser.add_argument("--tokens", type=int, default=1 << 16, help="of the whole prompt")
     parser.add_argument("--layers", type=int, default=2, help="of the whole prompt")
@@ -340,22 +357,23 @@ def main() -> None:
     bench = Bench(options)
     serving.prefer_library(ROOT / "build/release/daemon/spillwayd")
     most = max([*options.earlier, options.layers * options.tokens, options.chunk])
-    limit = 2 * ROW_BYTES * (most + options.chunk) + (2 << 30)
+    limit = 2 * bench.row_bytes * (most + options.chunk) + (2 << 30)
     settings = {"memory.limit": limit, "device.name": options.device}
     with spillway_kv.connect("embedded:", settings=settings) as client, torch.inference_mode():
         model = client.create_model(
             layer_count=options.layers,
-            query_head_count=QUERY_HEADS,
-            kv_head_count=KV_HEADS,
-            head_dim=HEAD_DIM,
+            query_head_count=bench.query_heads,
+            kv_head_count=bench.kv_heads,
+            head_dim=bench.head_dim,
             dtype="bfloat16",
         )
-        tried = trials(bench.device, DTYPE, HEAD_DIM, QUERY_HEADS // KV_HEADS)
+        tried = trials(bench.device, DTYPE, bench.head_dim, bench.query_heads // bench.kv_heads)
         bench.report(
             name="environment",
             date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="minutes"),
             torch=torch.__version__,
             device=client.server_info.devices[0].description,
+            heads=f"{bench.query_heads}/{bench.kv_heads} x {bench.head_dim}",
             block=options.block,
             chunk=options.chunk,
             kernels={trial.kernel: trial.refusal or "taken" for trial in tried},
