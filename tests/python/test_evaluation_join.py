@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from spillway_kv.lab.evaluation.command import app
 from spillway_kv.lab.evaluation import joining
+from spillway_kv.lab.evaluation.command import app
 from typer.testing import CliRunner
 
 Scores = dict[str, dict[str, list[float]]]

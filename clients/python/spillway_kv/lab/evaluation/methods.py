@@ -24,6 +24,9 @@ from spillway_kv.transformers.support import Shapes
 
 OURS = "ours"
 QUALITY = "quality"
+# The same with codes of values.
+CODED_QUALITY = "quality-value-codes"
+VALUE_BITS = 2
 DEFAULT_BITS = RotationHash().bits_per_dim
 OUR_BASE = f"our {DEFAULT_BITS}-bit codes"
 OTHER_BASES = "all tokens"
@@ -178,7 +181,7 @@ def registry(setting: Setting, shapes: Shapes, row_type: RowType = "model") -> l
     for base in bases(setting, shapes):
         made += _on_base(base, setting.token_count)
     ours = [_ours(bits) for bits in (2, 3, 4)]
-    made += [_twilight_alone(), _magicpig(), *ours, _qualities()]
+    made += [_twilight_alone(), _magicpig(), *ours, _qualities(), _coded_qualities()]
     stored = (_storing(method, row_type) for method in made)
     return [method for method in stored if method is not None]
 
@@ -303,15 +306,23 @@ def _qualities() -> Method:
     return Method(QUALITY, "Spillway, quality presets", OUR_BASE, OURS, "quality", True, points)
 
 
+def _coded_qualities() -> Method:
+    """The presets of a model with codes of values."""
+    index = Index(RotationHash(value_bits=VALUE_BITS))
+    points = tuple(Point(p.value, Case(index, p.case.policy)) for p in _qualities().points)
+    label = f"Spillway, quality presets, codes of values of {VALUE_BITS} bits"
+    return Method(CODED_QUALITY, label, OUR_BASE, label, "quality", True, points)
+
+
 def chosen(methods: Sequence[Method], names: str) -> list[Method]:
-    """The methods named in a comma-separated list; all but `quality` if it is empty.
+    """The methods named in a comma-separated list; all but those of presets if it is empty.
 
     Raises:
         ValueError: A name is unknown.
     """
     if not names:
         # Its points are the same as those of `ours`.
-        return [method for method in methods if method.name != QUALITY]
+        return [method for method in methods if method.name not in (QUALITY, CODED_QUALITY)]
     known = {method.name: method for method in methods}
     wanted = [name.strip() for name in names.split(",")]
     unknown = [name for name in wanted if name not in known]
