@@ -59,7 +59,7 @@ import spillway_kv
 import torch
 from link_load import LinkLoad
 from model_like import Shape, Trace, exact, relative_errors
-from timing import timed
+from timing import AHEAD_CYCLES, timed
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 STEPS = 24
@@ -177,7 +177,7 @@ class Eager(Way):
             )
             self.attend_us.append((time.perf_counter() - begin) * 1e6 / self.layer_count)
 
-        taken = timed(attend, ahead=True)
+        taken = timed(attend, ahead_cycles=AHEAD_CYCLES)
         self.step_count += 1
         return outs, taken / self.layer_count
 

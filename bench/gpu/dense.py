@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from timing import timed
+from timing import AHEAD_CYCLES, timed
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -146,7 +146,7 @@ def serve(
             return attends(layers)
 
     def step() -> float:
-        return timed(run, layers[0][0].device, ahead=True) / len(layers)
+        return timed(run, layers[0][0].device, ahead_cycles=AHEAD_CYCLES) / len(layers)
 
     return Served(name, step, torch.cat(errors).tolist())
 

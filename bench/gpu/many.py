@@ -12,8 +12,9 @@ from typing import Any, Protocol
 
 import spillway_kv
 import torch
+from dense import Layers
 from model_like import Trace, exact, relative_errors
-from timing import timed
+from timing import AHEAD_CYCLES, timed
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
 
@@ -46,12 +47,21 @@ class Rows:
         return (torch.arange(count, device=self.device) + step) % self.cycle
 
     def inputs(
+        self, layer: int, turns: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """A step's q [B, 1, H_q, d], and k and v [B, H_kv, 1, d] of the new tokens.
+
+        turns: which query each sequence has, [B]. positions: of its new token, [B].
+        """
+        k, v = (x[:, positions].transpose(0, 1)[:, :, None] for x in self.layers[layer])
+        return self.queries[layer][turns][:, None], k, v
+
+    def inputs_of_step(
         self, layer: int, count: int, step: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """A step's q [B, 1, H_q, d], and k and v [B, H_kv, 1, d] of the new token."""
-        at = self.prompt + step
-        k, v = (x[None, :, at : at + 1].expand(count, -1, -1, -1) for x in self.layers[layer])
-        return self.queries[layer][self.turns(count, step)][:, None], k, v
+        """The same for sequences that have all made `step` steps."""
+        turns = self.turns(count, step)
+        return self.inputs(layer, turns, torch.full_like(turns, self.prompt + step))
 
     def right(self, layer: int, count: int, tokens: int, step: int) -> torch.Tensor:
         """Exact outputs [B, H_q, d] of a step's queries over the first `tokens` tokens."""
@@ -88,7 +98,7 @@ class OnStream:
         self._layers = range(len(rows.layers))
         self._decoder = client.open_decoder(sequences, token_count_max=rows.trace.tokens)
         self._held = [
-            tuple(x.contiguous() for x in rows.inputs(layer, self._count, 0))
+            tuple(x.contiguous() for x in rows.inputs_of_step(layer, self._count, 0))
             for layer in self._layers
         ]
         self._graph = torch.cuda.CUDAGraph()
@@ -102,11 +112,11 @@ class OnStream:
                     self._decoder.attend(layer, *self._held[layer])[0] for layer in self._layers
                 ]
         for layer in self._layers:
-            new = self._rows.inputs(layer, self._count, at)
+            new = self._rows.inputs_of_step(layer, self._count, at)
             for to, x in zip(self._held[layer], new, strict=True):
                 to.copy_(x)
         torch.cuda.synchronize()
-        return timed(self._graph.replay, ahead=True) / len(self._layers), self._outs
+        return timed(self._graph.replay, ahead_cycles=AHEAD_CYCLES) / len(self._layers), self._outs
 
     def moved_rows(self) -> float:
         return moved([self._decoder.results(layer) for layer in self._layers])
@@ -128,7 +138,7 @@ class AsJobs:
         outs, self._results = [], []
         with self._client.begin_step(self._sequences) as step:
             for layer in range(len(self._rows.layers)):
-                new = self._rows.inputs(layer, len(self._sequences), at)
+                new = self._rows.inputs_of_step(layer, len(self._sequences), at)
                 outs.append(step.attend(layer, *(x.contiguous().cpu() for x in new))[0])
                 self._results.append(step.results())
         return statistics.mean(layer[0].device_time_us for layer in self._results), outs
@@ -202,3 +212,25 @@ class Sequences:
         for sequence in self.all:
             sequence.delete()
         self.client.delete_model(self.model)
+
+
+class DenseRows:
+    """All rows of sequences in the device's memory, each its own.
+
+    Args:
+        rows: The rows.
+        most: Number of sequences.
+    """
+
+    def __init__(self, rows: Rows, most: int) -> None:
+        self._rows = rows
+        self._held = [tuple(x[None].repeat(most, 1, 1, 1) for x in of_kv) for of_kv in rows.layers]
+
+    def batch(self, count: int) -> tuple[Layers, list[torch.Tensor]]:
+        """The layers' tensors of the first sequences, and exact outputs [B, H_q, d] of each."""
+        layers, right = [], []
+        for layer, (k, v) in enumerate(self._held):
+            q = self._rows.inputs_of_step(layer, count, 0)[0].transpose(1, 2)
+            layers.append((q, k[:count], v[:count]))
+            right.append(self._rows.right(layer, count, self._rows.trace.tokens, 0))
+        return layers, right

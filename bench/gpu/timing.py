@@ -12,19 +12,20 @@ AHEAD_CYCLES = 1_000_000
 
 
 def timed(
-    run: Callable[[], object], device: torch.device | str = "cuda", *, ahead: bool = False
+    run: Callable[[], object], device: torch.device | str = "cuda", *, ahead_cycles: int = 0
 ) -> float:
     """Microseconds of the work that `run` enqueues on the GPU, or does on the CPU.
 
-    ahead: keep the GPU busy before, so that launches are not a part of it, as in a whole model.
+    ahead_cycles: for so long the GPU is kept busy before, so that launches are not a part of it,
+    as in a whole model.
     """
     if torch.device(device).type == "cpu":
         start = time.perf_counter()
         run()
         return 1e6 * (time.perf_counter() - start)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    if ahead:
-        torch.cuda._sleep(AHEAD_CYCLES)
+    if ahead_cycles:
+        torch.cuda._sleep(ahead_cycles)
     begin.record()
     run()
     end.record()
