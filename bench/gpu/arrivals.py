@@ -331,8 +331,9 @@ def main() -> None:
             "prompt": rows.prompt,
             "new_tokens": options.new_tokens,
             "layers": options.layers,
-            "scaled": f"32 x a layer of {options.layers} measured, "
-            f"{whole.weights_us / 1000:.2f} ms to read the weights, and opening decoders",
+            "scaled": f"32 x a layer of {options.layers} measured, weights_ms, and the opening of "
+            "decoders",
+            "weights_ms": round(whole.weights_us / 1000, 2),
             "gpu": torch.cuda.get_device_name() if on_gpu else "none: the CPU device",
             "torch": torch.__version__,
             "commit": options.commit,

@@ -35,7 +35,8 @@ def test_a_step_is_all_layers_and_the_weights() -> None:
         "layer_p90_us": 820,
         "step_ms": 20.0,
         "tokens_per_s": 800.0,
-        "scaled": "32 x a layer of 2 measured, and 4.00 ms to read the weights",
+        "scaled": "32 x a layer of 2 measured, and weights_ms",
+        "weights_ms": 4.0,
     }
 
 
