@@ -126,7 +126,7 @@ class Live:
 
         self._same = 0 if changed else self._same + 1
         ahead = FIRST_AHEAD_CYCLES if self._same < FIRST_STEPS else AHEAD_CYCLES
-        us = timed(attends, device, ahead_cycles=ahead) / len(self._held)
+        us = timed(attends, device, ahead_cycles=ahead, cold=True) / len(self._held)
         self._decoding.end()
         self._before = slots
         if changed:

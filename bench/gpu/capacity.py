@@ -13,9 +13,10 @@ in `scaled`. Nothing else of a model is counted. Ways:
   `dense bf16` (`computed`).
 
 All sequences have memory of their own. Besides --sequences, the counts are measured at which the
-memory of each way is full. Times are on the GPU, between events around all layers; `layer_us` is
-the median over cycles of the data's queries. Errors are those of each head's output against exact
-attention. Bytes are those that the engine reports, scaled to 32 layers.
+memory of each way is full. Times are on the GPU, between events around all layers, with its cache
+emptied before each step; `layer_us` is the median over cycles of the data's queries. Errors are
+those of each head's output against exact attention. Bytes are those that the engine reports, scaled
+to 32 layers.
 
 A JSON line for each point; one that cannot be measured here has `skipped`, and says why. With
 --link-load R, another process copies R GB/s to the GPU, and dense attention is left out.

@@ -146,7 +146,7 @@ def serve(
             return attends(layers)
 
     def step() -> float:
-        return timed(run, layers[0][0].device, ahead_cycles=AHEAD_CYCLES) / len(layers)
+        return timed(run, layers[0][0].device, ahead_cycles=AHEAD_CYCLES, cold=True) / len(layers)
 
     return Served(name, step, torch.cat(errors).tolist())
 

@@ -116,7 +116,9 @@ class OnStream:
             for to, x in zip(self._held[layer], new, strict=True):
                 to.copy_(x)
         torch.cuda.synchronize()
-        return timed(self._graph.replay, ahead_cycles=AHEAD_CYCLES) / len(self._layers), self._outs
+        return timed(self._graph.replay, ahead_cycles=AHEAD_CYCLES, cold=True) / len(
+            self._layers
+        ), self._outs
 
     def moved_rows(self) -> float:
         return moved([self._decoder.results(layer) for layer in self._layers])

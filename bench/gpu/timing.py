@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 
@@ -9,21 +10,39 @@ import torch
 
 # Cycles for which the GPU is kept busy, so that the host is ahead of it: about half a ms.
 AHEAD_CYCLES = 1_000_000
+# More than a GPU's cache holds.
+COLD_BYTES = 256 << 20
+
+
+@functools.cache
+def _cold_memory(device: torch.device) -> torch.Tensor:
+    return torch.empty(COLD_BYTES, dtype=torch.uint8, device=device)
 
 
 def timed(
-    run: Callable[[], object], device: torch.device | str = "cuda", *, ahead_cycles: int = 0
+    run: Callable[[], object],
+    device: torch.device | str = "cuda",
+    *,
+    ahead_cycles: int = 0,
+    cold: bool = False,
 ) -> float:
     """Microseconds of the work that `run` enqueues on the GPU, or does on the CPU.
 
-    ahead_cycles: for so long the GPU is kept busy before, so that launches are not a part of it,
-    as in a whole model.
+    Args:
+        run: The work.
+        device: Where it runs.
+        ahead_cycles: For so long the GPU is kept busy before, so that launches are not a part of
+            it, as in a whole model.
+        cold: Empty the GPU's cache before, as a model's other weights do between two layers.
     """
-    if torch.device(device).type == "cpu":
+    device = torch.device(device)
+    if device.type == "cpu":
         start = time.perf_counter()
         run()
         return 1e6 * (time.perf_counter() - start)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    if cold:
+        _cold_memory(device).zero_()
     if ahead_cycles:
         torch.cuda._sleep(ahead_cycles)
     begin.record()
