@@ -11,7 +11,8 @@ The steps are real, of --layers layers of an 8B shape (bench/gpu/capacity.py), b
 sequences changes. The clock does not run by itself: a step advances it by the time that 32 layers
 would take on the GPU, scaled from the measured ones, the time to read the weights, and the host's
 time to open the decoder, which is not scaled. Attends are enqueued one by one while the GPU is kept
-busy, so their launches are not counted, as in a graph of the model.
+busy, so their launches are not counted, as in a graph of the model; what the host needs to put a
+new decoder into such a graph is not counted either.
 
 Dense attention has K/V in GPU memory and as many slots as fit beside the weights. Its time is
 measured for each number of sequences, all padded to the longest, and the same requests are served

@@ -142,7 +142,7 @@ class Capacity:
     ) -> None:
         self._rows, self._whole, self._options = rows, whole, options
         self._layers, self._tokens = len(rows.layers), rows.trace.tokens
-        self._told = {**told, "tokens": self._tokens, "layers": self._layers}
+        self._told = {"layers": self._layers, **told}
         # Bytes of a token's rows in a layer.
         self._row_bytes = {
             name: KV_HEADS * row_bytes(DIM, 2, of_engine) for name, of_engine in ROW_TYPES.items()
@@ -152,7 +152,13 @@ class Capacity:
         self.counts = counts_of(options.sequences, self._ends if options.ends else {})
 
     def _report(self, way: str, sequences: int, **fields: Any) -> None:
-        record = {"way": way, "sequences": sequences, **self._told, **fields}
+        record = {
+            "way": way,
+            "tokens": self._tokens,
+            "sequences": sequences,
+            **fields,
+            **self._told,
+        }
         print(json.dumps(record), flush=True)
 
     def _cycles(self, step: Callable[[int], float], first: int) -> list[float]:

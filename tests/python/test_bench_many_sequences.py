@@ -15,6 +15,7 @@ sys.path.append(str(ROOT / "bench/gpu"))
 
 import capacity_points
 import capacity_report
+import records
 
 TOLD = {
     "gpu": "GPU",
@@ -159,9 +160,18 @@ def test_the_tables(tmp_path: Path) -> None:
         capacity_report.filled("# Title\n", RECORDS, [], 512)
 
 
+def test_the_page_agrees_with_the_records() -> None:
+    folder = ROOT / "docs/results/many-sequences"
+    if not (folder / "capacity.jsonl").exists():
+        pytest.skip("no records beside the page")
+    made = [records.lines(folder / f"{name}.jsonl") for name in ("capacity", "arrivals")]
+    page = (folder / "README.md").read_text()
+    assert capacity_report.filled(page, made[0], made[1], capacity_points.HOST_GIB) == page
+
+
 def test_the_pictures(tmp_path: Path) -> None:
-    records = [*RECORDS, *({**record, "tokens": 131072} for record in RECORDS if "way" in record)]
-    for name, content in (("capacity", records), ("arrivals", ARRIVALS)):
+    points = [*RECORDS, *({**record, "tokens": 131072} for record in RECORDS if "way" in record)]
+    for name, content in (("capacity", points), ("arrivals", ARRIVALS)):
         text = "".join(json.dumps(record) + "\n" for record in content)
         (tmp_path / f"{name}.jsonl").write_text(text)
     program = str(ROOT / "bench/gpu/capacity_plot.py")
