@@ -44,26 +44,24 @@ more than four takes the queries of further tokens too.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
-import multiprocessing
 import re
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import spillway_kv
 import torch
+from link_load import LinkLoad
+from model_like import Shape, Trace, exact, relative_errors
+from timing import AHEAD_CYCLES, timed
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-# The data's.
-KV_HEADS, GROUP, DIM = 8, 4, 128
 STEPS = 24
 ROUNDS = 5
 KERNEL_STEPS = 8
@@ -74,79 +72,8 @@ DECODED = STEPS * (ROUNDS + 2) + KERNEL_STEPS
 WAYS = ("job", "eager", "graph", "halves", "resident", "auto")
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Layers, and the heads of each."""
-
-    heads: int
-    kv_heads: int
-    dim: int
-    layers: int
-
-    @property
-    def group(self) -> int:
-        return self.heads // self.kv_heads
-
-
-class Trace:
-    """K, V and a query at one length. Up to 8 layers have the KV heads in another order each."""
-
-    def __init__(self, folder: Path, tokens: int, shape: Shape) -> None:
-        meta = json.loads((folder / "meta.json").read_text())
-        of_file = (KV_HEADS, meta["token_count"], DIM)
-        rows = [
-            np.fromfile(folder / name, np.int16).reshape(of_file)[:, :tokens].copy()
-            for name in ("k.bf16", "v.bf16")
-        ]
-        k, v = (torch.from_numpy(x).view(torch.bfloat16) for x in rows)
-        queries = np.fromfile(folder / "queries.f32", np.float32)
-        of_length = queries.reshape(-1, meta["queries_per_length"], KV_HEADS, GROUP, DIM)
-        q = torch.from_numpy(of_length[meta["lengths"].index(tokens)].copy()).bfloat16()
-        q = q.transpose(0, 1).reshape(KV_HEADS, -1, DIM)  # the queries of all tokens
-        if shape.group > q.shape[1]:
-            raise SystemExit(f"--heads: the data has {q.shape[1]} queries for each KV head")
-        # k and v [H_kv, N, d], queries [H_kv, queries of all tokens, d]
-        self.k, self.v, self.queries = (_of_dim(x, shape.dim) for x in (k, v, q))
-        if shape.kv_heads > len(self.k):
-            raise SystemExit(f"--kv-heads: the data has {len(self.k)} of {shape.dim}")
-        self.q = self.queries[:, : shape.group]
-        self.tokens = tokens
-        self.shape = shape
-
-    def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q [H_q, d], k and v [H_kv, N, d]."""
-        q, k, v = (x.roll(layer, 0)[: self.shape.kv_heads] for x in (self.q, self.k, self.v))
-        return q.reshape(self.shape.heads, self.shape.dim), k, v
-
-    def query(self, layer: int, at: int) -> torch.Tensor:
-        """The at-th query [H_q, d] of a layer; they repeat."""
-        group = self.shape.group
-        first = at % (self.queries.shape[1] // group) * group
-        of_heads = self.queries.roll(layer, 0)[: self.shape.kv_heads, first : first + group]
-        return of_heads.reshape(self.shape.heads, self.shape.dim)
-
-
-def _of_dim(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """Makes heads of another dimension from [heads, n, 128]."""
-    heads, n, _ = x.shape
-    if dim <= DIM:
-        return x.view(heads, n, DIM // dim, dim).transpose(1, 2).reshape(-1, n, dim).contiguous()
-    joined = x.view(heads * DIM // dim, dim // DIM, n, DIM).transpose(1, 2)
-    return joined.reshape(-1, n, dim).contiguous()
-
-
 def report(**fields: object) -> None:
     print(json.dumps(fields), flush=True)
-
-
-def timed(run: Callable[[], object]) -> float:
-    """Microseconds on the GPU of the work that `run` enqueues."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    run()
-    end.record()
-    end.synchronize()
-    return 1000 * begin.elapsed_time(end)
 
 
 class Way:
@@ -250,9 +177,7 @@ class Eager(Way):
             )
             self.attend_us.append((time.perf_counter() - begin) * 1e6 / self.layer_count)
 
-        # Keep the GPU busy, so that the host is ahead of it, as in a model.
-        torch.cuda._sleep(1_000_000)
-        taken = timed(attend)
+        taken = timed(attend, ahead_cycles=AHEAD_CYCLES)
         self.step_count += 1
         return outs, taken / self.layer_count
 
@@ -403,67 +328,6 @@ class Sdpa:
         return timed(self.graph.replay) / len(self.layers)
 
 
-def copy_at_rate(rate: float, copied: Any, done: Any) -> None:
-    """Copies from pinned memory to the GPU until `done` is set; adds the bytes to `copied`.
-
-    rate: in bytes a second, at most the link's.
-    """
-    size = 2 << 20
-    source = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-    target = torch.empty(size, dtype=torch.uint8, device="cuda")
-    marks = [torch.cuda.Event() for _ in range(4)]
-    begin = time.perf_counter()
-    for i in itertools.count():
-        while time.perf_counter() - begin < i * size / rate:
-            pass
-        if done.is_set():
-            return
-        if i >= len(marks):
-            marks[i % len(marks)].synchronize()
-            copied.value += size
-        target.copy_(source, non_blocking=True)
-        marks[i % len(marks)].record()
-
-
-class LinkLoad:
-    """A process of its own that copies to the GPU, from begin() to end()."""
-
-    def __init__(self, gb_per_s: float) -> None:
-        spawned = multiprocessing.get_context("spawn")
-        self.copied = spawned.Value("Q", 0)
-        self.done = spawned.Event()
-        self.process = spawned.Process(
-            target=copy_at_rate, args=(1e9 * gb_per_s, self.copied, self.done)
-        )
-        self.rates: list[float] = []
-
-    def begin(self) -> None:
-        self.process.start()
-        while self.copied.value == 0:
-            time.sleep(0.01)
-
-    def end(self) -> None:
-        self.done.set()
-        self.process.join()
-
-    def beside(self, steps: Callable[[], list[float]]) -> list[float]:
-        """What `steps` returns; adds the rate of the copies meanwhile to `rates`, in GB/s."""
-        begin, before = time.perf_counter(), self.copied.value
-        result = steps()
-        self.rates.append((self.copied.value - before) / (time.perf_counter() - begin) / 1e9)
-        return result
-
-
-def exact(trace: Trace, layer: int, tokens: int) -> torch.Tensor:
-    """Attention [H_q, d] of the layer's query over the first `tokens` tokens, float32."""
-    q, k, v = (x.cuda() for x in trace.layer(layer))
-    outs = []
-    for h, of_head in enumerate(q.view(len(k), -1, q.shape[-1]).float()):
-        logits = of_head @ k[h, :tokens].float().T / q.shape[-1] ** 0.5
-        outs.append(logits.softmax(-1) @ v[h, :tokens].float())
-    return torch.cat(outs)
-
-
 def host_us(times: list[float] | None) -> float | None:
     return round(statistics.median(times), 1) if times else None
 
@@ -513,10 +377,10 @@ def measure(
                 assert torch.equal(outs[name][layer], wanted), (step, layer, name)
     errors: dict[str, list[float]] = {name: [] for name in ("job", "auto") if name in ways}
     for layer in range(shape.layers):
-        right = exact(trace, layer, start + 2 * STEPS)
+        q, k, v = (x.cuda() for x in trace.layer(layer))
+        right = exact(q[None], k, v, start + 2 * STEPS)[0]
         for name, of_way in errors.items():
-            mine = outs[name][layer].cuda()[0, 0].float()
-            of_way += ((mine - right).norm(dim=-1) / right.norm(dim=-1)).tolist()
+            of_way += relative_errors(outs[name][layer].cuda()[0, 0], right)
     sdpa = Sdpa(trace, count)
     for way in ways.values():
         way.next_us.clear()
