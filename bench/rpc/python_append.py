@@ -1,12 +1,13 @@
 """Times bulk appends of the Python client: by messages, by regions, to an embedded engine.
 
 Starts a daemon. Appends float16 rows of 8 layers of 8 KV heads of 128 to a model without codes
-(`rows alone`) and with codes of 3 bits a dimension (`with codes`), in memory that the engine has
-used before. Some rows are read back and compared. On a GPU, CUDA tensors are appended too: to an
-embedded engine, also into new memory that it gets from the system and pins during the append;
-and to the daemon, from a region of its GPU and through the client's own region. For comparison:
-one thread's copy of the same bytes (`memcpy`) and the GPU's copy to pinned memory (`link`). The
-ways take turns. Prints medians, one JSON object per line.
+(`rows alone`), with codes of keys of 3 bits a dimension (`with codes`), and with codes of values of
+2 bits too (`with codes of values`), in memory that the engine has used before. Some rows are read
+back and compared. On a GPU, CUDA tensors are appended too: to an embedded engine, also into new
+memory that it gets from the system and pins during the append; and to the daemon, from a region of
+its GPU and through the client's own region. For comparison: one thread's copy of the same bytes
+(`memcpy`) and the GPU's copy to pinned memory (`link`). The ways take turns. Prints medians, one
+JSON object per line.
 
     python bench/rpc/python_append.py [--device cpu] [--tokens 16384]
 """
@@ -29,8 +30,16 @@ from spillway_kv.lab import serving
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def append(client: Client, k: Any, v: Any, codes: bool, new_memory: bool = False) -> float:
-    """Seconds of one append to a new sequence.
+# What a model has besides rows.
+KINDS = {
+    "rows alone": None,
+    "with codes": spillway_kv.RotationHash(),
+    "with codes of values": spillway_kv.RotationHash(value_bits=2),
+}
+
+
+def append(client: Client, k: Any, v: Any, kind: str, new_memory: bool = False) -> float:
+    """Seconds of one append to a new sequence of a model of KINDS.
 
     Without new_memory, the sequence uses memory that another one used before. With new_memory, it
     must be the client's first sequence.
@@ -41,7 +50,7 @@ def append(client: Client, k: Any, v: Any, codes: bool, new_memory: bool = False
         kv_head_count=KV_HEADS,
         head_dim=HEAD_DIM,
         dtype="float16",
-        hash_weights=spillway_kv.RotationHash() if codes else None,
+        hash_weights=KINDS[kind],
     )
     # The first sequence gets memory from the system. The second uses it after the first is deleted.
     if not new_memory:
@@ -125,17 +134,15 @@ def main() -> None:
                 for repetition in range(REPETITIONS + 1):
                     took = {"memcpy": seconds(lambda: np.copyto(copy, source))}
                     for name, (client, (k, v)) in ways.items():
-                        for codes in (False, True):
-                            told = f"{name}, {'with codes' if codes else 'rows alone'}"
-                            took[told] = append(client, k, v, codes)
+                        for kind in KINDS:
+                            took[f"{name}, {kind}"] = append(client, k, v, kind)
                     if on_gpu:
                         took["link"] = link_seconds(source)
-                        for codes in (False, True):
+                        for kind in KINDS:
                             settings = {"device.name": arguments.device}
                             with spillway_kv.connect("embedded:", settings=settings) as new:
-                                told = "with codes" if codes else "rows alone"
-                                took[f"CUDA, new memory, {told}"] = append(
-                                    new, *there, codes, new_memory=True
+                                took[f"CUDA, new memory, {kind}"] = append(
+                                    new, *there, kind, new_memory=True
                                 )
                     # The first repetition is a warm-up.
                     for name, one in took.items() if repetition else ():
