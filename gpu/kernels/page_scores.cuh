@@ -52,13 +52,12 @@ __device__ inline void AddToGlobal(const uint32_t* shared_histogram, int bin_cou
   }
 }
 
-// Stores kNoBin for the tokens of pages without scored tokens. All threads of the grid's x.
-__device__ inline void MarkUnscoredPages(const UnitRequest& u) {
+// Stores kNoBin for the tokens of pages without scored tokens, by `threads` threads.
+__device__ inline void MarkUnscoredPages(const UnitRequest& u, int64_t thread, int64_t threads) {
   const int64_t before = u.scored_page_begin() * kPageTokenCount;
   const int64_t after = u.scored_page_end() * kPageTokenCount;
   const int64_t count = before + max(u.n - after, int64_t{0});
-  for (int64_t t = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; t < count;
-       t += int64_t{gridDim.x} * blockDim.x) {
+  for (int64_t t = thread; t < count; t += threads) {
     u.bins[t < before ? t : after + (t - before)] = kNoBin;
   }
 }
@@ -80,13 +79,19 @@ __device__ inline int WarpLevel(const CodeTiling& tiling, const std::byte* page)
 __device__ inline int WarpUsualLevel(const CodeTiling& tiling, const UnitRequest& u) {
   static_assert(kUsualPagesMax == 32);
   const int lane = threadIdx.x % 32;
-  const int64_t pages = ClosedPages(u.n);
-  const int count = __popc(__ballot_sync(kFullWarp, UsualPage(pages, lane) >= 0));
+  const int64_t index = UsualPage(ClosedPages(u.n), lane);
+  const int count = __popc(__ballot_sync(kFullWarp, index >= 0));
+  if (count == 0) return 0;
+  const auto mine = reinterpret_cast<uintptr_t>(u.code_pages[max(index, int64_t{0})]);
   int own = 0;  // the level of page number `lane`
-#pragma unroll 4
-  for (int i = 0; i < count; ++i) {
-    const int level = WarpLevel(tiling, u.code_pages[UsualPage(pages, i)]);
-    if (lane == i) own = level;
+  for (int first = 0; first < count; first += 16) {
+    // Without branches, so that many pages are loaded at once: each takes its latency.
+#pragma unroll
+    for (int i = first; i < first + 16; ++i) {
+      const uintptr_t page = __shfl_sync(kFullWarp, mine, min(i, count - 1));
+      const int level = WarpLevel(tiling, reinterpret_cast<const std::byte*>(page));
+      if (lane == i) own = level;
+    }
   }
   int below = 0;
   for (int i = 0; i < count; ++i) {

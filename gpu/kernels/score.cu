@@ -33,9 +33,16 @@ cudaError_t LaunchScoreOf(const Wave& wave, bool again, cudaStream_t stream) {
   const int quartets = (wave.shape.group + 3) / 4;
   const size_t fixed = sizeof(uint32_t) * kScoreBinCount + PlaneBytes(wave, quartets);
   const int bytes = ScoredBytes(wave.shape.tiling);
+  const int warps = ScoreWarps(wave, fixed, bytes);
+  const int64_t pages = (wave.token_count_max + kPageTokenCount - 1) / kPageTokenCount;
+  const int64_t rows = wave.unit_count * std::max<int64_t>(1, (pages + warps - 1) / warps);
+  // If there were more blocks than SMs, some would have to wait until others end.
+  const auto blocks = static_cast<unsigned>(std::min<int64_t>(wave.sm_count, rows));
+  const LaunchShape launched = {
+      {blocks}, 32 * warps, ScoreBytes(fixed, warps, bytes), wave.overlap};
   const auto launch = [&]<bool kMass, bool kOneQuartet>() {
-    return LaunchScoring<ScoreAsymmetricKernel<kPlanes, kFragments, kMass, kOneQuartet>>(
-        wave, fixed, bytes, stream, again);
+    return Launch<ScoreAsymmetricKernel<kPlanes, kFragments, kMass, kOneQuartet>>(
+        launched, stream, wave.shape, again, wave.unit_count, wave.units);
   };
   if (wave.shape.by_mass) return launch.template operator()<true, false>();
   if (quartets > 1) return launch.template operator()<false, false>();

@@ -29,12 +29,17 @@ inline int ScoreWarps(const Wave& wave, size_t fixed, int page_bytes) {
   return static_cast<int>(warps < 4 ? warps : warps / 4 * 4);
 }
 
+// The shared memory of a scoring block with so many warps.
+inline size_t ScoreBytes(size_t fixed, int warps, int page_bytes) {
+  return fixed + static_cast<size_t>(warps) * PageRing::kDepth * page_bytes;
+}
+
 // Launches kKernel(shape, more..., units), which scores pages of page_bytes each.
 template <auto kKernel, typename... More>
 cudaError_t LaunchScoring(const Wave& wave, size_t fixed, int page_bytes, cudaStream_t stream,
                           const More&... more) {
   const int warps = ScoreWarps(wave, fixed, page_bytes);
-  const size_t shared = fixed + static_cast<size_t>(warps) * PageRing::kDepth * page_bytes;
+  const size_t shared = ScoreBytes(fixed, warps, page_bytes);
   const int64_t pages = (wave.token_count_max + kPageTokenCount - 1) / kPageTokenCount;
   // If there were more blocks than SMs, some would have to wait until others end.
   const int64_t share = std::max(1, wave.sm_count / wave.unit_count);

@@ -94,7 +94,8 @@ __global__ void __launch_bounds__(kScoreThreads)
   extern __shared__ __align__(16) uint32_t shared[];
   __shared__ UnitRequest u;
   BeginSecond(units + blockIdx.y, u);
-  MarkUnscoredPages(u);
+  MarkUnscoredPages(u, int64_t{blockIdx.x} * blockDim.x + threadIdx.x,
+                    int64_t{gridDim.x} * blockDim.x);
   const int64_t page_end = u.scored_page_end();
   const int warps = blockDim.x / 32;
   const int64_t first_page = u.scored_page_begin() + static_cast<int64_t>(blockIdx.x) * warps;
