@@ -44,6 +44,7 @@ from dense import Layers
 from link_load import LinkLoad
 from many import DIM, HEADS, KV_HEADS, DenseRows, Rows, Sequences
 from model_like import Shape, Trace
+from spillway_kv.lab.size.layout import Layout, gpu_slab_bytes
 from spillway_kv.row_types import RowType, row_bytes
 from timing import copy_bytes_per_s
 from whole_model import (
@@ -288,7 +289,9 @@ class Capacity:
         finally:
             steps.close()
             sequences.back(count)
-        host, gpu = (of_all_layers(of_measured, self._layers) for of_measured in (of_rows, held))
+        host = of_all_layers(of_rows, self._layers)
+        whole = Layout(LAYERS, KV_HEADS, DIM, row_type=ROW_TYPES[way.removeprefix("spillway ")])
+        gpu = gpu_slab_bytes(whole, self._tokens, count)
         self._report(
             way,
             count,

@@ -203,14 +203,16 @@ def main() -> None:
     capacity = lines(folder / "capacity.jsonl")
     draw_sequences(capacity, folder / "sequences.png", options.host_gib)
     draw_lengths(capacity, folder / "lengths.png", options.host_gib)
-    of_arrivals = folder / "arrivals.jsonl"
-    arrivals = lines(of_arrivals) if of_arrivals.exists() else []
+    arrivals, whole = (
+        lines(path) if path.exists() else []
+        for path in (folder / "arrivals.jsonl", folder / "whole.jsonl")
+    )
     if arrivals:
         draw_arrivals(arrivals, folder / "arrivals.png")
     if options.report:
         page = folder / "README.md"
         page.write_text(
-            capacity_report.filled(page.read_text(), capacity, arrivals, options.host_gib)
+            capacity_report.filled(page.read_text(), capacity, arrivals, whole, options.host_gib)
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from capacity_points import MEMORIES, Curve, arrivals_by_way, machine, name_of, panels
+from capacity_points import MEMORIES, WAYS, Curve, arrivals_by_way, machine, name_of, panels
 from records import Record
 
 GIB = 1 << 30
@@ -114,14 +114,44 @@ def arrivals_section(records: list[Record]) -> list[str]:
     return [_ran_on(records), "", *_table(head, rows), *told, ""]
 
 
-def filled(page: str, capacity: list[Record], arrivals: list[Record], host_gib: int) -> str:
+def whole_section(records: list[Record]) -> list[str]:
+    """A table of the whole steps (whole_step.py)."""
+    rows = [
+        [
+            WAYS[record["way"]][0],
+            str(record["sequences"]),
+            f"{record['step_ms']:.1f}",
+            f"{record['tokens_per_s']:,.0f}",
+            f"{record['host_bytes'] / GIB:,.0f}" if record["host_bytes"] else "none",
+            f"{record['gpu_used_bytes'] / GIB:,.0f}",
+            _error(record),
+        ]
+        for way in WAYS
+        for record in records
+        if record["way"] == way and "skipped" not in record
+    ]
+    head = ["", "sequences", "ms a step", "tokens/s", "host, GiB", "GPU, GiB", FULL_HEAD[-1]]
+    told = machine(records)
+    ran = f"{told['gpu']}, {told['dates']}, commit {told['commits']}."
+    return [ran, "", *_table(head, rows), ""]
+
+
+def filled(
+    page: str,
+    capacity: list[Record],
+    arrivals: list[Record],
+    whole: list[Record],
+    host_gib: int,
+) -> str:
     """The page with new tables between its marks.
 
     Raises:
         ValueError: A mark is missing.
     """
     page = _between(page, "capacity", capacity_section(capacity, host_gib))
-    return _between(page, "arrivals", arrivals_section(arrivals)) if arrivals else page
+    if arrivals:
+        page = _between(page, "arrivals", arrivals_section(arrivals))
+    return _between(page, "whole", whole_section(whole)) if whole else page
 
 
 def _between(page: str, name: str, text: list[str]) -> str:

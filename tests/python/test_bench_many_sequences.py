@@ -128,14 +128,51 @@ ARRIVALS = [
 ]
 
 
+def whole(way: str, sequences: int, **fields: Any) -> dict[str, Any]:
+    return {
+        "way": way,
+        "gpu": "GPU",
+        "commit": "abc",
+        "date": "2026-12-01",
+        "sequences": sequences,
+        **fields,
+    }
+
+
+WHOLE = [
+    whole(
+        "spillway int8",
+        16,
+        step_ms=31.1,
+        tokens_per_s=514.9,
+        gpu_used_bytes=33 * GIB,
+        host_bytes=80 * GIB,
+        error_median=0.0281,
+        error_max=0.1133,
+    ),
+    whole(
+        "dense bf16",
+        1,
+        step_ms=7.54,
+        tokens_per_s=132.6,
+        gpu_used_bytes=24 * GIB,
+        host_bytes=0,
+        error_median=0.0017,
+        error_max=0.0022,
+    ),
+    whole("dense bf16", 14, skipped="out of GPU memory"),
+]
+
+
 def test_the_tables(tmp_path: Path) -> None:
     page = "# Title\n<!-- capacity -->\nold\n<!-- end of capacity -->\ntext\n"
+    page += "<!-- whole -->\n<!-- end of whole -->\n"
     page += "<!-- arrivals -->\n<!-- end of arrivals -->\n"
-    made = capacity_report.filled(page, RECORDS, ARRIVALS, 512)
-    assert capacity_report.filled(made, RECORDS, ARRIVALS, 512) == made
+    made = capacity_report.filled(page, RECORDS, ARRIVALS, WHOLE, 512)
+    assert capacity_report.filled(made, RECORDS, ARRIVALS, WHOLE, 512) == made
     assert "old" not in made
     assert made.startswith("# Title\n<!-- capacity -->\n")
-    assert "\n<!-- end of capacity -->\ntext\n<!-- arrivals -->\n" in made
+    assert "\n<!-- end of capacity -->\ntext\n<!-- whole -->\n" in made
     wanted = [
         "GPU, 2026-12-01, commit abc. Scaled: 32 x a layer, and weights_ms, 3.70 to 3.70.",
         "| dense, bf16 | 2, GPU memory | 1,000 | 22 | 11.0 | none | 6 | 0 | 0.031 / 0.079 |",
@@ -144,6 +181,8 @@ def test_the_tables(tmp_path: Path) -> None:
         "| Spillway, bf16 rows | 5, 512 GiB in the host | 1,000 | 1,250 | 250.0 | 500 | 19 "
         "| 10,000 | 0.031 / 0.079 |",
         "| tokens/s by sequences | 1 | 2 | 5 |",
+        "| Spillway, 8-bit rows | 16 | 31.1 | 515 | 80 | 33 | 0.028 / 0.113 |",
+        "| dense, bf16 | 1 | 7.5 | 133 | none | 24 | 0.002 / 0.002 |",
         "| dense, bf16 | 11 | 22 |  |",
         "| Spillway, bf16 rows |  | 25 | 1,250 |",
         "| Spillway, bf16 rows | 2, 5 would fit | 1,000 | 20 | 10.0 | 200 | 10 | 4,000 "
@@ -157,16 +196,16 @@ def test_the_tables(tmp_path: Path) -> None:
     for line in wanted:
         assert line in lines
     with pytest.raises(ValueError, match=r"'<!-- capacity -->' 0 times, not once"):
-        capacity_report.filled("# Title\n", RECORDS, [], 512)
+        capacity_report.filled("# Title\n", RECORDS, [], [], 512)
 
 
 def test_the_page_agrees_with_the_records() -> None:
     folder = ROOT / "docs/results/many-sequences"
     if not (folder / "capacity.jsonl").exists():
         pytest.skip("no records beside the page")
-    made = [records.lines(folder / f"{name}.jsonl") for name in ("capacity", "arrivals")]
+    made = [records.lines(folder / f"{name}.jsonl") for name in ("capacity", "arrivals", "whole")]
     page = (folder / "README.md").read_text()
-    assert capacity_report.filled(page, made[0], made[1], capacity_points.HOST_GIB) == page
+    assert capacity_report.filled(page, *made, capacity_points.HOST_GIB) == page
 
 
 def test_the_pictures(tmp_path: Path) -> None:
