@@ -188,10 +188,10 @@ def test_points_on_the_cpu_device(data: Path) -> None:
     why = points["dense bf16", 400]["skipped"]
     assert why == "with --layers 1 K/V in bf16 and FP8 take 4.7 GiB, 1.0 are free"
     two = points["spillway int8", 2]
-    # Rows of 8 bits take 320 bytes, codes 53 (whole slabs, with the resident rows: less than 110).
+    # Rows of 8 bits take 320 bytes, codes 53 (whole slabs, with the resident rows: less than 113).
     tokens = 2 * TOKENS * 32 * KV_HEADS
     assert two["host_bytes"] == tokens * 320
-    assert tokens * 53 < two["gpu_bytes"] < tokens * 110
+    assert tokens * 53 < two["gpu_bytes"] < tokens * 113
     assert two["layer_us"] > 0
     assert two["error_max"] < 0.5
     bf16, fp8 = points["dense bf16", 2], points["dense fp8", 2]

@@ -205,7 +205,8 @@ def test_the_page_agrees_with_the_records() -> None:
         pytest.skip("no records beside the page")
     made = [records.lines(folder / f"{name}.jsonl") for name in ("capacity", "arrivals", "whole")]
     page = (folder / "README.md").read_text()
-    assert capacity_report.filled(page, *made, capacity_points.HOST_GIB) == page
+    filled = capacity_report.filled(page, made[0], made[1], made[2], capacity_points.HOST_GIB)
+    assert filled == page
 
 
 def test_the_pictures(tmp_path: Path) -> None:

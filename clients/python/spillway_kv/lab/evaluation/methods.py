@@ -311,7 +311,7 @@ def _coded_qualities() -> Method:
     index = Index(RotationHash(value_bits=VALUE_BITS))
     points = tuple(Point(p.value, Case(index, p.case.policy)) for p in _qualities().points)
     label = f"Spillway, quality presets, codes of values of {VALUE_BITS} bits"
-    return Method(CODED_QUALITY, label, OUR_BASE, label, "quality", True, points)
+    return Method(CODED_QUALITY, label, OUR_BASE, OURS, "quality", True, points)
 
 
 def chosen(methods: Sequence[Method], names: str) -> list[Method]:
