@@ -69,7 +69,7 @@ stage_tree() {
     (cd clients/python && "../../$python" setup.py --quiet build_proto)
   cp -r --parents README.md clients/python/spillway_kv clients/python/examples \
     clients/cpp/examples scripts/demo.py scripts/demonstration \
-    tests/python tests/cluster tests/cluster_ray tests/model bench/arena.py bench/environment.py \
+    tests/python tests/cluster tests/cluster_ray tests/model bench/arena.py bench/environment.py bench/long_generation.py \
     bench/cluster/*.py bench/gpu/*.py bench/rpc/*.py \
     "$bundle/tree/"
   find "$bundle/tree" -name __pycache__ -prune -exec rm -r {} +
