@@ -5,10 +5,10 @@
 
 namespace spillway {
 
-void AttendSums::Add(const JobItem& item, int kv_head_count) {
+void AttendSums::Add(const JobItem& item, int group_count) {
   attend_count += item.attend->query_count;
   for (const int64_t count : item.result.touched_row_counts) touched_row_count += count;
-  for (const int64_t count : item.attend->visible) visible_row_count += count * kv_head_count;
+  for (const int64_t count : item.attend->visible) visible_row_count += count * group_count;
   moved_row_count += item.result.moved_row_count;
   for (const Certificate& certificate : item.result.certificates) {
     exact_count += certificate.promise == Promise::kExact;

@@ -10,7 +10,7 @@ namespace spillway {
 // Sums over attends.
 struct AttendSums {
   int64_t attend_count = 0;       // queries
-  int64_t touched_row_count = 0;  // summed over KV heads
+  int64_t touched_row_count = 0;  // summed over groups
   int64_t visible_row_count = 0;  // the same
   int64_t exact_count = 0;        // certificates by promise, one per query and query head
   int64_t statistical_count = 0;
@@ -22,7 +22,7 @@ struct AttendSums {
   int64_t moved_row_count = 0;
 
   // Adds an item that was attended.
-  void Add(const JobItem& item, int kv_head_count);
+  void Add(const JobItem& item, int group_count);
   void Add(const AttendSums& other);
 };
 

@@ -72,8 +72,8 @@ void Auditor::Offer(const std::shared_ptr<Model>& model, int layer, const Policy
       // Heads whose level is dense keep their promise: they count as checked without violations.
       for (int h = 0; h < static_cast<int>(levels.size()); ++h) {
         if (!EscalationAt(policy, levels[h]).dense) continue;
-        model->audits.Record(layer, h, levels[h], DenseLevel(policy), policy.delta, spec.group(),
-                             0);
+        model->audits.Record(layer, h, levels[h], DenseLevel(policy), policy.delta,
+                             spec.query_heads_per_kv_head(), 0);
       }
       continue;
     }
@@ -114,7 +114,8 @@ void Auditor::Perform(const Check& check) const {
   const int level_max = DenseLevel(check.policy);
   for (int h = 0; h < spec.kv_head_count; ++h) {
     int64_t checks = 0, violations = 0;
-    for (int g = h * spec.group(); g < (h + 1) * spec.group(); ++g) {
+    const int heads = spec.query_heads_per_kv_head();
+    for (int g = h * heads; g < (h + 1) * heads; ++g) {
       if (check.certificates[g].promise != Promise::kStatistical) continue;
       ++checks;
       violations += IsViolation(check.out.data() + int64_t{g} * d, exact->data() + int64_t{g} * d,

@@ -404,7 +404,7 @@ void Engine::CountAppend(Sequence& sequence, int64_t row_count) {
 
 void Engine::CountAttend(const Job& job, const JobItem& item, Sequence& sequence) {
   AttendSums sums;
-  sums.Add(item, sequence.model->spec.kv_head_count);
+  sums.Add(item, sequence.model->spec.group_count());
   CountAttends(sums, ItemTimeUs(job), sequence);
 }
 

@@ -316,7 +316,7 @@ void StreamDecoder::Count(size_t part, int64_t token_count, std::vector<AttendSu
       engine_->counters_.attend_stages.Note(job.stages);
     }
     AttendSums& own = sums.emplace_back();
-    own.Add(job.items[part], spec.kv_head_count);
+    own.Add(job.items[part], spec.group_count());
     all.Add(own);
     time_us += ItemTimeUs(job);
   }

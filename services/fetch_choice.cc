@@ -1,6 +1,8 @@
 #include "services/fetch_choice.h"
 
+#include <algorithm>
 #include <cstring>
+#include <span>
 #include <string>
 
 #include "absl/strings/str_cat.h"
@@ -28,12 +30,13 @@ absl::StatusOr<FetchChoice> RangeFromProto(const v1::TokenRange& tokens) {
 
 absl::StatusOr<FetchChoice> SelectionFromProto(const v1::Selection& selection,
                                                const ModelSpec& spec) {
-  if (selection.offsets_size() != spec.kv_head_count + 1 || selection.offsets(0) != 0) {
+  const int groups = spec.group_count();
+  if (selection.offsets_size() != groups + 1 || selection.offsets(0) != 0) {
     return InvalidField("selection.offsets",
-                        absl::StrCat("are not ", spec.kv_head_count + 1, " values from 0"));
+                        absl::StrCat("are not ", groups + 1, " values from 0"));
   }
   const v1::Tensor& tensor = selection.indices();
-  const int64_t count = selection.offsets(spec.kv_head_count);
+  const int64_t count = selection.offsets(groups);
   if (tensor.dtype() != v1::DTYPE_U32) {
     return InvalidField("selection.indices.dtype", "is not DTYPE_U32");
   }
@@ -49,18 +52,20 @@ absl::StatusOr<FetchChoice> SelectionFromProto(const v1::Selection& selection,
   }
   FetchChoice choice;
   choice.lists.emplace(spec.kv_head_count);
-  for (int h = 0; h < spec.kv_head_count; ++h) {
-    const int64_t begin = selection.offsets(h);
-    const int64_t end = selection.offsets(h + 1);
+  for (int g = 0; g < groups; ++g) {
+    const int64_t begin = selection.offsets(g);
+    const int64_t end = selection.offsets(g + 1);
     if (end < begin || end > count) {
-      return InvalidField(absl::StrCat("selection.offsets[", h + 1, "]"),
+      return InvalidField(absl::StrCat("selection.offsets[", g + 1, "]"),
                           absl::StrCat("value ", end, " is not in [", begin, ", ", count, "]"));
     }
-    std::vector<uint32_t>& indices = (*choice.lists)[h];
-    indices.resize(static_cast<size_t>(end - begin));
+    const int h = spec.KvHeadOf(g);
+    std::vector<uint32_t>& list = (*choice.lists)[h];
+    list.resize(list.size() + static_cast<size_t>(end - begin));
+    const std::span<uint32_t> indices = std::span(list).last(static_cast<size_t>(end - begin));
     if (indices.empty()) continue;
     std::memcpy(indices.data(), tensor.data().data() + begin * sizeof(uint32_t),
-                indices.size() * sizeof(uint32_t));
+                indices.size_bytes());
     for (size_t i = 1; i < indices.size(); ++i) {
       if (indices[i] > indices[i - 1]) continue;
       return InvalidField("selection.indices",
@@ -99,8 +104,10 @@ absl::Status CheckTokens(const FetchChoice& choice, int64_t layer_token_count) {
   }
   for (size_t h = 0; h < choice.lists->size(); ++h) {
     const std::vector<uint32_t>& indices = (*choice.lists)[h];
-    if (indices.empty() || indices.back() < layer_token_count) continue;
-    return TokenOutOfRange(absl::StrCat("selection.indices: KV head ", h), indices.back(),
+    // The lists of several groups follow each other.
+    const auto last = std::ranges::max_element(indices);
+    if (last == indices.end() || *last < layer_token_count) continue;
+    return TokenOutOfRange(absl::StrCat("selection.indices: KV head ", h), *last,
                            layer_token_count);
   }
   return absl::OkStatus();

@@ -17,7 +17,7 @@ struct FetchChoice {
   // The range, for every KV head; not used if there are lists.
   int64_t start = 0;
   int64_t count = 0;
-  // [H_kv], ascending tokens.
+  // [H_kv]: for each group of the KV head, its tokens in ascending order.
   std::optional<std::vector<std::vector<uint32_t>>> lists;
 
   int64_t CountOf(size_t kv_head) const {

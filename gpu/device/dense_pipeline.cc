@@ -67,7 +67,7 @@ void DensePipeline::Add(size_t item, int64_t begin, int64_t end) {
     const int64_t block_end = std::min(t + queries, end);
     const int64_t n = *std::max_element(w.visible.begin() + t, w.visible.begin() + block_end);
     const int64_t bytes = RoomOf(n, staged) * kDenseQueryRows * (2 + spec().head_dim) * 4 *
-                          int64_t{spec().kv_head_count};
+                          int64_t{spec().group_count()};
     const bool by_warps =
         !staged && DenseByWarps(spec().row_format(), static_cast<int>(block_end - t) * group);
     // Runs that read their rows in place share parts with those of their kind. A run that stages
@@ -91,17 +91,19 @@ void DensePipeline::Add(size_t item, int64_t begin, int64_t end) {
     Part& part = *found;
     if (!fits || !staged) {
       const int64_t held = std::min(n, context_->index(item).whole().end());
-      result.moved_row_count += (n - held) * spec().kv_head_count;
+      // A stage brings rows once for all groups of a KV head.
+      result.moved_row_count += (n - held) * (staged ? spec().kv_head_count : spec().group_count());
       part.row_count += n;
       part.host_row_count += n - held;
     }
     part.partial_bytes += bytes;
-    for (int h = 0; h < spec().kv_head_count; ++h) {
+    for (int g = 0; g < spec().group_count(); ++g) {
       Block& block = part.blocks.emplace_back();
       block.item = item;
       block.begin = t;
       block.end = block_end;
-      block.kv_head = h;
+      block.group_index = g;
+      block.kv_head = spec().KvHeadOf(g);
       block.unit.query_rows = static_cast<int32_t>((block_end - t) * group);
       block.unit.n = n;
       block.unit.staged = staged;
@@ -158,11 +160,11 @@ void DensePipeline::Fill(Part& part) const {
     Block& block = part.blocks[i];
     DenseUnit& unit = block.unit;
     unit.place = {static_cast<int32_t>(block.item), static_cast<int16_t>(block.begin),
-                  static_cast<int16_t>(block.kv_head)};
+                  static_cast<int16_t>(block.group_index)};
     unit.row_pages = part.staged ? part.device_stage_table + block.kv_head * kStagePages
                                  : context_->index(block.item).read_pages(block.kv_head);
     unit.over_link = !part.staged && part.host_row_count * kLinkShare >= part.row_count;
-    unit.sinks = context_->model().sinks(context_->layer(), block.kv_head);
+    unit.sinks = context_->model().sinks(context_->layer(), block.group_index);
     unit.error_token = part.errors + i;
     unit.result = part.results + i;
     unit.lse = part.lse + i * kDenseQueryRows;
@@ -174,7 +176,7 @@ void DensePipeline::Fill(Part& part) const {
     if (of_step) unit.result->report = {};
     part.units[i] = unit;
     for (int64_t t = block.begin; t < block.end && !of_step; ++t) {
-      context_->ToFloats(block.item, t, block.kv_head,
+      context_->ToFloats(block.item, t, block.group_index,
                          part.q + (i * kDenseQueryRows + (t - block.begin) * spec().group()) * d);
     }
   }
@@ -293,7 +295,7 @@ void DensePipeline::Collect(const Part& part) const {
     JobItem& item = context_->item(block.item);
     AttendResult& result = item.result;
     const DenseResult& r = part.results[i];
-    item.status.Update(context_->CheckReport(r.report, block.item, block.begin, block.kv_head));
+    item.status.Update(context_->CheckReport(r.report, block.item, block.begin, block.group_index));
     if (!item.status.ok()) continue;
     if (r.error_token != kNoToken) {
       item.status.Update(NonFiniteLogitError(r.error_token, context_->layer(), block.kv_head));
@@ -302,7 +304,7 @@ void DensePipeline::Collect(const Part& part) const {
     if (part.out == nullptr) continue;
     for (int row = 0; row < block.unit.query_rows; ++row) {
       const int64_t at = (block.begin + row / group) * spec().query_head_count +
-                         block.kv_head * group + row % group;
+                         block.group_index * group + row % group;
       const int64_t from = static_cast<int64_t>(i) * kDenseQueryRows + row;
       std::copy_n(part.out + from * d, d, result.out.data() + at * d);
       result.lse[at] = part.lse[from];

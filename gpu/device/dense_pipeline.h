@@ -41,12 +41,13 @@ class DensePipeline {
   void Collect() const;
 
  private:
-  // Up to kDenseQueryRows query rows of a KV head.
+  // Up to kDenseQueryRows query rows of a group.
   struct Block {
     size_t item;
     int64_t begin;  // queries [begin, end)
     int64_t end;
-    int kv_head;
+    int group_index;
+    int kv_head;  // of the group
     DenseUnit unit;
   };
   // Blocks that the kernels process together.

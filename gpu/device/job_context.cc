@@ -19,13 +19,13 @@ int64_t JobContext::unit_count() const {
   for (const JobItem& item : job_->items) {
     if (item.attend.has_value()) queries += item.attend->query_count;
   }
-  return std::max<int64_t>(1, queries * spec().kv_head_count);
+  return std::max<int64_t>(1, queries * spec().group_count());
 }
 
-void JobContext::ToFloats(size_t item, int64_t query, int kv_head, float* q) const {
+void JobContext::ToFloats(size_t item, int64_t query, int group_index, float* q) const {
   const AttendQuery& w = attend(item);
   const int64_t width = int64_t{spec().group()} * spec().head_dim;
-  const int64_t at = query * spec().query_head_count * spec().head_dim + kv_head * width;
+  const int64_t at = query * spec().query_head_count * spec().head_dim + group_index * width;
   ToFloat(w.q_dtype, w.q + at * DTypeBytes(w.q_dtype), width, q);
 }
 
@@ -75,7 +75,7 @@ void JobContext::CollectTimes() {
 }
 
 absl::Status JobContext::CheckReport(const StepReport& report, size_t item, int64_t query,
-                                     int kv_head) const {
+                                     int group_index) const {
   if (step_ == nullptr) return absl::OkStatus();
   if (report.number != step_->number) {
     return absl::FailedPreconditionError(
@@ -101,7 +101,7 @@ absl::Status JobContext::CheckReport(const StepReport& report, size_t item, int6
   for (int row = 0; row < kStepReportHeads; ++row) {
     if (report.overflow[row] == 0) continue;
     return NonFiniteOutputError(query + row / spec().group(),
-                                kv_head * spec().group() + row % spec().group(), layer());
+                                group_index * spec().group() + row % spec().group(), layer());
   }
   return absl::OkStatus();
 }

@@ -91,7 +91,7 @@ class JobContext {
   const ModelSpec& spec() const { return model().spec(); }
   int layer() const { return job_->layer; }
 
-  // (query, KV head) pairs of all items, at least 1.
+  // (query, group) pairs of all items, at least 1.
   int64_t unit_count() const;
 
   JobItem& item(size_t item) const { return job_->items[item]; }
@@ -99,7 +99,7 @@ class JobContext {
   const AttendQuery& attend(size_t item) const { return *job_->items[item].attend; }
   LayerIndex& index(size_t item) const;
   // Converts the query heads of a KV head to fp32: q [G][d].
-  void ToFloats(size_t item, int64_t query, int kv_head, float* q) const;
+  void ToFloats(size_t item, int64_t query, int group_index, float* q) const;
 
   // Whether the job's attends are cancelled or late. If so, tells the kernels.
   bool Cancelled() const;
@@ -118,7 +118,8 @@ class JobContext {
   void CollectTimes();
   // The status that a unit reports for this announcement; OK for a job on a slot. query, kv_head:
   // the unit's first.
-  absl::Status CheckReport(const StepReport& report, size_t item, int64_t query, int kv_head) const;
+  absl::Status CheckReport(const StepReport& report, size_t item, int64_t query,
+                           int group_index) const;
 
  private:
   Job* const job_;

@@ -53,10 +53,10 @@ class CudaModel final : public DeviceModel {
   CopyLayers::Pages CopyPages(int64_t ahead) const;
   bool has_rotation() const { return spec_.hash.kind == HashKind::kRotation; }
   RotationWeights rotation(int layer) const;
-  // Sink logits [G] of a KV head, in GPU memory; null: the model has none.
-  const float* sinks(int layer, int kv_head) const {
+  // Sink logits [G] of a group, in GPU memory; null: the model has none.
+  const float* sinks(int layer, int group_index) const {
     if (sinks_ == nullptr) return nullptr;
-    return sinks_ + int64_t{layer} * spec_.query_head_count + kv_head * spec_.group();
+    return sinks_ + int64_t{layer} * spec_.query_head_count + group_index * spec_.group();
   }
   // May be null.
   const ModelMethods* methods() const { return methods_.get(); }

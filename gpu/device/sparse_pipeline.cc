@@ -183,9 +183,9 @@ void SparsePipeline::LayOutUnit(const UnitWave& wave, int64_t i, const Unit& uni
   r.staging = workspace.Take<std::byte>(r.staging_rows * shape.row_bytes);
   r.gather = workspace.Take<const std::byte*>(r.staging_rows);
   if (wave.methods.shape == nullptr) return;
-  const float* const centre = context_->index(unit.item).centre(unit.kv_head);
+  const float* const centre = context_->index(unit.item).centre(KvHeadOf(unit));
   context_->model().methods()->LayOut(wave.methods, context_->attend(unit.item).policy, i,
-                                      {context_->layer(), unit.kv_head, centre}, r, workspace);
+                                      {context_->layer(), KvHeadOf(unit), centre}, r, workspace);
 }
 
 void SparsePipeline::LayOutCodes(const AttendShape& shape, int64_t n, UnitRequest& r,
@@ -242,6 +242,7 @@ void SparsePipeline::Add(size_t item, int64_t query) {
   const ModelMethods* const methods = context_->model().methods();
   const bool whole = methods != nullptr && methods->TakesWholeQueries(policy);
   const int heads = spec().kv_head_count;
+  const int groups = spec().group_count();
   // Units of one KV head may share rows. Then lanes have KV heads of their own, if they can.
   const bool by_heads = lanes_ > 1 && !whole && shares_rows_ && heads % lanes_ == 0;
   const auto units_max =
@@ -253,21 +254,21 @@ void SparsePipeline::Add(size_t item, int64_t query) {
            wave.tail_kernels == alone.tail_kernels && wave.select_only == alone.select_only &&
            wave.bytes_max + units * bytes <= context_->workspace_bytes() / lanes_;
   };
-  for (int h = 0; h < heads; ++h) {
-    const bool may_split = !whole || h == 0;
-    const int lane = by_heads ? h * lanes_ / heads : -1;
+  for (int g = 0; g < groups; ++g) {
+    const bool may_split = !whole || g == 0;
+    const int lane = by_heads ? spec().KvHeadOf(g) * lanes_ / heads : -1;
     // The last wave, by heads the last one of the lane.
     const auto last = std::find_if(waves_.rbegin(), waves_.rend(), [&](const UnitWave& wave) {
       return !by_heads || wave.lane == lane;
     });
-    const bool new_wave = last == waves_.rend() || (may_split && !fits(*last, whole ? heads : 1));
+    const bool new_wave = last == waves_.rend() || (may_split && !fits(*last, whole ? groups : 1));
     if (new_wave) {
       alone.lane = by_heads ? lane : static_cast<int>(waves_.size()) % lanes_;
       waves_.push_back(alone);
-      waves_.back().units.reserve(heads);
+      waves_.back().units.reserve(groups);
     }
     UnitWave& wave = new_wave ? waves_.back() : *last;
-    wave.units.push_back({item, query, h});
+    wave.units.push_back({item, query, g});
     wave.bytes_max += bytes;
     wave.unit_bytes += own.bytes();
   }
@@ -287,6 +288,7 @@ void SparsePipeline::ChooseLanes() {
 
 bool SparsePipeline::MayShareRows() const {
   if (context_->step() != nullptr && context_->step()->measures) return false;
+  if (spec().groups_per_kv_head() > 1) return true;
   std::vector<const std::byte*> first_pages;
   for (const JobItem& item : context_->job().items) {
     if (!item.attend.has_value()) continue;
@@ -336,18 +338,19 @@ int64_t SparsePipeline::WorkspaceMax() const {
 void SparsePipeline::Address(const Unit& unit, UnitRequest& r) const {
   const LayerIndex& index = context_->index(unit.item);
   const int layer = context_->layer();
-  r.row_pages = index.read_pages(unit.kv_head);
-  if (spec().has_index()) r.code_pages = index.code_pages(unit.kv_head);
-  r.resident = index.resident(unit.kv_head);
-  r.sinks = context_->model().sinks(layer, unit.kv_head);
+  const int kv_head = KvHeadOf(unit);
+  r.row_pages = index.read_pages(kv_head);
+  if (spec().has_index()) r.code_pages = index.code_pages(kv_head);
+  r.resident = index.resident(kv_head);
+  r.sinks = context_->model().sinks(layer, unit.group_index);
   if (spec().hash.kind == HashKind::kRotation) {
     r.rotation_transposed = context_->model().rotation(layer).transposed;
-    r.statistics = index.statistics(unit.kv_head);
+    r.statistics = index.statistics(kv_head);
   }
   const uint64_t seed = context_->attend(unit.item).policy.seed;
   const uint32_t resident = r.terms.tail == Tail::kNone ? 0 : spec().ResidentSample(seed);
-  r.order = MakeSampleOrder(seed, spec().first_layer + layer, spec().first_kv_head + unit.kv_head,
-                            r.n, resident);
+  r.order = MakeSampleOrder(seed, spec().first_layer + layer, spec().first_kv_head + kv_head, r.n,
+                            resident);
 }
 
 void SparsePipeline::Fill(const UnitWave& wave, Carver& workspace) const {
@@ -362,13 +365,13 @@ void SparsePipeline::Fill(const UnitWave& wave, Carver& workspace) const {
     const bool same_item = before != nullptr && before->item == unit.item;
     if (!same_item || before->query != unit.query) of_query = Request(unit.item, unit.query);
     if (!same_item || !w.tails.empty()) {
-      terms = TermsOf(w.policy, w.TailOf(unit.kv_head), /*may_promise=*/false);
+      terms = TermsOf(w.policy, w.TailOf(KvHeadOf(unit)), /*may_promise=*/false);
     }
     UnitRequest r = of_query;
     r.place = {static_cast<int32_t>(unit.item), static_cast<int16_t>(unit.query),
-               static_cast<int16_t>(unit.kv_head)};
+               static_cast<int16_t>(unit.group_index)};
     r.terms = terms;
-    r.terms.may_promise = w.MayPromise(spec(), unit.kv_head, unit.query);
+    r.terms.may_promise = w.MayPromise(spec(), KvHeadOf(unit), unit.query);
     Address(unit, r);
     r.shared = wave.shared;
     LayOutUnit(wave, static_cast<int64_t>(i), unit, r, workspace);
@@ -380,7 +383,7 @@ void SparsePipeline::Fill(const UnitWave& wave, Carver& workspace) const {
     r.result->report = {};
     std::ranges::fill(r.result->moments, 0);
     if (wave.q != nullptr) {
-      context_->ToFloats(unit.item, unit.query, unit.kv_head, wave.q + i * width);
+      context_->ToFloats(unit.item, unit.query, unit.group_index, wave.q + i * width);
     }
   }
 }
@@ -541,31 +544,32 @@ absl::Status SparsePipeline::CollectSelections(const UnitWave& wave) const {
         at += count;
       }
     }
-    context_->item(unit.item).result.selections[unit.query * spec().kv_head_count + unit.kv_head] =
-        rows.Build();
+    context_->item(unit.item)
+        .result.selections[unit.query * spec().group_count() + unit.group_index] = rows.Build();
   }
   return absl::OkStatus();
 }
 
 void SparsePipeline::Collect(const UnitWave& wave) const {
-  const int heads = spec().kv_head_count;
+  const int groups = spec().group_count();
   const int group = spec().group();
   const int d = spec().head_dim;
   for (size_t i = 0; i < wave.units.size(); ++i) {
-    const auto [index, query, kv_head] = wave.units[i];
+    const auto [index, query, group_index] = wave.units[i];
     JobItem& item = context_->item(index);
     AttendResult& result = item.result;
     const UnitResult& r = wave.results[i];
-    item.status.Update(context_->CheckReport(r.report, index, query, kv_head));
+    item.status.Update(context_->CheckReport(r.report, index, query, group_index));
     if (!item.status.ok()) continue;
     if (r.error_token != kNoToken) {
-      item.status.Update(NonFiniteLogitError(r.error_token, context_->layer(), kv_head));
+      item.status.Update(
+          NonFiniteLogitError(r.error_token, context_->layer(), KvHeadOf(wave.units[i])));
       continue;
     }
     result.moved_row_count += r.moved_count;
-    result.touched_row_counts[query * heads + kv_head] = r.touched_count;
+    result.touched_row_counts[query * groups + group_index] = r.touched_count;
     for (int g = 0; g < group; ++g) {
-      const int64_t at = query * spec().query_head_count + kv_head * group + g;
+      const int64_t at = query * spec().query_head_count + group_index * group + g;
       Certificate& c = result.certificates[at];
       c.visible_token_count = item.attend->visible[query];
       c.heavy_token_count = r.heavy_count;

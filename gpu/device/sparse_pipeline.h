@@ -39,11 +39,11 @@ class SparsePipeline {
   void Collect() const;
 
  private:
-  // One KV head of a query of an item.
+  // One group of a query of an item.
   struct Unit {
     size_t item;
     int64_t query;
-    int kv_head;
+    int group_index;
   };
   // Units that the kernels process together.
   struct UnitWave {
@@ -75,6 +75,7 @@ class SparsePipeline {
     return context_->attend(wave.units.front().item).policy;
   }
 
+  int KvHeadOf(const Unit& unit) const { return spec().KvHeadOf(unit.group_index); }
   // Waves of different lanes run concurrently; see docs/adr/0081. Jobs run beside other jobs
   // instead, and have one. Decides how many there are, before the first query is added.
   void ChooseLanes();

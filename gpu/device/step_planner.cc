@@ -173,7 +173,7 @@ void StepPlanner::PlanLayer(int layer, const std::vector<int64_t>& lengths, cons
   for (size_t i = 0; i < job.items.size(); ++i) {
     JobItem& item = job.items[i];
     item.result.certificates.assign(static_cast<size_t>(count * spec().query_head_count), {});
-    item.result.touched_row_counts.assign(static_cast<size_t>(count * spec().kv_head_count), 0);
+    item.result.touched_row_counts.assign(static_cast<size_t>(count * spec().group_count()), 0);
     item.result.moved_row_count = 0;
     CutQueries(
         spec(), *item.attend, layer,

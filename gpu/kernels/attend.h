@@ -27,7 +27,7 @@
 
 // What the kernels of a sparse attend share. The host waits for no result between the kernels:
 // counts and budgets stay in UnitState, in GPU memory. Terms:
-//   unit       one (query, KV head); a wave is a set of units with one selector that go through
+//   unit       one (query, group); a wave is a set of units with one selector that go through
 //              the kernels together
 //   group      the G query heads of a KV head; a quartet is four of them, whose bit planes fill
 //              two tensor-core instructions

@@ -156,7 +156,7 @@ struct DenseRows {
     dtype = u.q != nullptr ? DType::kF32 : wave.step.q_dtype;
     if (u.q != nullptr) return reinterpret_cast<const std::byte*>(u.q + r * wave.head_dim);
     return wave.step.q.At(u.place.item, u.place.query + r / wave.group,
-                          int64_t{u.place.kv_head} * wave.group + r % wave.group);
+                          int64_t{u.place.group_index} * wave.group + r % wave.group);
   }
   __device__ bool Stops() const { return DenseStops(wave); }
   __device__ float* Partial(int split) const {

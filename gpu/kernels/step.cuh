@@ -13,7 +13,7 @@ __device__ inline float TensorQuery(const CallerTensors& step, const UnitPlace& 
                                     int head_dim, int i) {
   const int row = i / head_dim;
   const std::byte* head = step.q.At(place.item, place.query + row / group,
-                                    int64_t{place.kv_head} * group + row % group);
+                                    int64_t{place.group_index} * group + row % group);
   return LoadElement(step.q_dtype, head, i % head_dim);
 }
 
@@ -42,7 +42,7 @@ __device__ inline void WriteToTensors(const CallerTensors& step, const UnitPlace
                                       int head_dim, int row, bool good, Value value, float lse,
                                       StepReport& report) {
   const int64_t token = place.query + row / group;
-  const int64_t head = int64_t{place.kv_head} * group + row % group;
+  const int64_t head = int64_t{place.group_index} * group + row % group;
   std::byte* out = step.out.At(place.item, token, head);
   bool overflow = false;
   for (int i = threadIdx.x; i < head_dim; i += blockDim.x) {

@@ -18,7 +18,7 @@ inline constexpr uint32_t kNoToken = 0xFFFFFFFFu;  // no error
 struct UnitPlace {
   int32_t item;
   int16_t query;
-  int16_t kv_head;
+  int16_t group_index;
 };
 
 // The step that was announced last; in device memory.

@@ -4,7 +4,7 @@
 
 namespace spillway {
 
-// Most query heads per KV head, and largest head_dim.
+// Most query heads of a group (ModelSpec::group()), and largest head_dim.
 inline constexpr int kGroupMax = 16;
 inline constexpr int kHeadDimMax = 256;
 // Consecutive rows of one KV head that are allocated together.

@@ -11,7 +11,7 @@ inline constexpr uint8_t kStratumWindow = 1;
 inline constexpr uint8_t kStratumHeavy = 2;
 inline constexpr uint8_t kStratumTail = 3;  // and up, by falling rank
 
-// The rows chosen for one (query, KV head), in ascending order of tokens.
+// The rows chosen for one (query, group), in ascending order of tokens.
 struct Selection {
   std::vector<uint32_t> indices;
   std::vector<float> log_weights;  // 0, or log(n_h / r_h) for a row sampled from stratum h

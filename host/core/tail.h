@@ -29,7 +29,7 @@ constexpr bool RestsOnRanks(Tail tail, Bound bound) {
   return tail == Tail::kStratified || (tail == Tail::kUniform && bound == Bound::kRatio);
 }
 
-// How the tail of one (query, KV head) is sampled, with all defaults resolved. Initialise with {},
+// How the tail of one (query, group) is sampled, with all defaults resolved. Initialise with {},
 // so that unset members are 0.
 struct TailTerms {
   Tail tail;

@@ -36,11 +36,13 @@ struct AttendContext {
   }
 };
 
-// The queries of one KV head's group, [T][G][d], in the forms that the kernels read.
+// Queries of neighbouring query heads, [T][heads][d], in the forms that the kernels read.
 class GroupQueries {
  public:
   GroupQueries() = default;
-  GroupQueries(const AttendContext& context, int kv_head, int64_t query_begin, int64_t query_end);
+  // Of query heads [first_head, first_head + head_count).
+  GroupQueries(const AttendContext& context, int first_head, int head_count, int64_t query_begin,
+               int64_t query_end);
 
   const float* raw() const { return raw_.data(); }
   RowQueries rows() const;
@@ -62,9 +64,9 @@ absl::Status NonFiniteLogit(const AttendContext& context, int kv_head, const flo
 // of out and lse.
 absl::Status AttendDense(const AttendContext& context, int64_t query_begin, int64_t query_end);
 
-// Selection, sampling and attention of one query and one KV head; fills that part of the result.
+// Selection, sampling and attention of one query and one group; fills that part of the result.
 // clock measures the stages; may be null.
-absl::Status AttendSparse(const AttendContext& context, int64_t query, int kv_head,
+absl::Status AttendSparse(const AttendContext& context, int64_t query, int group_index,
                           StageClock* clock = nullptr);
 
 }  // namespace spillway

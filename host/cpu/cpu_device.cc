@@ -201,13 +201,13 @@ class CpuDevice final : public Device {
     IndexAppended(model, layer, *work.rows, sequence.layers[layer], loops);
   }
 
-  // Every sparse (item, query, KV head) of the job is one unit of one parallel loop. Dense attends
+  // Every sparse (item, query, group) of the job is one unit of one parallel loop. Dense attends
   // run before it, one after the other; each is parallel in itself.
   void Attend(const CpuModel& model, Job& job, const JobLoops& loops, StageClock& clock) {
     struct Unit {
       size_t item;
       int64_t query;
-      int kv_head;
+      int group_index;
     };
     std::vector<AttendContext> contexts(job.items.size());
     std::vector<Unit> units;
@@ -234,7 +234,7 @@ class CpuDevice final : public Device {
             dense = true;
           },
           [&](int64_t t) {
-            for (int h = 0; h < model.spec().kv_head_count; ++h) units.push_back({i, t, h});
+            for (int g = 0; g < model.spec().group_count(); ++g) units.push_back({i, t, g});
           });
     }
     if (dense) clock.End(JobStage::kDense);
@@ -249,7 +249,7 @@ class CpuDevice final : public Device {
     std::vector<absl::Status> statuses(units.size());
     loops.Run(static_cast<int64_t>(units.size()), [&](int64_t u) {
       if (!job.items[units[u].item].status.ok()) return;
-      statuses[u] = AttendSparse(contexts[units[u].item], units[u].query, units[u].kv_head,
+      statuses[u] = AttendSparse(contexts[units[u].item], units[u].query, units[u].group_index,
                                  u == timed ? &clock : nullptr);
     });
     for (size_t u = 0; u < units.size(); ++u) job.items[units[u].item].status.Update(statuses[u]);

@@ -47,7 +47,7 @@ void AttendRange(const AttendContext& c, const Range& range, const Range* follow
   const auto [kv_head, row_begin, row_end] = range;
   const ModelSpec& spec = c.spec();
   const LayerRows& rows = *c.attend->rows;
-  const int group = spec.group();
+  const int group = spec.query_heads_per_kv_head();
   const int d = spec.head_dim;
   const int heads = static_cast<int>(query_end - query_begin) * group;
   partial.sums = GroupSums(heads, d, /*moments=*/false);
@@ -101,18 +101,18 @@ void AttendRange(const AttendContext& c, const Range& range, const Range* follow
 
 }  // namespace
 
-GroupQueries::GroupQueries(const AttendContext& c, int kv_head, int64_t query_begin,
-                           int64_t query_end)
+GroupQueries::GroupQueries(const AttendContext& c, int first_head, int head_count,
+                           int64_t query_begin, int64_t query_end)
     : head_dim_(c.spec().head_dim), scale_(static_cast<float>(c.spec().softmax_scale)) {
   const ModelSpec& spec = c.spec();
-  const int64_t width = int64_t{spec.group()} * spec.head_dim;
+  const int64_t width = int64_t{head_count} * spec.head_dim;
+  const int64_t first = int64_t{first_head} * spec.head_dim;
   const int64_t stride = int64_t{spec.query_head_count} * spec.head_dim;
   const int64_t count = (query_end - query_begin) * width;
   raw_.resize(count);
   for (int64_t t = query_begin; t < query_end; ++t) {
-    ToFloat(c.attend->q_dtype,
-            c.attend->q + (t * stride + kv_head * width) * DTypeBytes(c.attend->q_dtype), width,
-            raw_.data() + (t - query_begin) * width);
+    ToFloat(c.attend->q_dtype, c.attend->q + (t * stride + first) * DTypeBytes(c.attend->q_dtype),
+            width, raw_.data() + (t - query_begin) * width);
   }
   scaled_.resize(count);
   for (int64_t i = 0; i < count; ++i) scaled_[i] = raw_[i] * scale_;
@@ -146,7 +146,8 @@ absl::Status AttendDense(const AttendContext& c, int64_t query_begin, int64_t qu
   const AttendQuery& attend = *c.attend;
   AttendResult& result = *c.result;
   const int kv_heads = spec.kv_head_count;
-  const int group = spec.group();
+  // All query heads of a KV head: they read the same rows.
+  const int group = spec.query_heads_per_kv_head();
   const int d = spec.head_dim;
   FillDenseResult(spec, attend, query_begin, query_end, result);
   if (attend.select_only) return absl::OkStatus();
@@ -166,7 +167,7 @@ absl::Status AttendDense(const AttendContext& c, int64_t query_begin, int64_t qu
   };
   for (int64_t task = 0; task < kv_heads * blocks; ++task) {
     const auto [begin, end] = bounds(task % blocks);
-    q[task] = GroupQueries(c, static_cast<int>(task / blocks), begin, end);
+    q[task] = GroupQueries(c, static_cast<int>(task / blocks) * group, group, begin, end);
   }
   const auto range_of = [&](int64_t i) -> Range {
     const int64_t begin = (i % ranges) * range_rows;

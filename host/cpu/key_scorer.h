@@ -13,7 +13,7 @@
 
 namespace spillway {
 
-// The keys of one (query, KV head) that are scored: tokens [begin, end), begin < end <= the layer's
+// The keys of one (query, group) that are scored: tokens [begin, end), begin < end <= the layer's
 // length. All pointers must outlive it.
 struct ScoredKeys {
   const AttendContext* context = nullptr;

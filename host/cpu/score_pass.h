@@ -13,7 +13,7 @@
 
 namespace spillway {
 
-// Scores of the tokens of one (query, KV head), kept as histogram bins. Tokens are split into
+// Scores of the tokens of one (query, group), kept as histogram bins. Tokens are split into
 // blocks at multiples of kBlockTokens, whatever the number of threads.
 class ScorePass {
  public:

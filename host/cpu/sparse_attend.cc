@@ -1,4 +1,4 @@
-// Selection, sampling in several draws, and attention of one query and one KV head.
+// Selection, sampling in several draws, and attention of one query and one group.
 
 #include <algorithm>
 #include <cmath>
@@ -24,21 +24,22 @@ namespace {
 
 class SparseAttend {
  public:
-  SparseAttend(const AttendContext& context, int64_t query, int kv_head, StageClock* clock)
+  SparseAttend(const AttendContext& context, int64_t query, int group_index, StageClock* clock)
       : c_(context),
         clock_(clock),
         policy_(context.attend->policy),
         query_(query),
-        kv_head_(kv_head),
+        group_index_(group_index),
+        kv_head_(context.spec().KvHeadOf(group_index)),
         n_(context.attend->visible[query]),
         group_(context.spec().group()),
-        terms_(TermsOf(policy_, context.attend->TailOf(kv_head),
-                       context.attend->MayPromise(context.spec(), kv_head, query))),
-        q_(context, kv_head, query, query + 1),
+        terms_(TermsOf(policy_, context.attend->TailOf(kv_head_),
+                       context.attend->MayPromise(context.spec(), kv_head_, query))),
+        q_(context, group_index * group_, group_, query, query + 1),
         keys_{&context,
               &q_,
               query,
-              kv_head,
+              kv_head_,
               policy_.sink_token_count,
               policy_.ScoredEnd(context.spec(), n_)},
         values_(TermsOfValues()),
@@ -77,7 +78,7 @@ class SparseAttend {
   absl::Status AddTailOf(const CpuMethod& method);
   HeadEstimate Estimate(int head) const;
   float SinkLogit(int head) const {
-    return c_.spec().SinkLogit(c_.layer, kv_head_ * group_ + head);
+    return c_.spec().SinkLogit(c_.layer, group_index_ * group_ + head);
   }
   int64_t DrawnCount() const;
   void WriteOutput();
@@ -91,6 +92,7 @@ class SparseAttend {
   StageClock* const clock_;
   const Policy& policy_;
   const int64_t query_;
+  const int group_index_;
   const int kv_head_;
   const int64_t n_;
   const int group_;
@@ -322,9 +324,10 @@ void SparseAttend::WriteOutput() {
   AttendResult& result = *c_.result;
   const int d = c_.spec().head_dim;
   const int64_t drawn = DrawnCount();
-  result.touched_row_counts[query_ * c_.spec().kv_head_count + kv_head_] = n_ - tail_count_ + drawn;
+  result.touched_row_counts[query_ * c_.spec().group_count() + group_index_] =
+      n_ - tail_count_ + drawn;
   for (int g = 0; g < group_; ++g) {
-    const int64_t at = query_ * c_.spec().query_head_count + kv_head_ * group_ + g;
+    const int64_t at = query_ * c_.spec().query_head_count + group_index_ * group_ + g;
     const HeadEstimate& e = estimates_[g];
     if (!c_.attend->select_only) {
       for (int i = 0; i < d; ++i) {
@@ -355,7 +358,7 @@ void SparseAttend::WriteSelection() {
   for (size_t h = 0; h < sampled_.size(); ++h) {
     rows.AddSampled(sampled_[h], static_cast<int>(h), draw_.drawn[h], strata_.counts[h]);
   }
-  c_.result->selections[query_ * c_.spec().kv_head_count + kv_head_] = rows.Build();
+  c_.result->selections[query_ * c_.spec().group_count() + group_index_] = rows.Build();
 }
 
 absl::Status SparseAttend::Run() {
@@ -386,13 +389,13 @@ absl::Status SparseAttend::Run() {
 
 }  // namespace
 
-absl::Status AttendSparse(const AttendContext& context, int64_t query, int kv_head,
+absl::Status AttendSparse(const AttendContext& context, int64_t query, int group_index,
                           StageClock* clock) {
   RETURN_IF_ERROR(context.Pause());
   if (clock != nullptr) clock->Begin();
   // Workers that wait for a part of this unit must not start another unit, because each unit holds
   // a workspace.
-  return Isolated([&] { return SparseAttend(context, query, kv_head, clock).Run(); });
+  return Isolated([&] { return SparseAttend(context, query, group_index, clock).Run(); });
 }
 
 }  // namespace spillway

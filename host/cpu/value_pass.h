@@ -16,7 +16,7 @@
 
 namespace spillway {
 
-// The answer that codes alone give for the tail of one (query, KV head), for each query head of the
+// The answer that codes alone give for the tail of one (query, group), for each query head of the
 // group (host/core/value_code.h). Pages are split into tasks of kTaskPages, whatever the number of
 // threads. scores and keys must outlive it.
 class ValuePass {

@@ -135,9 +135,9 @@ struct AttendResult {
   std::vector<float> out;                   // [T, H_q, d]
   std::vector<float> lse;                   // [T, H_q], natural log; with sink logits
   std::vector<Certificate> certificates;    // [T, H_q]
-  std::vector<int64_t> touched_row_counts;  // [T, H_kv]
+  std::vector<int64_t> touched_row_counts;  // [T, groups]
   int64_t moved_row_count = 0;              // how many of these rows came over a link
-  std::vector<Selection> selections;        // [T, H_kv], with select_only
+  std::vector<Selection> selections;        // [T, groups], with select_only
 };
 
 // Work on one sequence: an append, an attend, or both in that order.
@@ -178,7 +178,7 @@ struct Job {
   bool trace = false;
   // Filled, see host/device/job_stage.h. kAppend and kDense are totals of the job. For the stages
   // of sparse attends, a GPU reports totals, from a stage's first kernel to the next stage's first
-  // kernel; a CPU reports the times of one unit (one query and KV head) with the most visible
+  // kernel; a CPU reports the times of one unit (one query and group) with the most visible
   // tokens.
   std::vector<StageTime> stages;
 };

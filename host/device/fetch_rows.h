@@ -18,9 +18,9 @@ struct FetchWork {
   // Tokens [start, start + count) of every KV head: k and v are [H_kv, count, d].
   int64_t start = 0;
   int64_t count = 0;
-  // If set, replaces that range: the tokens of each KV head, [H_kv] lists, ascending, each token
-  // below rows.token_count(). The rows of one head follow those of the head before, so k and v are
-  // [sum of counts, d].
+  // If set, replaces that range: the tokens of each KV head, [H_kv] lists in any order, each
+  // token below rows.token_count(). The rows of one head follow those of the head before, so k and
+  // v are [sum of counts, d].
   std::optional<std::vector<std::vector<uint32_t>>> chosen = std::nullopt;
   // In the model's dtype. With `chosen`, the head strides are not used.
   RowTarget k = {};

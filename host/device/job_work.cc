@@ -24,17 +24,19 @@ int64_t TokenBytes(const Job& job) {
 }  // namespace
 
 int64_t RowBytes(const Job& job) {
+  const int64_t groups = job.model->spec().groups_per_kv_head();
   int64_t tokens = 0;
   for (const JobItem& item : job.items) {
     if (item.append) tokens += item.append->count;
     if (!item.attend) continue;
-    for (const int64_t visible : item.attend->visible) tokens += visible;
+    for (const int64_t visible : item.attend->visible) tokens += groups * visible;
   }
   return tokens * TokenBytes(job);
 }
 
 int64_t WorkOf(const Job& job, int64_t index_token_bytes) {
   const ModelSpec& spec = job.model->spec();
+  const int64_t groups = spec.groups_per_kv_head();
   int64_t rows = 0;
   int64_t scored = 0;
   for (const JobItem& item : job.items) {
@@ -44,11 +46,11 @@ int64_t WorkOf(const Job& job, int64_t index_token_bytes) {
     CutQueries(
         spec, attend, job.layer,
         [&](int64_t begin, int64_t end) {
-          for (int64_t t = begin; t < end; ++t) rows += attend.visible[t];
+          for (int64_t t = begin; t < end; ++t) rows += groups * attend.visible[t];
         },
         [&](int64_t t) {
-          scored += attend.visible[t];
-          rows += RowsRead(attend.policy, attend.visible[t]);
+          scored += groups * attend.visible[t];
+          rows += groups * RowsRead(attend.policy, attend.visible[t]);
         });
   }
   return rows * TokenBytes(job) + scored * index_token_bytes;

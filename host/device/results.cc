@@ -13,12 +13,12 @@
 namespace spillway {
 namespace {
 
-void SelectEverything(const AttendQuery& attend, int64_t query, int heads, AttendResult& result) {
+void SelectEverything(const AttendQuery& attend, int64_t query, int groups, AttendResult& result) {
   const int64_t n = attend.visible[query];
   const int64_t sink = std::min(attend.policy.sink_token_count, n);
   const int64_t window = std::max(sink, n - attend.policy.window_token_count);
-  for (int h = 0; h < heads; ++h) {
-    Selection& s = result.selections[query * heads + h];
+  for (int i = 0; i < groups; ++i) {
+    Selection& s = result.selections[query * groups + i];
     s.indices.resize(n);
     std::iota(s.indices.begin(), s.indices.end(), 0u);
     s.log_weights.assign(n, 0.0f);
@@ -59,8 +59,9 @@ AttendResult AllocateResult(const ModelSpec& spec, const AttendQuery& attend) {
     result.lse.resize(heads);
   }
   result.certificates.resize(heads);
-  result.touched_row_counts.resize(attend.query_count * spec.kv_head_count);
-  if (attend.select_only) result.selections.resize(attend.query_count * spec.kv_head_count);
+  const int64_t groups = attend.query_count * spec.group_count();
+  result.touched_row_counts.resize(groups);
+  if (attend.select_only) result.selections.resize(groups);
   return result;
 }
 
@@ -79,10 +80,9 @@ void FillDenseResult(const ModelSpec& spec, const AttendQuery& attend, int64_t b
       result.certificates[t * spec.query_head_count + h] = {.visible_token_count =
                                                                 attend.visible[t]};
     }
-    for (int h = 0; h < spec.kv_head_count; ++h) {
-      result.touched_row_counts[t * spec.kv_head_count + h] = attend.visible[t];
-    }
-    if (attend.select_only) SelectEverything(attend, t, spec.kv_head_count, result);
+    const int groups = spec.group_count();
+    std::fill_n(result.touched_row_counts.begin() + t * groups, groups, attend.visible[t]);
+    if (attend.select_only) SelectEverything(attend, t, groups, result);
   }
 }
 

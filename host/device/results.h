@@ -33,7 +33,7 @@ void CutQueries(const ModelSpec& spec, const AttendQuery& attend, int layer, Den
   if (begin < attend.query_count) dense(begin, attend.query_count);
 }
 
-// Collects the rows of one (query, KV head), in any order.
+// Collects the rows of one (query, group), in any order.
 class SelectionBuilder {
  public:
   // A row of the sink, the window or the heavy set.

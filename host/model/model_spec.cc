@@ -3,7 +3,6 @@
 #include <cmath>
 
 #include "absl/strings/str_cat.h"
-#include "host/base/limits.h"
 #include "host/model/field_checks.h"
 
 namespace spillway {
@@ -34,12 +33,6 @@ bool CheckHeads(const ModelSpec& spec, FieldChecks& checks) {
                             spec.kv_head_count));
     return false;
   }
-  if (spec.group() > kGroupMax) {
-    checks.Add("kv_head_count", absl::StrCat("query_head_count ", spec.query_head_count,
-                                             " / kv_head_count ", spec.kv_head_count, " = ",
-                                             spec.group(), " is not in [1, ", kGroupMax, "]"));
-    return false;
-  }
   return true;
 }
 
@@ -47,6 +40,11 @@ void NormalizeMlp(ModelSpec& spec, bool heads_ok, FieldChecks& checks) {
   HashSpec& hash = spec.hash;
   const bool bits_ok = checks.MultipleInRange("hash_weights.mlp.hash_bits", hash.hash_bits,
                                               kHashBitsStep, kHashBitsMax);
+  if (heads_ok && spec.groups_per_kv_head() > 1) {
+    checks.Add("hash_weights.mlp",
+               absl::StrCat("serves at most ", kGroupMax, " query heads for each KV head, not ",
+                            spec.query_heads_per_kv_head()));
+  }
   if (heads_ok && bits_ok && spec.plane_bits() > kHashBitsMax) {
     checks.Add("hash_weights.mlp.hash_bits",
                absl::StrCat("value ", hash.hash_bits, " for each of ", spec.key_code_count(),

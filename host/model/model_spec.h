@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <limits>
@@ -9,6 +10,7 @@
 #include <vector>
 
 #include "absl/status/status.h"
+#include "host/base/limits.h"
 #include "host/base/row_format.h"
 
 namespace spillway {
@@ -94,8 +96,21 @@ struct ModelSpec {
                ? -std::numeric_limits<float>::infinity()
                : sink_logits[static_cast<size_t>(layer) * query_head_count + query_head];
   }
-  // Number of query heads that share a KV head: query head h reads KV head h / group().
-  int group() const { return query_head_count / kv_head_count; }
+  // Query head h reads KV head h / query_heads_per_kv_head().
+  int query_heads_per_kv_head() const { return query_head_count / kv_head_count; }
+  // Number of query heads of a group. The heads of a group choose their rows together: they are all
+  // those of a KV head or, if these are more than kGroupMax, equal parts of them, as large as
+  // possible. Group i has query heads [i * group(), (i + 1) * group()).
+  int group() const {
+    const int heads = query_heads_per_kv_head();
+    int size = std::min(heads, kGroupMax);
+    while (heads % size != 0) --size;
+    return size;
+  }
+  int group_count() const { return query_head_count / group(); }
+  int groups_per_kv_head() const { return group_count() / kv_head_count; }
+  // The KV head that a group reads.
+  int KvHeadOf(int group_index) const { return group_index / groups_per_kv_head(); }
   RowFormat row_format() const { return {dtype, row_type, head_dim}; }
   // Bytes of one row of one KV head, as it is stored.
   int64_t row_bytes() const { return row_format().row_bytes(); }
@@ -119,8 +134,8 @@ struct ModelSpec {
   int heads_per_code() const { return group() / key_code_count(); }
   // The number of matching bits of a key, summed over the group, is in [0, match_bin_count()).
   int match_bin_count() const { return plane_bits() * heads_per_code() + 1; }
-  // Number of MLPs of a layer. Query head h uses MLP h / heads_per_code(); with query_weights it
-  // uses MLP h of the queries' MLPs.
+  // Number of MLPs of a layer. REQUIRES: groups_per_kv_head() is 1. Query head h uses MLP h /
+  // heads_per_code(); with query_weights it uses MLP h of the queries' MLPs.
   int mlp_count() const { return kv_head_count * key_code_count(); }
   // Bits per dimension of the codes of values; 0: there are none.
   int value_bits() const { return hash.kind == HashKind::kRotation ? hash.value_bits : 0; }

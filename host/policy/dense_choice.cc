@@ -7,7 +7,7 @@ namespace {
 
 // What a layer takes, measured on an H100 (docs/results/folds): dense attention over rows in GPU
 // memory takes a little for its launches and reads at three quarters of the memory's rate. Choosing
-// rows takes some 25 kernels, which wait for each other, a little for each KV head of each
+// rows takes some 25 kernels, which wait for each other, a little for each group of each
 // sequence, and reads codes at half of the rate.
 constexpr double kDenseUs = 20;
 constexpr double kDenseShareOfRate = 0.75;
@@ -22,7 +22,7 @@ std::vector<bool> ChooseDense(const ModelSpec& spec, const GpuRates& rates, int6
                               int64_t query_count, std::span<const DenseCandidate> candidates) {
   std::vector<bool> none(candidates.size(), false), cheaper = none, all = none;
   if (rates.memory_bytes_per_us <= 0) return none;
-  const auto heads = static_cast<double>(spec.kv_head_count);
+  const auto groups = static_cast<double>(spec.group_count());
   const int64_t queries_of_pass = std::max<int64_t>(1, rates.query_rows_of_pass / spec.group());
   const auto passes = static_cast<double>((query_count + queries_of_pass - 1) / queries_of_pass);
   const double unit_us =
@@ -32,9 +32,9 @@ std::vector<bool> ChooseDense(const ModelSpec& spec, const GpuRates& rates, int6
   for (size_t i = 0; i < candidates.size(); ++i) {
     if (candidates[i].is_dense) continue;  // the same in all three
     const auto n = static_cast<double>(candidates[i].token_count);
-    const double dense_us = passes * n * heads * static_cast<double>(spec.row_bytes()) /
+    const double dense_us = passes * n * groups * static_cast<double>(spec.row_bytes()) /
                             (kDenseShareOfRate * rates.memory_bytes_per_us);
-    const double sparse_us = static_cast<double>(query_count) * heads *
+    const double sparse_us = static_cast<double>(query_count) * groups *
                              (unit_us + n * static_cast<double>(code_bytes) /
                                             (kCodesShareOfRate * rates.memory_bytes_per_us));
     cheaper[i] = candidates[i].may_be_dense && dense_us < sparse_us;

@@ -191,7 +191,7 @@ int64_t ResultBytes(const AttendQuery& attend, const ModelSpec& spec, const Resu
   const int64_t out_bytes =
       places.out.region == nullptr ? int64_t{spec.head_dim} * DTypeBytes(places.out_dtype) : 0;
   return kFrameBytes + heads * (out_bytes + 4 + kCertificateBytes) +
-         attend.query_count * spec.kv_head_count * 10;
+         attend.query_count * spec.group_count() * 10;
 }
 
 void FillCertificate(const JobItem& item, v1::Certificate& certificate) {

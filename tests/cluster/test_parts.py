@@ -148,6 +148,34 @@ def test_attend(pair: Pair, layer: int) -> None:
     assert whole.certificate.sampled_token_counts.any() == (layer != 2)
 
 
+# Of 18 query heads for each KV head, groups of nine are attended.
+def test_many_query_heads(cluster: LocalCluster, target: str) -> None:
+    shapes = {**SHAPES, "query_head_count": 18 * KV_HEADS}
+    q = rows(4, 2, 18 * KV_HEADS, DIM)
+    with spillway_kv.connect(target) as one, cluster.connect(2, 1) as many:
+        clients: list[Any] = [one, many]
+        models = [client.create_model(**shapes, policy=POLICY) for client in clients]
+        whole, parts = (c.create_sequence(m) for c, m in zip(clients, models, strict=True))
+        for sequence in (whole, parts):
+            sequence.append(0, 0, K, V)
+        a, b = (sequence.attend(0, q) for sequence in (whole, parts))
+        assert a.touched_row_counts.shape == (2, 2 * KV_HEADS)
+        expect_same(a, b)
+        chosen, of_parts = (sequence.select(0, q[:1]) for sequence in (whole, parts))
+        assert chosen.offsets.shape == (2 * KV_HEADS + 1,)
+        for name in ("offsets", "indices", "log_weights", "strata"):
+            assert np.array_equal(getattr(chosen, name), getattr(of_parts, name)), name
+        fetched = [np.stack(sequence.fetch(0, selection=chosen)) for sequence in (whole, parts)]
+        assert np.array_equal(fetched[0], fetched[1])
+        # The second group of the second KV head.
+        place = slice(chosen.offsets[3], chosen.offsets[4])
+        assert np.array_equal(fetched[1][0, place], K[0, 1, chosen.indices[place]])
+        for sequence in (whole, parts):
+            sequence.delete()
+        for client, model in zip(clients, models, strict=True):
+            client.delete_model(model)
+
+
 def test_a_policy_that_names_layers_names_those_of_the_whole(pair: Pair) -> None:
     policy = spillway_kv.Policy(dense_layers=[1])
     for layer, dense in ((0, False), (1, True), (2, False)):

@@ -19,7 +19,7 @@ void ExpectDense(const reference::Context& context, const JobItem& item,
   const AttendQuery& attend = *item.attend;
   const AttendResult& result = item.result;
   for (int h = 0; h < spec.query_head_count; ++h) {
-    const reference::KeyValues kv = context.Head(h / spec.group());
+    const reference::KeyValues kv = context.Head(h / spec.query_heads_per_kv_head());
     for (int64_t t = 0; t < attend.query_count; ++t) {
       const int64_t n = attend.visible[t];
       const double sink = spec.sink_logits.empty()
@@ -34,7 +34,7 @@ void ExpectDense(const reference::Context& context, const JobItem& item,
       EXPECT_EQ(result.certificates[at].promise, Promise::kExact);
       EXPECT_EQ(result.certificates[at].relative_error, 0);
       EXPECT_EQ(result.certificates[at].visible_token_count, n);
-      EXPECT_EQ(result.touched_row_counts[t * spec.kv_head_count + h / spec.group()], n);
+      EXPECT_EQ(result.touched_row_counts[t * spec.group_count() + h / spec.group()], n);
     }
   }
 }

@@ -62,7 +62,7 @@ void ExpectWeighted(const reference::Context& context, const std::vector<float>&
   const bool rests_on_ranks = policy.tail == Tail::kStratified || policy.bound == Bound::kRatio;
   const std::vector<double> signs = ProjectionSignsOf(policy, spec.head_dim);
   for (int h = 0; h < spec.query_head_count; ++h) {
-    const int kv_head = h / spec.group();
+    const int kv_head = h / spec.query_heads_per_kv_head();
     const double unit = ValueUnit(context.Head(kv_head), spec);
     const auto sink_row = static_cast<uint32_t>(context.n);
     const reference::KeyValues kv = reference::WithSinkRow(context.Head(kv_head));
@@ -71,7 +71,7 @@ void ExpectWeighted(const reference::Context& context, const std::vector<float>&
     for (int64_t t = 0; t < queries.query_count; ++t) {
       const int64_t n = queries.visible[t];
       const int64_t end = ScoredEnd(spec, policy, n);
-      const Selection& s = select.result.selections[t * spec.kv_head_count + kv_head];
+      const Selection& s = select.result.selections[t * spec.group_count() + h / spec.group()];
       ASSERT_TRUE(std::is_sorted(s.indices.begin(), s.indices.end(), std::less_equal<>())) << what;
       ASSERT_EQ(s.indices.size(), s.log_weights.size());
       ASSERT_EQ(s.indices.size(), s.strata.size());
@@ -81,7 +81,7 @@ void ExpectWeighted(const reference::Context& context, const std::vector<float>&
         EXPECT_EQ(s.strata[i] == kStratumSink, token < policy.sink_token_count);
         EXPECT_EQ(s.strata[i] == kStratumWindow, token >= end);
       }
-      EXPECT_EQ(result.touched_row_counts[t * spec.kv_head_count + kv_head],
+      EXPECT_EQ(result.touched_row_counts[t * spec.group_count() + h / spec.group()],
                 static_cast<int64_t>(s.indices.size()));
       const std::vector<double> query = reference::Query(spec, q, t, h);
       std::vector<uint32_t> indices = s.indices;

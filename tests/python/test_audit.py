@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pytest
 import spillway_kv
 from daemon_process import running_daemon
-from helpers import delete_model
+from helpers import delete_model, wait_for
 from spillway_kv import Client, Model, Policy, RotationHash, Sequence
 
 GROUP = 4
@@ -35,7 +35,7 @@ def audited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
         yield client
 
 
-def fill(client: Client) -> tuple[Model, Sequence]:
+def fill(client: Client, group: int = GROUP) -> tuple[Model, Sequence]:
     """A sequence whose keys lie in few directions and far from the origin."""
     rng = np.random.default_rng(1)
     basis = np.linalg.qr(rng.standard_normal((KV_HEADS, DIM, DIM)))[0]
@@ -45,7 +45,7 @@ def fill(client: Client) -> tuple[Model, Sequence]:
     v = rng.standard_normal((KV_HEADS, TOKENS, DIM)) + rng.standard_normal((KV_HEADS, 1, DIM))
     model = client.create_model(
         layer_count=1,
-        query_head_count=GROUP * KV_HEADS,
+        query_head_count=group * KV_HEADS,
         kv_head_count=KV_HEADS,
         head_dim=DIM,
         dtype="float32",
@@ -56,9 +56,9 @@ def fill(client: Client) -> tuple[Model, Sequence]:
     return model, sequence
 
 
-def draw(rng: np.random.Generator) -> tuple[npt.NDArray[np.float32], list[int]]:
+def draw(rng: np.random.Generator, group: int = GROUP) -> tuple[npt.NDArray[np.float32], list[int]]:
     """A query, and how many tokens it sees. The number varies, so that samples differ."""
-    q = 6 * rng.standard_normal((1, GROUP * KV_HEADS, DIM))
+    q = 6 * rng.standard_normal((1, group * KV_HEADS, DIM))
     return q.astype(np.float32), [TOKENS - int(rng.integers(500))]
 
 
@@ -143,6 +143,31 @@ def test_a_good_selector_is_left_alone(audited: Client) -> None:
     for head in audited.statistics(model).head_audits:
         assert head.check_count > 0
         assert head.level == 0
+    delete_model(audited, model)
+
+
+def test_groups_are_audited_by_kv_head(audited: Client) -> None:
+    """Of 18 query heads for each KV head, groups of nine are attended."""
+    rng = np.random.default_rng(4)
+    model, sequence = fill(audited, 18)
+    policy = Policy(selector="oracle", epsilon=0.2, dense_token_count=1024)
+    promised = np.zeros(KV_HEADS, np.int64)
+
+    def counts() -> dict[int, int]:
+        heads = audited.statistics(model).head_audits
+        return {head.kv_head: head.check_count for head in heads}
+
+    def all_checked() -> bool:
+        return sum(counts().values()) >= int(promised.sum())
+
+    for _ in range(10):
+        q, visible = draw(rng, 18)
+        result = sequence.attend(0, q, policy, visible)
+        statistical = result.certificate.promises == "statistical"
+        promised += statistical.reshape(KV_HEADS, 18).sum(1)
+        wait_for(all_checked)
+    assert promised.min() > 10 * 9  # those of more than one group
+    assert counts() == dict(enumerate(promised.tolist()))
     delete_model(audited, model)
 
 

@@ -136,7 +136,7 @@ BAD_SPECS = {
     "most layers": {"layer_count": 2**31 - 1},
     "no query heads": {"query_head_count": 0},
     "heads do not divide": {"query_head_count": 5},
-    "group of 17": {"query_head_count": 34, "kv_head_count": 2},
+    "MLPs for 17 query heads": {"query_head_count": 34, "kv_head_count": 2, "hash_weights": MLP},
     "no kv heads": {"kv_head_count": 0},
     "negative kv heads": {"kv_head_count": -2},
     "head_dim 8": {"head_dim": 8},

@@ -17,9 +17,6 @@ class Model(SimpleNamespace):
     def get_head_size(self) -> int:
         return int(self.head_size)
 
-    def get_total_num_kv_heads(self) -> int:
-        return int(self.kv_heads)
-
 
 def _config(**more: Any) -> Any:
     """A configuration that is accepted, with changes."""
@@ -30,8 +27,6 @@ def _config(**more: Any) -> Any:
         "runner_type": "generate",
         "dtype": torch.bfloat16,
         "head_size": 128,
-        "kv_heads": 8,
-        "query_heads": 32,
         "cache_dtype": "auto",
         "speculative_config": None,
         "async_scheduling": False,
@@ -40,8 +35,7 @@ def _config(**more: Any) -> Any:
         "prefill_context_parallel_size": 1,
         **more,
     }
-    model = Model(**given, model_arch_config=SimpleNamespace())
-    model.model_arch_config.total_num_attention_heads = given["query_heads"]
+    model = Model(**given)
     return SimpleNamespace(
         model_config=model,
         parallel_config=SimpleNamespace(**given),
@@ -59,7 +53,7 @@ def _drafts(method: str, count: int, backend: str | None = None) -> Any:
 
 def test_what_is_served() -> None:
     assert refusals(_config()) == []
-    assert refusals(_config(cache_dtype="bfloat16", head_size=256, query_heads=128)) == []
+    assert refusals(_config(cache_dtype="bfloat16", head_size=256)) == []
     for method in ("ngram", "draft_model"):
         assert refusals(_config(speculative_config=_drafts(method, 15))) == []
     drafts = _drafts("draft_model", 3, "FLASH_ATTN")
@@ -114,10 +108,6 @@ def test_what_is_served() -> None:
         ({"is_mm_prefix_lm": True}, "prefixes of images that are attended from both sides"),
         ({"head_size": 72}, "head_dim 72, which is not a multiple of 16 up to 256"),
         ({"head_size": 512}, "head_dim 512, which is not a multiple of 16 up to 256"),
-        (
-            {"kv_heads": 1, "query_heads": 24},
-            "24 query heads a KV head, which is above 16",
-        ),
     ],
 )
 def test_what_is_refused(given: dict[str, Any], expected: str) -> None:

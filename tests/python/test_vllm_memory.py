@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -103,6 +104,7 @@ def _limits(
     model: Model | None = None,
     *,
     prompts_stay: bool = True,
+    shapes: Shapes = SHAPES,
     **more: Any,
 ) -> Settings:
     config = _config(model, **more)
@@ -110,7 +112,7 @@ def _limits(
     before, memory._available = memory._available, available
     try:
         return memory.with_limits(
-            settings, config, SHAPES, device, pool_bytes=1 << 20, prompts_stay=prompts_stay
+            settings, config, shapes, device, pool_bytes=1 << 20, prompts_stay=prompts_stay
         )
     finally:
         memory._available = before
@@ -177,6 +179,15 @@ def test_workspaces_are_what_the_requests_need() -> None:
     # No more than the engine has by itself: a sixth, or a quarter of less than 4 GiB.
     assert _limits(Settings(), 12 << 30, max_num_seqs=64).workspace_bytes == 0
     assert _limits(Settings(), 1 << 30, max_num_seqs=8).workspace_bytes == 0
+
+
+def test_groups_of_query_heads_have_workspaces_of_their_own() -> None:
+    """36 query heads for each of two KV heads are six groups of 12."""
+    many = replace(SHAPES, query_head_count=72)
+    unit = 20 * 32768 + 8192 * 520 + 288 * 12 * 396 * 4 + 128 * 16 * 130 * 4
+    stages = 2 * 2 * 2 * 32 * 128 * 512
+    limits = _limits(Settings(), 20 << 30, shapes=many, max_num_seqs=3)
+    assert limits.workspace_bytes == 3 * 6 * unit // 2 * 5 + stages
 
 
 def test_copies_of_rows_make_room_for_codes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,7 +99,7 @@ std::vector<float> TraceQueries(const Context& context, int64_t query_count, uin
   std::normal_distribution<double> normal;
   std::vector<float> q(query_count * spec.query_head_count * d);
   for (int h = 0; h < spec.query_head_count; ++h) {
-    const int kv_head = h / spec.group();
+    const int kv_head = h / spec.query_heads_per_kv_head();
     const std::vector<double> directions = Directions(d, kv_head);
     const KeyValues kv = context.Head(kv_head);
     for (int64_t t = 0; t < query_count; ++t) {

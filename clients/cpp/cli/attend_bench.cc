@@ -28,7 +28,8 @@ constexpr int64_t kFillBytes = int64_t{64} << 20;
 struct Measurement {
   std::vector<double> round_trips_us;
   std::vector<double> device_times_us;
-  // Sums over attends, queries and KV heads.
+  // Sums over attends, queries and groups of query heads, and the number of these.
+  double group_count = 0;
   double touched_rows = 0;
   double visible_rows = 0;
   // Certificates by promise (kind of bound), summed over attends, queries and query heads.
@@ -197,7 +198,9 @@ class Bench {
     for (int64_t count : result.statistics().touched_row_counts()) {
       m.touched_rows += static_cast<double>(count);
     }
-    const int64_t group = options_.query_head_count / options_.kv_head_count;
+    const int touched_count = result.statistics().touched_row_counts_size();
+    const int group = result.certificate().visible_token_counts_size() / std::max(1, touched_count);
+    m.group_count += touched_count;
     for (int64_t count : result.certificate().visible_token_counts()) {
       m.visible_rows += static_cast<double>(count) / static_cast<double>(group);
     }
@@ -229,8 +232,6 @@ Json TimesJson(const std::vector<double>& values) {
 }
 
 Json BenchJson(const BenchOptions& options, const Measurement& m) {
-  const auto attends = static_cast<double>(m.round_trips_us.size());
-  const double per_head = attends * options.kv_head_count * options.query_count;
   return {
       {"mode", options.mode == BenchMode::kDecode ? "decode" : "attend"},
       {"layer_count", options.layer_count},
@@ -249,7 +250,7 @@ Json BenchJson(const BenchOptions& options, const Measurement& m) {
       {"round_trip_us", TimesJson(m.round_trips_us)},
       {"device_time_us", TimesJson(m.device_times_us)},
       {"beyond_device_us", TimesJson(BeyondDevice(m))},
-      {"touched_rows_per_kv_head", m.touched_rows / per_head},
+      {"touched_rows_per_kv_head", m.touched_rows / m.group_count},
       {"touched_row_fraction", m.touched_rows / m.visible_rows},
       {"promises",
        {{"exact", m.exact_count}, {"statistical", m.statistical_count}, {"none", m.none_count}}}};
@@ -269,9 +270,7 @@ void PrintBench(const BenchOptions& options, const Measurement& m, std::ostream&
   add("device", m.device_times_us);
   add("beyond device", BeyondDevice(m));
   table.Print(out);
-  const double per_head =
-      static_cast<double>(m.round_trips_us.size()) * options.kv_head_count * options.query_count;
-  out << "rows touched " << absl::StrFormat("%.0f", m.touched_rows / per_head)
+  out << "rows touched " << absl::StrFormat("%.0f", m.touched_rows / m.group_count)
       << " per KV head and query, " << FormatShare(m.touched_rows, m.visible_rows)
       << " of the visible ones\n"
       << "promises     exact " << FormatCount(m.exact_count) << ", statistical "

@@ -24,7 +24,7 @@ class Sums(ctypes.Structure):
 
     Attributes:
         attend_count: Queries, of all sequences.
-        touched_row_count: Rows read, over KV heads.
+        touched_row_count: Rows read, over groups of query heads.
         visible_row_count: Rows that could have been read, over KV heads.
         exact_count: Certificates with the promise `exact`, one per query and query head.
         statistical_count: The same for `statistical`.

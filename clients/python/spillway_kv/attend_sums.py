@@ -17,7 +17,7 @@ class LayerStatistics:
 
     Attributes:
         attend_count: Attends, one per query token and batch row.
-        touched_row_count: Rows read, over KV heads.
+        touched_row_count: Rows read, over groups of query heads.
         visible_row_count: Rows that could have been read, over KV heads.
         exact_count: `exact` certificates, one per attend and query head.
         statistical_count: `statistical` certificates.
@@ -59,11 +59,9 @@ class LayerStatistics:
         query_count, head_count = message.out.shape[:2]
         self.attend_count += query_count
         self.touched_row_count += sum(touched)
-        # Every query head has a count of visible tokens; rows are counted once per KV head.
-        kv_head_count = len(touched) // query_count
-        self.visible_row_count += (
-            sum(certificate.visible_token_counts) * kv_head_count // head_count
-        )
+        # Every query head has a count of visible tokens; rows are counted once per group.
+        group_count = len(touched) // query_count
+        self.visible_row_count += sum(certificate.visible_token_counts) * group_count // head_count
         promises = list(certificate.promises)
         self.exact_count += promises.count(attention_service_pb2.PROMISE_EXACT)
         self.statistical_count += promises.count(attention_service_pb2.PROMISE_STATISTICAL)

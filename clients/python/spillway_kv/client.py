@@ -122,7 +122,8 @@ class Client:
             model_id: The id to use. If empty, the daemon chooses one.
             layer_count: Transformer layers, [1, 1024].
             query_head_count: Query heads per layer, a multiple of
-                `kv_head_count`, at most 16 per KV head.
+                `kv_head_count`. More than 16 per KV head are attended in equal groups of at
+                most 16; they do not go with MLPs.
             kv_head_count: K/V heads per layer.
             head_dim: Elements of a key, a multiple of 16 in [16, 256].
             dtype: Element type of K and V rows.

@@ -290,7 +290,11 @@ class AttendResult:
 
     @cached_property
     def touched_row_counts(self) -> npt.NDArray[np.int64]:
-        """Number of rows read by each KV head, [T, H_kv]."""
+        """Number of rows read by each group of query heads, [T, groups].
+
+        A group has all query heads of a KV head or, if these are more than 16, an equal part of
+        them. A row that several groups read counts for each.
+        """
         counts = self.message.statistics.touched_row_counts
         return np.array(counts, np.int64).reshape(self.message.out.shape[0], -1)
 
@@ -298,7 +302,8 @@ class AttendResult:
     def moved_row_count(self) -> int:
         """Number of those rows that crossed the link to the device.
 
-        A row that several sequences of a step read crosses once, and counts for one of them.
+        A row that several sequences of a step, or several groups of query heads, read crosses once
+        if the device can share it, and counts each time that it crosses.
         """
         return self.message.statistics.moved_row_count
 
@@ -318,11 +323,14 @@ class AttendResult:
 
 @dataclass(frozen=True)
 class Selection:
-    """The rows that were chosen for one attend, as a CSR matrix with one row per KV head.
+    """The rows that were chosen for one attend, as a CSR matrix.
+
+    It has one row per group of query heads: all query heads of a KV head or, if these are more than
+    16, an equal part of them.
 
     Attributes:
-        offsets: Start of each KV head's rows, int64 [H_kv + 1].
-        indices: Token indices, ascending within a head, [offsets[-1]].
+        offsets: Start of each group's rows, int64 [groups + 1].
+        indices: Token indices, ascending within a group, [offsets[-1]].
         log_weights: Number to add to the logit of each token, float32. 0 if the client chose the
             rows.
         strata: 0 for sink, 1 for window, 2 for heavy, 3 and above for the strata of the tail,

@@ -219,10 +219,10 @@ class Sequence:
             start: First token. Only without `selection`.
             end: One after the last token. None means the layer's length, from the last answer of
                 the daemon.
-            selection: Tokens of each KV head by its offsets and indices, ascending within a
-                head.
+            selection: Tokens of each group of query heads by its offsets and indices, ascending
+                within a group.
             into: Arrays for keys and values in the model's dtype: [H_kv, end - start, d] each,
-                or with `selection` [offsets[-1], d], one head after the other. The engine writes
+                or with `selection` [offsets[-1], d], one group after the other. The engine writes
                 in place to arrays that it can access: arrays in a region, and with an embedded
                 engine all arrays, also CUDA tensors of its GPU. The call then waits for the
                 current stream. Other arrays are filled from messages. None creates arrays.

@@ -9,7 +9,7 @@
 
 namespace spillway {
 
-// MagicPIG's sample (arXiv 2410.16179) of the tail of one (query, KV head). Each query head has its
+// MagicPIG's sample (arXiv 2410.16179) of the tail of one (query, group). Each query head has its
 // own sample: the tokens that share at least kLshSharedMin buckets with it.
 class LshTail final : public MethodTail {
  public:

@@ -78,7 +78,7 @@ class AsymmetricScores : public ::testing::TestWithParam<int> {  // bits per dim
     attend_context_.model = &world_.model();
     attend_context_.index = &layer_.index();
     attend_context_.attend = &attend_;
-    group_ = GroupQueries(attend_context_, 0, 0, 1);
+    group_ = GroupQueries(attend_context_, 0, spec_.group(), 0, 1);
     keys_ = {&attend_context_, &group_, 0, 0, kBegin, kEnd};
   }
 

@@ -5,6 +5,7 @@
 
 #include <cmath>
 #include <limits>
+#include <utility>
 
 namespace spillway {
 namespace {
@@ -52,7 +53,6 @@ INSTANTIATE_TEST_SUITE_P(
         BadCase{"query_head_count", [](ModelSpec& s) { s.query_head_count = 33; }},
         BadCase{"kv_head_count", [](ModelSpec& s) { s.kv_head_count = 0; }},
         BadCase{"kv_head_count", [](ModelSpec& s) { s.kv_head_count = -8; }},
-        BadCase{"kv_head_count", [](ModelSpec& s) { s.kv_head_count = 1; }},
         BadCase{"head_dim", [](ModelSpec& s) { s.head_dim = 0; }},
         BadCase{"head_dim", [](ModelSpec& s) { s.head_dim = 100; }},
         BadCase{"head_dim", [](ModelSpec& s) { s.head_dim = 272; }},
@@ -73,6 +73,7 @@ INSTANTIATE_TEST_SUITE_P(
                 [](ModelSpec& s) { s.hash.bits_per_dim = 5; }},
         BadCase{"hash_weights.rotation.value_bits", [](ModelSpec& s) { s.hash.value_bits = -1; }},
         BadCase{"hash_weights.rotation.value_bits", [](ModelSpec& s) { s.hash.value_bits = 4; }},
+        BadCase{"hash_weights.mlp", [](ModelSpec& s) { Mlp(s), s.kv_head_count = 1; }},
         BadCase{"hash_weights.mlp.hash_bits", [](ModelSpec& s) { Mlp(s), s.hash.hash_bits = 0; }},
         BadCase{"hash_weights.mlp.hash_bits", [](ModelSpec& s) { Mlp(s), s.hash.hash_bits = 48; }},
         BadCase{"hash_weights.mlp.hash_bits",
@@ -155,6 +156,41 @@ TEST(ModelSpec, SizesOfRowsAndCodes) {
   EXPECT_EQ(spec.plane_words(), 32);
   EXPECT_EQ(spec.mlp_count(), 32);
   EXPECT_EQ(spec.heads_per_code(), 1);
+}
+
+TEST(ModelSpec, QueryHeadsOfAKvHeadFormEqualGroupsOfAtMost16) {
+  for (const auto& [heads, group] : {std::pair(1, 1),
+                                     {7, 7},
+                                     {16, 16},
+                                     {17, 1},
+                                     {18, 9},
+                                     {32, 16},
+                                     {36, 12},
+                                     {48, 16},
+                                     {71, 1},
+                                     {512, 16}}) {
+    ModelSpec spec = LlamaSpec();
+    spec.kv_head_count = 2;
+    spec.query_head_count = 2 * heads;
+    EXPECT_THAT(Normalize(spec), IsEmpty()) << heads;
+    EXPECT_EQ(spec.query_heads_per_kv_head(), heads);
+    EXPECT_EQ(spec.group(), group) << heads;
+    EXPECT_EQ(spec.groups_per_kv_head(), heads / group) << heads;
+    EXPECT_EQ(spec.group_count(), 2 * heads / group) << heads;
+    EXPECT_EQ(spec.KvHeadOf(heads / group - 1), 0) << heads;
+    EXPECT_EQ(spec.KvHeadOf(heads / group), 1) << heads;
+  }
+}
+
+TEST(ModelSpec, MlpsServeAtMost16QueryHeadsForEachKvHead) {
+  ModelSpec spec = LlamaSpec();
+  Mlp(spec);
+  spec.kv_head_count = 2;
+  EXPECT_THAT(Normalize(spec), IsEmpty());
+  spec.kv_head_count = 1;
+  EXPECT_THAT(Normalize(spec),
+              Contains(Field(&FieldError::description,
+                             "serves at most 16 query heads for each KV head, not 32")));
 }
 
 TEST(ModelSpec, SaysHowManyBitsAKeyWouldHave) {

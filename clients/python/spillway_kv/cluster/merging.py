@@ -124,13 +124,14 @@ def merged_selections(parts: Sequence[Selection], query_head_count: int) -> Sele
     )
 
 
-def selection_of(whole: Selection, heads: range) -> Selection:
-    """Returns the selected rows of some of the heads."""
-    begin, end = int(whole.offsets[heads.start]), int(whole.offsets[heads.stop])
-    return Selection(
-        offsets=np.asarray(whole.offsets[heads.start : heads.stop + 1], np.int64) - begin,
-        indices=whole.indices[begin:end],
+def selection_of(whole: Selection, groups: slice) -> tuple[Selection, slice]:
+    """Returns the selected rows of some groups of query heads, and their place among all rows."""
+    place = slice(int(whole.offsets[groups.start]), int(whole.offsets[groups.stop]))
+    chosen = Selection(
+        offsets=np.asarray(whole.offsets[groups.start : groups.stop + 1], np.int64) - place.start,
+        indices=whole.indices[place],
     )
+    return chosen, place
 
 
 def merged_counts(

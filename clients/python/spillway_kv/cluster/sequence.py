@@ -238,9 +238,9 @@ class ClusterSequence:
             if selection is None:
                 place, chosen = part.share.heads, None
             else:
-                chosen = selection_of(selection, heads)
-                begin = int(selection.offsets[heads.start])
-                place = slice(begin, begin + int(chosen.offsets[-1]))
+                each = (len(selection.offsets) - 1) // model.kv_head_count  # groups of a KV head
+                groups = slice(heads.start * each, heads.stop * each)
+                chosen, place = selection_of(selection, groups)
             local, mine = part.share.local(layer), (k[place], v[place])
             part.call(
                 lambda s: s.fetch(local, start, end, selection=chosen, into=mine, timeout=timeout)

@@ -25,7 +25,6 @@ _ONE_BY_ONE = frozenset({"jamba", "zamba"})
 
 # What the engine serves (host/base/limits.h and host/model/model_spec.cc).
 _HEAD_DIM_STEP, _HEAD_DIM_MAX = 16, 256
-_GROUP_MAX = 16
 # What attention modules of transformers call their attention function by.
 _INTERFACE = "ALL_ATTENTION_FUNCTIONS"
 # What they make the masks of encoders with.
@@ -181,15 +180,10 @@ def _refusals(config: Any) -> list[str]:
 def _refused_shapes(shapes: Shapes) -> list[str]:
     """Returns why the engine does not serve the shapes; empty if it does."""
     reasons = []
-    group, rest = divmod(shapes.query_head_count, shapes.kv_head_count)
-    if rest:
+    if shapes.query_head_count % shapes.kv_head_count:
         reasons.append(
             f"it has {shapes.query_head_count} query heads, which {shapes.kv_head_count} KV heads "
             "do not divide"
-        )
-    elif group > _GROUP_MAX:
-        reasons.append(
-            f"it has {group} query heads for each KV head, and at most {_GROUP_MAX} are served"
         )
     if shapes.head_dim % _HEAD_DIM_STEP or not 0 < shapes.head_dim <= _HEAD_DIM_MAX:
         reasons.append(

@@ -6,7 +6,6 @@ from typing import Any
 
 # Limits of the engine on shapes.
 _HEAD_DIM_MAX = 256
-_GROUP_MAX = 16
 # A step takes 16 tokens of a sequence at most.
 DRAFT_COUNT_MAX = 15
 # Drafts that need nothing from the model's own layers.
@@ -94,10 +93,4 @@ def _of_model(model: Any) -> list[str]:
     head_dim = model.get_head_size()
     if head_dim % 16 != 0 or head_dim > _HEAD_DIM_MAX:
         reasons.append(f"head_dim {head_dim}, which is not a multiple of 16 up to {_HEAD_DIM_MAX}")
-    kv_heads = model.get_total_num_kv_heads()
-    query_heads = model.model_arch_config.total_num_attention_heads
-    if kv_heads and query_heads % kv_heads == 0 and query_heads // kv_heads > _GROUP_MAX:
-        reasons.append(
-            f"{query_heads // kv_heads} query heads a KV head, which is above {_GROUP_MAX}"
-        )
     return reasons

@@ -31,6 +31,8 @@ THIN_BYTES = 16
 # wait for it: 16,384 tokens of a model of 1.5B parameters have 0.47 GB, which take 34 ms.
 _READY_BYTES_MAX = 16 << 30
 _CONTAINER_LIMIT = Path("/sys/fs/cgroup/memory.max")
+# Most query heads that the engine attends together.
+_GROUP_MAX = 16
 # Key in the connector's configuration.
 THIN = "thin_pool"
 
@@ -263,10 +265,11 @@ def _workspace_bytes(limit: int, config: Any, shapes: Shapes, row: int, value_bi
     Of it, a step of all requests may take two fifths (`WorkspaceShares` of the engine).
     """
     longest = config.model_config.max_model_len
-    # Of a query and KV head: scores and lists of tokens; rows that are gathered; sums of rows that
-    # were read, in three rounds and 96 parts at most; and parts of an exact attend.
+    # Of a query and a group of query heads: scores and lists of tokens; rows that are gathered;
+    # sums of rows that were read, in three rounds and 96 parts at most; and parts of an exact
+    # attend.
     gathered = min(longest, max(longest // 4, 8192), (32 << 20) // row)
-    group = shapes.query_head_count // shapes.kv_head_count
+    group = _group_size(shapes.query_head_count // shapes.kv_head_count)
     sums = 3 * 96 * group * (2 * shapes.head_dim + 140) * 4
     exact = 128 * 16 * (shapes.head_dim + 2) * 4
     unit = 20 * longest + gathered * (row + 8) + sums + exact
@@ -274,11 +277,16 @@ def _workspace_bytes(limit: int, config: Any, shapes: Shapes, row: int, value_bi
         # Of a query head: a byte a token, and predictions and sums of codes of 4,096 tokens each.
         unit += group * (longest + -(-longest // 4096) * (528 + 12 * shapes.head_dim))
     drafts = getattr(config.speculative_config, "num_speculative_tokens", None) or 0
-    units = config.scheduler_config.max_num_seqs * shapes.kv_head_count * (1 + drafts)
+    units = config.scheduler_config.max_num_seqs * (shapes.query_head_count // group) * (1 + drafts)
     # And of two long appends: two stages of 32 pages each.
     stages = 2 * 2 * min(shapes.kv_head_count, 32) * 32 * 128 * row
     needed = max(units * unit // 2 * 5 + stages, 64 << 20)
     return needed if needed < _usual_workspace(limit) else 0
+
+
+def _group_size(heads: int) -> int:
+    """Returns how many of a KV head's query heads are attended together (`ModelSpec::group`)."""
+    return max(size for size in range(1, _GROUP_MAX + 1) if heads % size == 0)
 
 
 def _resident_bytes(arena: int, config: Any, shapes: Shapes, row: int, code_bytes: int) -> int:
