@@ -108,7 +108,7 @@ class Scored {
 
   // The measured work: scores, histogram, threshold, compaction. Returns the heavy set.
   absl::StatusOr<std::vector<uint32_t>> Pass() {
-    const GroupQueries queries(context_, 0, 0, 1);
+    const GroupQueries queries(context_, 0, context_.spec().group(), 0, 1);
     const ScoredKeys keys{&context_, &queries, 0, 0, begin(), end()};
     const std::unique_ptr<KeyScorer> scorer = MakeScorer(keys);
     ScorePass pass(keys, attend_.policy.selector, /*by_mass=*/false);
