@@ -98,9 +98,9 @@ def draw_sequences(records: list[Record], path: Path, host_gib: int) -> None:
 
 
 def draw_lengths(records: list[Record], path: Path, host_gib: int) -> None:
-    """Draws tokens a second with as many sequences as fit, against their length."""
+    """Draws the most tokens a second with sequences that fit, against their length."""
     by_length = lengths(records, host_gib)
-    title = f"As many sequences as fit one GPU beside the weights, and {host_gib} GiB in the host"
+    title = f"With sequences that fit one GPU beside the weights, and {host_gib} GiB in the host"
     figure = style.make_figure(9.5, 4.6, title)
     axes = figure.subplots()
     labels = []
@@ -115,12 +115,11 @@ def draw_lengths(records: list[Record], path: Path, host_gib: int) -> None:
         if not points:
             continue
         xs = [tokens for tokens, _ in points]
-        ys = [curve.points[-1]["tokens_per_s"] for _, curve in points]
+        ys = [curve.best["tokens_per_s"] for _, curve in points]
         axes.plot(xs, ys, _line(points[0][1]), color=colour, marker="o")
         for x, y, (_, curve) in zip(xs, ys, points, strict=True):
-            more = "" if curve.full else "+"
             axes.annotate(
-                f"{curve.points[-1]['sequences']}{more}",
+                str(curve.best["sequences"]),
                 (x, y),
                 NUMBER_OFFSETS[way],
                 textcoords="offset points",
@@ -144,7 +143,7 @@ def draw_lengths(records: list[Record], path: Path, host_gib: int) -> None:
     axes.set_yticks([t for t in ticks if low <= t <= high])
     axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.set_xlabel("tokens of each sequence (numbers: sequences at once)")
-    axes.set_ylabel("tokens/s of all sequences")
+    axes.set_ylabel("most tokens/s of all sequences")
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
     style.label_ends(axes, labels, lines=2)

@@ -49,6 +49,11 @@ class Curve:
         return name if self.measured else f"{name} (computed)"
 
     @property
+    def best(self) -> Record:
+        """The point with the most tokens a second. REQUIRES: points."""
+        return max(self.points, key=lambda point: float(point["tokens_per_s"]))
+
+    @property
     def full(self) -> bool:
         """Whether the last point takes all memory."""
         return bool(self.points) and int(self.points[-1]["sequences"]) == self.most
