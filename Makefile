@@ -3,7 +3,7 @@
 # Of eval-small; any Llama-family model and any text.
 EVAL_OUTPUT ?= build/evaluation
 
-.PHONY: help chaos soak setup venv build demo cluster-demo cluster-test test test-cpp test-core test-python bench eval-small vllm-demo vllm-test demo-venv demo-build lint hooks tidy format proto asan tsan package wheels wheels-test release reference container-test gpu-test clean
+.PHONY: help chaos soak setup venv build demo cluster-demo cluster-test test test-cpp test-core test-python bench evidence eval-small vllm-demo vllm-test demo-venv demo-build lint hooks tidy format proto asan tsan package wheels wheels-test release reference container-test gpu-test clean
 
 JOBS ?= $(shell nproc)
 PYTHON := .venv/bin/python
@@ -70,6 +70,11 @@ test-python: build venv ## Python tests against the release daemon
 
 bench: build venv ## benchmarks and plots
 	$(PYTHON) bench/run.py
+
+# Measures with PARTS alone; the engine is built for that, and not to make pages.
+evidence: setup venv ## tables and pictures of the pages from their records; PARTS= measures, LIST=1, CHECK=1, ADOPT=1
+	$(if $(PARTS),$(if $(RENDER)$(CHECK)$(LIST)$(ADOPT),,@$(MAKE) --no-print-directory build))
+	PYTHONPATH=clients/python $(PYTHON) scripts/evidence $(PARTS) $(if $(LIST),--list) $(if $(CHECK),--check) $(if $(ADOPT),--adopt) $(if $(RENDER),--render)
 
 eval-small: setup venv ## methods compared on a real model, in minutes; MODEL=, TEXT=, EVAL_OUTPUT=
 	$(call configure,release)

@@ -3,8 +3,9 @@
     spillway-lab eval guarantee MODEL TEXT --length 32768 --queries 8 --output DIR ...
     python bench/row_types.py DIR/work/recordings/* --name NAME --layers 2,7,12 --output FILE
 
-The first command records the keys, values and queries of a text (docs/evaluation.md); the second
-rounds keys and values in several ways, each of one byte an element, and attends exactly.
+The first command records the keys, values and queries of a text
+(docs/results/evaluation/command.md); the second rounds keys and values in several ways, each of one
+byte an element, and attends exactly.
 """
 
 from __future__ import annotations

@@ -3,9 +3,10 @@
     spillway-lab eval guarantee MODEL TEXT --length 32768 --queries 8 --output DIR ...
     python bench/value_codes.py DIR/work/recordings/* --layers 2,7,12 --output FILE
 
-The first command records the keys, values and queries of a text (docs/evaluation.md); the
-second appends them, layer by layer, to an embedded engine on the CPU. It counts the rows that would
-cross the link of a GPU: heavy and sampled rows that are not in the resident sample.
+The first command records the keys, values and queries of a text
+(docs/results/evaluation/command.md); the second appends them, layer by layer, to an embedded engine
+on the CPU. It counts the rows that would cross the link of a GPU: heavy and sampled rows that are
+not in the resident sample.
 """
 
 from __future__ import annotations

@@ -1,7 +1,14 @@
-"""Draws the plots of small_gpu.py from its records."""
+"""Draws the plots of small_gpu.py from its records.
+
+    python bench/gpu/small_gpu_plot.py RECORDS.json
+
+writes the picture beside the records.
+"""
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -131,3 +138,8 @@ def plot_decoding(records: list[dict[str, Any]], path: Path) -> None:
         fontsize=11,
     )
     figure.savefig(path, dpi=150)
+
+
+if __name__ == "__main__":
+    given = Path(sys.argv[1])
+    plot(json.loads(given.read_text()), given.with_suffix(".png"))

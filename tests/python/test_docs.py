@@ -25,7 +25,13 @@ from tiny_model import save_tiny_llama
 
 PAGES = sorted(
     path.relative_to(ROOT).as_posix()
-    for pattern in ("*.md", "docs/*.md", "docs/operations/*.md", "clients/*/README.md")
+    for pattern in (
+        "*.md",
+        "docs/*.md",
+        "docs/operations/*.md",
+        "docs/results/evaluation/*.md",
+        "clients/*/README.md",
+    )
     for path in ROOT.glob(pattern)
     if path.name != "CHANGELOG.md"
 )
