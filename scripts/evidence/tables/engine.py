@@ -82,40 +82,34 @@ def one_layer(docs: Path) -> list[str]:
     return markdown(header, rows)
 
 
-# Of Llama 3.1 8B in bf16 on an H200: layers, bytes of the weights, and of GPU memory in a second.
-LAYERS, WEIGHT_BYTES, BYTES_PER_S = 32, 16e9, 4.8e12
-TOKENS = 1 << 16
-# Bytes of a row of K and V.
-ROW_BYTES = {"model": 512, "int8": 320}
-KV_HEADS = 8
-
-
 def same_memory(docs: Path) -> list[str]:
-    records = [r for r in lines(docs, "row-types/decoder.jsonl") if r.get("layers") == 2]
+    ways = {
+        "dense bf16": "dense, bf16",
+        "dense fp8": "dense, FP8 (computed: half of the time of bf16)",
+        "spillway bf16": "Spillway, bf16 rows",
+        "spillway int8": "Spillway, 8-bit rows",
+    }
+    best: dict[tuple[int, str], Record] = {}
+    for record in lines(docs, "many-sequences/capacity.jsonl"):
+        if "skipped" in record or "load_gb_per_s" in record:
+            continue
+        place = record["tokens"], record["way"]
+        fits = record["fits_gpu"] and record["fits_host_512_gib"]
+        if fits and record["tokens_per_s"] > best.get(place, {"tokens_per_s": 0})["tokens_per_s"]:
+            best[place] = record
+    tokens = sorted({n for n, _ in best})
+    most = {n: max(r["tokens_per_s"] for (of, _), r in best.items() if of == n) for n in tokens}
 
-    def gigabytes(sequences: int, row_type: str) -> float:
-        return sequences * TOKENS * LAYERS * KV_HEADS * ROW_BYTES[row_type] / 1e9
+    def cell(n: int, way: str) -> str:
+        if (n, way) not in best:
+            return "not one fits"
+        rate, count = best[n, way]["tokens_per_s"], best[n, way]["sequences"]
+        shown = rounded(rate, 0)
+        return f"**{shown}** ({count})" if rate == most[n] else f"{shown} ({count})"
 
-    def row(name: str, sequences: int, us: float, where: str) -> tuple[str, ...]:
-        rate = sequences / (LAYERS * us / 1e6 + WEIGHT_BYTES / BYTES_PER_S)
-        return name, str(sequences), where, f"{us:,.0f}", f"{rate:,.0f}"
-
-    dense = one(records, tokens=TOKENS, sequences=14, way=DENSE)["layer_us"]
-    memory = f"{gigabytes(14, 'model'):.0f} GB of GPU memory"
-    rows = [
-        row("dense, bf16 (cuDNN)", 14, dense, memory),
-        row(
-            "dense, FP8, computed: half of the bytes, so twice as many sequences in the same time",
-            28,
-            dense,
-            memory,
-        ),
-    ]
-    for name, row_type in (("bf16 rows", "model"), ("rows of 8 bits", "int8")):
-        us = one(records, tokens=TOKENS, sequences=48, way=GRAPH, row_type=row_type)["layer_us"]
-        where = f"{gigabytes(48, row_type):.0f} GB of host memory"
-        rows.append(row(f"Spillway, {name}", 48, us, where))
-    return markdown("|sequences|where K/V are|a layer, us|tokens/s", rows)
+    header = "tokens/s (sequences at once) by tokens of each|" + "|".join(map(length, tokens))
+    rows = [[name, *(cell(n, way) for n in tokens)] for way, name in ways.items()]
+    return markdown(header, rows)
 
 
 def value_codes(docs: Path) -> list[str]:
