@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import multiprocessing
-import os
 import re
 import runpy
 import shlex
@@ -17,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pictures
+import processes
 from inputs import ROOT
 from parts import Part
 from rich.console import Console
@@ -59,7 +58,7 @@ def render(parts: Sequence[Part], tables: Mapping[str, Table], docs: Path, draw:
     Raises:
         ValueError: A page has marks of a table that does not exist, or a part has a table that is
             on no page.
-        RuntimeError: A script failed.
+        RuntimeError: A page or a script failed.
     """
     folders = dict.fromkeys(folder for part in parts for folder in part.reports)
     scripts = dict.fromkeys(script for part in parts for script in part.scripts)
@@ -67,10 +66,8 @@ def render(parts: Sequence[Part], tables: Mapping[str, Table], docs: Path, draw:
     tasks += [Task(docs, "", script, draw) for script in scripts]
     shown: dict[str, str] = {}
     # A process for each task, because scripts of several folders have modules of one name.
-    processes = len(os.sched_getaffinity(0))
-    with multiprocessing.get_context("fork").Pool(processes, maxtasksperchild=1) as pool:
-        for found in pool.imap_unordered(_make, tasks, chunksize=1):
-            shown |= found
+    for found in processes.called(_make, tasks):
+        shown |= found
     if shown:
         path = docs / MANIFEST
         before = json.loads(path.read_text()) if path.exists() else {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import re
 import shutil
@@ -21,6 +22,7 @@ if not SCRIPTS.exists():
 sys.path.insert(0, str(SCRIPTS))
 import inputs  # noqa: E402
 import pages  # noqa: E402
+import processes  # noqa: E402
 import running  # noqa: E402
 from parts import PARTS, RESULTS, Part, Step, joined, recorded  # noqa: E402
 from tables import TABLES  # noqa: E402
@@ -239,6 +241,28 @@ def test_marks_name_tables_that_there_are(docs: Path) -> None:
     page.write_text(text.replace("made by make evidence: adversarial -->", "adversarial -->"))
     with pytest.raises(ValueError, match="no page has marks of adversarial"):
         pages.render(ADVERSARIAL, TABLES, docs, draw=False)
+
+
+def inverse(number: int) -> float:
+    if number == 13:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return 1 / number
+
+
+def test_processes_give_results_or_say_what_failed() -> None:
+    """A pool of processes hung at its end, where SIGTERM has a handler, as in the command."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        assert (
+            sorted(processes.called(inverse, [1, 2, 4] * 20)) == [0.25] * 20 + [0.5] * 20 + [1] * 20
+        )
+        with pytest.raises(RuntimeError, match="0: ZeroDivisionError: division by zero"):
+            list(processes.called(inverse, [1, 0, 2, 3]))
+        with pytest.raises(RuntimeError, match="13 ended with -9"):
+            list(processes.called(inverse, [2, 13, 3]))
+        assert not multiprocessing.active_children()
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_every_table_is_of_one_part() -> None:
