@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +24,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from spillway_kv.quality import policy_of
 from spillway_kv.vllm import flash, graphs, layers, memory
-from spillway_kv.vllm.backend import SpillwayBackend
+from spillway_kv.vllm.backend import SpillwayBackend, SpillwayImpl
 from spillway_kv.vllm.metrics import SpillwayMetrics, SpillwayStats
 from spillway_kv.vllm.requests import Requests, Scheduled
 from spillway_kv.vllm.sequences import Shapes
@@ -323,6 +324,13 @@ def _open_attending(
     found = get_layers_from_vllm_config(vllm_config, Attention)
     ours = {n: layer for n, layer in found.items() if layer.attn_backend is SpillwayBackend}
     names = sorted(ours, key=extract_layer_index)
+    unequal = [n for n in names if ours[n].head_size_v != ours[n].head_size]
+    if unequal:
+        layer = ours[unequal[0]]
+        raise ValueError(
+            f"Spillway cannot serve this: values of {unequal[0]} have {layer.head_size_v} "
+            f"elements, and keys {layer.head_size}"
+        )
     shapes = {
         Shapes(
             layer_count=len(names),
@@ -351,7 +359,8 @@ def _open_attending(
         settings, vllm_config, shape, device, pool_bytes, prompts_stay=serves
     )
     length_max = vllm_config.model_config.max_model_len
-    worker = Worker(settings, shape, device, policy_of(settings.quality), length_max)
+    read_sinks = partial(_sinks_of, [ours[name].impl for name in names])
+    worker = Worker(settings, shape, device, policy_of(settings.quality), length_max, read_sinks())
     logger.info("Spillway serves %d of %d attention layers: %s", len(names), len(found), shape)
     if settings.gpu_memory:
         logger.info(
@@ -359,4 +368,12 @@ def _open_attending(
             settings.gpu_memory,
             settings.gpu_resident or "0",
         )
-    return layers.Attending(worker, names)
+    return layers.Attending(worker, names, read_sinks)
+
+
+def _sinks_of(impls: list[SpillwayImpl]) -> list[torch.Tensor | None]:
+    """Returns the learned sinks of layers, each [H_q] float32, or None. Empty: no layer has any."""
+    sinks = [impl.sinks for impl in impls]
+    if all(each is None for each in sinks):
+        return []
+    return [None if x is None else x.detach().to(torch.float32, copy=True) for x in sinks]
