@@ -69,8 +69,7 @@ class SpillwayBackend(AttentionBackend):
         )
         if not layers.pool_is_thin():
             return window
-        # Nothing reads the pool. Other layers' pages must have this size too, so it is only for
-        # models that have none.
+        # Nothing reads these pages.
         return replace(window, num_head_slots=1, state_content_bytes=memory.THIN_BYTES)
 
 

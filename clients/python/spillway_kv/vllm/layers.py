@@ -161,7 +161,7 @@ _pool_is_thin = False
 
 
 def pool_is_thin() -> bool:
-    """Whether vLLM's pool only has Spillway's layers, and can thus be nearly empty."""
+    """Whether other layers have no K/V in vLLM's pool, so that it can be nearly empty."""
     return _pool_is_thin
 
 
