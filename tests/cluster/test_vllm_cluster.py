@@ -15,9 +15,6 @@ from local_cluster import LocalCluster, local_cluster
 from spillway_kv.vllm.settings import Settings, settings_from
 from spillway_kv.vllm.step_plan import Source, StepPlan
 from test_vllm_worker import (  # noqa: F401  (they run here with this module's `model`)
-    Model,
-    _check,
-    _request,
     test_a_request_begins_with_anothers_rows,
     test_chunks_and_decode_steps_in_one_batch,
     test_requests_that_come_and_go_while_others_decode,
@@ -27,6 +24,7 @@ from test_vllm_worker import (  # noqa: F401  (they run here with this module's 
     test_sparse_steps_are_counted,
     test_values_that_are_not_finite_fail_alone,
 )
+from vllm_texts import Model, check, planned
 
 FLAGS = ("--memory-limit", "512MiB", "--grace", "1")
 
@@ -77,9 +75,9 @@ def test_ranks_that_begin_at_once_share_the_model(
     ranks = [Model(settings=settings) for _ in range(4)]
 
     def first_step(rank: Model) -> Any:
-        report, outs = rank.step(StepPlan([_request(1, 0, 5)]), {1: 1})
+        report, outs = rank.step(StepPlan([planned(1, 0, 5)]), {1: 1})
         assert not report.losses
-        _check(rank, outs[1], 1, 0)
+        check(rank, outs[1], 1, 0)
 
     with ThreadPoolExecutor(len(ranks)) as threads:
         list(threads.map(first_step, ranks))
@@ -97,7 +95,7 @@ def test_what_a_lost_daemon_had_is_computed_again(
     with local_cluster(tmp_path, 2, *FLAGS, command=command) as cluster:
         model = Model(settings=connected_to(cluster, monkeypatch))
         texts = {1: 0, 2: 100}
-        model.step(StepPlan([_request(1, 0, 120), _request(2, 0, 120)]), texts)
+        model.step(StepPlan([planned(1, 0, 120), planned(2, 0, 120)]), texts)
         (lost,) = daemons_of(model, 1)
         assert daemons_of(model, 2) != [lost]
         node = cluster.nodes[lost]
@@ -105,12 +103,12 @@ def test_what_a_lost_daemon_had_is_computed_again(
         node._stopping.set()
         assert node.pid is not None
         os.kill(node.pid, 9)
-        report, outs = model.step(StepPlan([_request(1, 120, 1), _request(2, 120, 1)]), texts)
+        report, outs = model.step(StepPlan([planned(1, 120, 1), planned(2, 120, 1)]), texts)
         assert {key: loss.kind for key, loss in report.losses.items()} == {1: "again"}
-        _check(model, outs[2], 100, 120)
-        plan = StepPlan([_request(1, 96, 25, source=Source(2, 96)), _request(2, 121, 1)])
+        check(model, outs[2], 100, 120)
+        plan = StepPlan([planned(1, 96, 25, source=Source(2, 96)), planned(2, 121, 1)])
         report, outs = model.step(plan, texts)
         assert not report.losses
-        _check(model, outs[1], 0, 96)
-        _check(model, outs[2], 100, 121)
+        check(model, outs[1], 0, 96)
+        check(model, outs[2], 100, 121)
         model.worker.close()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ def _model(**more: Any) -> Model:
     return Model(hf_text_config=text, **given)
 
 
-TEXT = ("layer_types", "attention_chunk_size")
+TEXT = ("layer_types", "layers_block_type", "attention_chunk_size")
 
 
 def _config(model: Model | None = None, **more: Any) -> Any:
@@ -65,7 +66,6 @@ def _config(model: Model | None = None, **more: Any) -> Any:
         ({"layer_types": ["full_attention", "full_attention"]}, True),
         ({"layer_types": ["full_attention", "sliding_attention"]}, False),
         ({"sliding_window": 4096}, False),
-        ({"is_hybrid": True}, False),
         ({"is_attention_free": True}, False),
         ({"attention_chunk_size": 8192}, False),
     ],
@@ -77,6 +77,80 @@ def test_only_models_without_other_layers_have_a_thin_pool(
     memory.make_thin(config)
     assert memory.is_thin(config) is expected
     assert (config.cache_config.num_gpu_blocks_override is not None) is expected
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"layer_types": ["linear_attention", "full_attention"]}, True),
+        ({"layers_block_type": ["mamba", "attention", "mlp"]}, True),
+        # Each layer has both.
+        ({}, True),
+        ({"layer_types": ["conv", "full_attention", "sliding_attention"]}, False),
+        ({"sliding_window": 4096}, False),
+        ({"attention_chunk_size": 8192}, False),
+    ],
+)
+def test_states_leave_no_room_to_rows(given: dict[str, Any], expected: bool) -> None:
+    """How many blocks the states need is known when the layers are there."""
+    config = _config(_model(is_hybrid=True, **given))
+    memory.make_thin(config)
+    assert memory.is_thin(config) is expected
+    assert config.cache_config.num_gpu_blocks_override is None
+
+
+class _Spec:
+    """A layer of vLLM's pool that needs some pages for a request."""
+
+    def __init__(self, page_size_bytes: int, pages: int) -> None:
+        self.page_size_bytes = page_size_bytes
+        self._pages = pages
+
+    def max_memory_usage_bytes(self, config: Any) -> int:
+        return self._pages * self.page_size_bytes
+
+
+class _GpuWorker:
+    """vLLM's worker of a GPU. 36 layers have states of 2 MiB, and 12 are Spillway's."""
+
+    available = 20 << 30
+
+    def __init__(self, config: Any) -> None:
+        self.vllm_config = config
+
+    def determine_available_memory(self) -> int:
+        return self.available
+
+    def get_kv_cache_spec(self) -> dict[str, _Spec]:
+        states = {f"layers.{i}.linear": _Spec(2 << 20, 1) for i in range(36)}
+        return states | {f"layers.{i}.attn": _Spec(2048, 2) for i in range(36, 48)}
+
+
+def _found(monkeypatch: pytest.MonkeyPatch, config: Any, available: int) -> tuple[int, int | None]:
+    """What vLLM takes for its pool, and what the engine and the pool have together."""
+
+    class Worker(_GpuWorker):
+        pass
+
+    Worker.available = available
+    module = SimpleNamespace(Worker=Worker)
+    monkeypatch.setitem(sys.modules, "vllm.v1.worker.gpu_worker", cast(ModuleType, module))
+    monkeypatch.setattr(memory, "_available", None)
+    memory.note_available()
+    return Worker(config).determine_available_memory(), memory._available
+
+
+def test_the_pool_has_the_states_of_all_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And two pages of as many bytes for each other layer, but no more than half."""
+    config = _config(_model(is_hybrid=True))
+    memory.make_thin(config)
+    needed = 33 * (36 + 2 * 12) * (2 << 20)
+    assert _found(monkeypatch, config, 20 << 30) == (needed, 20 << 30)
+    assert _found(monkeypatch, config, 6 << 30) == (3 << 30, 6 << 30)
+    # Without states, the number of blocks is set.
+    config = _config()
+    memory.make_thin(config)
+    assert _found(monkeypatch, config, 20 << 30) == (20 << 30, 20 << 30)
 
 
 @pytest.mark.parametrize(("method", "expected"), [("ngram", True), ("draft_model", False)])

@@ -249,6 +249,18 @@ def test_what_tokens_do_not_tell_is_not_shared() -> None:
     assert hybrid.plan([], []).dropped == [1]
 
 
+def test_what_other_layers_keep_of_a_preempted_request_is_gone() -> None:
+    """So the request is computed again from its first token, though its rows are still there."""
+    hybrid = Requests(4, reuses=False)
+    hybrid.add("a", list(range(200)), 200, "")
+    hybrid.plan([Scheduled("a", 0, 200, block=1)], [])
+    hybrid.plan([Scheduled("a", 200, 1, block=1)], [])
+    hybrid.plan([], ["a"])
+    assert hybrid.matched("a", 201, others_running=False) == 0
+    (again,) = hybrid.plan([Scheduled("a", 0, 201, block=2)], []).requests
+    assert (again.start, again.token_count, again.epoch, again.decodes) == (0, 201, 0, False)
+
+
 def test_losses() -> None:
     """Lost requests are computed again; if memory lacked, after another ends. Alone, they fail."""
     requests = Requests(4)

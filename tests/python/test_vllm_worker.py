@@ -5,147 +5,27 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import spillway_kv
 import torch
-from daemon_process import binary, device, on_gpu
+from daemon_process import on_gpu
 from helpers import wait_for
 from spillway_kv._library import Sums
 from spillway_kv.decoding import Decoding
 from spillway_kv.indices import RotationHash
-from spillway_kv.lab import serving
 from spillway_kv.policy import Policy
 from spillway_kv.step import DecodeStep
 from spillway_kv.vllm import layers
-from spillway_kv.vllm.appends import Appends
 from spillway_kv.vllm.decoding import Group
 from spillway_kv.vllm.layers import Attending, begins_of
 from spillway_kv.vllm.model_graph import OpenLayer
-from spillway_kv.vllm.prompt_rows import PromptRows
-from spillway_kv.vllm.sequences import Lost, Shapes
+from spillway_kv.vllm.sequences import Lost
 from spillway_kv.vllm.settings import KeptRoom, Settings
-from spillway_kv.vllm.step_plan import Loss, PlannedRequest, Source, StepPlan
+from spillway_kv.vllm.step_plan import Loss, Source, StepPlan
 from spillway_kv.vllm.worker import Worker
-
-DEVICE = torch.device(device() or "cpu")
-LAYERS, HEADS, KV_HEADS, DIM = 2, 4, 2, 16
-SCALE = 0.3
-SHAPES = Shapes(LAYERS, HEADS, KV_HEADS, DIM, torch.float32, SCALE)
-
-
-class Model:
-    """Random q, k and v for each (text, position, layer), and a worker that attends."""
-
-    def __init__(self, memory: str = "64MiB", settings: Settings | None = None) -> None:
-        serving.prefer_library(binary())
-        settings = settings or Settings(memory=memory, device=str(DEVICE))
-        self.worker = Worker(settings, SHAPES, DEVICE, Policy(selector="all"))
-
-    def append_later(self, later: bool, held_tokens: int = 0) -> None:
-        """Whether prompts are appended later, as on a GPU, or at once.
-
-        held_tokens: tokens of prompts in chunks that stay in the device's memory.
-        """
-        sequences = self.worker._sequences
-        sequences._appends = Appends(LAYERS, sequences.patiently) if later else None
-        sequences._prompt_rows = PromptRows(
-            LAYERS,
-            KV_HEADS,
-            DIM,
-            torch.float32,
-            DEVICE,
-            held_tokens * LAYERS * 2 * KV_HEADS * DIM * 4,
-            lambda key: sequences._appends is not None and sequences._appends.reads(key),
-        )
-
-    @staticmethod
-    def rows(text: int, position: int, layer: int) -> tuple[torch.Tensor, ...]:
-        """q [H, d], k and v [H_kv, d]. Texts 100 and up have the first 96 tokens of text 0."""
-        if text >= 100 and position < 96:
-            text = 0
-        draw = torch.Generator().manual_seed(text * 1_000_003 + position * 101 + layer)
-        made = torch.randn(HEADS + 2 * KV_HEADS, DIM, generator=draw)
-        return made[:HEADS], made[HEADS : HEADS + KV_HEADS], made[HEADS + KV_HEADS :]
-
-    def step(self, plan: StepPlan, texts: dict[int, int]) -> tuple[Any, dict[int, torch.Tensor]]:
-        """Runs a step of requests. texts: the text of each key.
-
-        Returns:
-            The report, and each request's outputs [layers, T, H, d].
-        """
-        begins, total = {}, 0
-        for request in plan.requests:
-            begins[request.key] = total
-            total += request.token_count
-        self.worker.begin(plan, begins)
-        outs = torch.full((LAYERS, total, HEADS, DIM), float("nan"), device=DEVICE)
-        for layer in range(LAYERS):
-            rows = [
-                self.rows(texts[request.key], request.start + i, layer)
-                for request in plan.requests
-                for i in range(request.token_count)
-            ]
-            q, k, v = (torch.stack([row[part] for row in rows]).to(DEVICE) for part in range(3))
-            self.worker.attend(layer, q, k, v, outs[layer])
-        report, outs = self.worker.end(), outs.cpu()
-        return report, {
-            request.key: outs[:, begins[request.key] : begins[request.key] + request.token_count]
-            for request in plan.requests
-        }
-
-    def expected(self, text: int, start: int, count: int) -> torch.Tensor:
-        """Outputs in double precision, [layers, T, H, d]."""
-        made = torch.empty(LAYERS, count, HEADS, DIM)
-        for layer in range(LAYERS):
-            rows = [self.rows(text, position, layer) for position in range(start + count)]
-            for i in range(count):
-                keys = torch.stack([row[1] for row in rows[: start + i + 1]]).double()
-                values = torch.stack([row[2] for row in rows[: start + i + 1]]).double()
-                for head in range(HEADS):
-                    of = head // (HEADS // KV_HEADS)
-                    weights = (keys[:, of] @ rows[start + i][0][head].double() * SCALE).softmax(0)
-                    made[layer, i, head] = (weights @ values[:, of]).float()
-        return made
-
-
-class Varlen:
-    """A kernel for several prompts, and its calls: ends of queries and keys, and the most of each.
-
-    As vLLM's, it takes keys that have more elements than the last prompt has.
-    """
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[list[int], list[int], int, int]] = []
-
-    def __call__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        ends: torch.Tensor,
-        key_ends: torch.Tensor,
-        longest: int,
-        longest_keys: int,
-        scale: float,
-        out: torch.Tensor,
-    ) -> None:
-        queries, keys = ends.tolist(), key_ends.tolist()
-        self.calls.append((queries, keys, longest, longest_keys))
-        for (begin, end), (first, last) in zip(pairwise(queries), pairwise(keys), strict=True):
-            of_group = q.shape[1] // k.shape[1]
-            seen = torch.ones(end - begin, last - first, device=q.device)
-            seen = seen.tril(last - first - (end - begin)).bool()
-            logits = torch.einsum(
-                "thd,lhd->htl",
-                q[begin:end].double(),
-                k[first:last].double().repeat_interleave(of_group, 1),
-            )
-            weights = (logits * scale).masked_fill(~seen, -torch.inf).softmax(-1)
-            values = v[first:last].double().repeat_interleave(of_group, 1)
-            out[begin:end] = torch.einsum("htl,lhd->thd", weights, values).to(out.dtype)
+from vllm_texts import DEVICE, DIM, HEADS, KV_HEADS, LAYERS, SHAPES, Model, Varlen, check, planned
 
 
 @pytest.fixture(params=["at once", "later", "held"])
@@ -162,25 +42,13 @@ def model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     made.worker.close()
 
 
-def _request(key: int, start: int, count: int, **more: Any) -> PlannedRequest:
-    decodes = more.pop("decodes", count == 1)
-    prompt = more.pop("prompt", 0)
-    return PlannedRequest(
-        key, more.pop("epoch", 0), start, count, decodes, key, prompt_token_count=prompt, **more
-    )
-
-
-def _check(model: Model, outs: torch.Tensor, text: int, start: int) -> None:
-    torch.testing.assert_close(outs, model.expected(text, start, outs.shape[1]), rtol=0, atol=2e-5)
-
-
 def test_the_engines_model_has_the_codes_of_values_that_are_set() -> None:
     for value_bits in (0, 2):
         settings = Settings(memory="64MiB", device=str(DEVICE), value_bits=value_bits)
         model = Model(settings=settings)
         try:
-            _, outs = model.step(StepPlan([_request(1, 0, 3)]), {1: 1})
-            _check(model, outs[1], 1, 0)
+            _, outs = model.step(StepPlan([planned(1, 0, 3)]), {1: 1})
+            check(model, outs[1], 1, 0)
             (made,) = model.worker._sequences.client.list_models()
             assert made.hash_weights == RotationHash(value_bits=value_bits)
         finally:
@@ -191,10 +59,10 @@ def test_the_engines_model_has_the_row_type_that_is_set() -> None:
     settings = Settings(memory="64MiB", device=str(DEVICE), row_type="int8")
     model = Model(settings=settings)
     try:
-        _, outs = model.step(StepPlan([_request(1, 0, 40)]), {1: 1})
-        _check(model, outs[1], 1, 0)
+        _, outs = model.step(StepPlan([planned(1, 0, 40)]), {1: 1})
+        check(model, outs[1], 1, 0)
         # A step reads rows as they are stored.
-        _, outs = model.step(StepPlan([_request(1, 40, 1)]), {1: 1})
+        _, outs = model.step(StepPlan([planned(1, 40, 1)]), {1: 1})
         off = (outs[1] - model.expected(1, 40, 1)).norm() / model.expected(1, 40, 1).norm()
         assert 1e-5 < off < 0.02
         (made,) = model.worker._sequences.client.list_models()
@@ -206,17 +74,17 @@ def test_the_engines_model_has_the_row_type_that_is_set() -> None:
 def test_chunks_and_decode_steps_in_one_batch(model: Model) -> None:
     """Rows are in any order. Each request sees only its own tokens."""
     texts = {1: 1, 2: 2, 3: 3}
-    _, outs = model.step(StepPlan([_request(1, 0, 40), _request(2, 0, 1)]), texts)
-    _check(model, outs[1], 1, 0)
-    _check(model, outs[2], 2, 0)
-    plan = StepPlan([_request(2, 1, 1), _request(3, 0, 33), _request(1, 40, 1)])
+    _, outs = model.step(StepPlan([planned(1, 0, 40), planned(2, 0, 1)]), texts)
+    check(model, outs[1], 1, 0)
+    check(model, outs[2], 2, 0)
+    plan = StepPlan([planned(2, 1, 1), planned(3, 0, 33), planned(1, 40, 1)])
     report, outs = model.step(plan, texts)
     for key, start in ((2, 1), (3, 0), (1, 40)):
-        _check(model, outs[key], texts[key], start)
-    plan = StepPlan([_request(1, 41, 7), _request(2, 2, 1), _request(3, 33, 1, decodes=False)])
+        check(model, outs[key], texts[key], start)
+    plan = StepPlan([planned(1, 41, 7), planned(2, 2, 1), planned(3, 33, 1, decodes=False)])
     report, outs = model.step(plan, texts)
     for key, start in ((1, 41), (2, 2), (3, 33)):
-        _check(model, outs[key], texts[key], start)
+        check(model, outs[key], texts[key], start)
     assert not report.losses
     assert not report.gone
 
@@ -228,18 +96,16 @@ def test_prompts_that_begin_together_are_attended_in_one_call(
     varlen = Varlen()
     monkeypatch.setattr("spillway_kv.vllm.prompts._varlen", varlen)
     texts = {key: key for key in range(1, 6)}
-    _, outs = model.step(
-        StepPlan([_request(1, 0, 40), _request(2, 0, 1), _request(3, 0, 33)]), texts
-    )
+    _, outs = model.step(StepPlan([planned(1, 0, 40), planned(2, 0, 1), planned(3, 0, 33)]), texts)
     for key in (1, 2, 3):
-        _check(model, outs[key], key, 0)
+        check(model, outs[key], key, 0)
     ends = [0, 40, 41, 74]
     assert varlen.calls == [(ends, ends, 40, 40)] * LAYERS
     varlen.calls.clear()
-    plan = StepPlan([_request(1, 40, 1), _request(4, 0, 5), _request(2, 1, 7), _request(5, 0, 6)])
+    plan = StepPlan([planned(1, 40, 1), planned(4, 0, 5), planned(2, 1, 7), planned(5, 0, 6)])
     report, outs = model.step(plan, texts)
     for key, start in ((1, 40), (2, 1), (4, 0), (5, 0)):
-        _check(model, outs[key], key, start)
+        check(model, outs[key], key, start)
     assert varlen.calls == [([0, 5], [0, 5], 5, 5), ([0, 6], [0, 6], 6, 6)] * LAYERS
     assert not report.losses
 
@@ -259,49 +125,49 @@ def test_a_prompt_in_chunks_stays_in_memory(model: Model, monkeypatch: pytest.Mo
     monkeypatch.setattr(spillway_kv.Sequence, "fetch", counted)
     texts = {key: key for key in range(1, 6)}
     # A prompt of 100 tokens in three chunks, beside one of 70 for which there is no room.
-    both = StepPlan([_request(1, 0, 40, prompt=100), _request(2, 0, 30, prompt=70)])
+    both = StepPlan([planned(1, 0, 40, prompt=100), planned(2, 0, 30, prompt=70)])
     _, outs = model.step(both, texts)
-    _check(model, outs[1], 1, 0)
+    check(model, outs[1], 1, 0)
     assert varlen.calls == [([0, 40, 70], [0, 40, 70], 40, 40)] * LAYERS
     varlen.calls.clear()
-    _, outs = model.step(StepPlan([_request(1, 40, 35, prompt=100)]), texts)
-    _check(model, outs[1], 1, 40)
-    _, outs = model.step(StepPlan([_request(1, 75, 25, prompt=100)]), texts)
-    _check(model, outs[1], 1, 75)
+    _, outs = model.step(StepPlan([planned(1, 40, 35, prompt=100)]), texts)
+    check(model, outs[1], 1, 40)
+    _, outs = model.step(StepPlan([planned(1, 75, 25, prompt=100)]), texts)
+    check(model, outs[1], 1, 75)
     assert (
         varlen.calls
         == [([0, 35], [0, 75], 35, 75)] * LAYERS + [([0, 25], [0, 100], 25, 100)] * LAYERS
     )
     assert fetched == []
-    _, outs = model.step(StepPlan([_request(2, 30, 40, prompt=70)]), texts)
-    _check(model, outs[2], 2, 30)
+    _, outs = model.step(StepPlan([planned(2, 30, 40, prompt=70)]), texts)
+    check(model, outs[2], 2, 30)
     assert fetched == [30] * LAYERS
     # All are appended, with the other's memory free again.
     _, outs = model.step(
-        StepPlan([_request(1, 100, 1), _request(3, 0, 20, prompt=150), _request(2, 70, 1)]), texts
+        StepPlan([planned(1, 100, 1), planned(3, 0, 20, prompt=150), planned(2, 70, 1)]), texts
     )
     for key, start in ((1, 100), (2, 70), (3, 0)):
-        _check(model, outs[key], key, start)
+        check(model, outs[key], key, start)
     # A prompt that waits makes room for one that is computed, and then fetches. Not while its K/V
     # are still read for an append.
     appends = model.worker._sequences._appends
     assert appends is not None
     wait_for(lambda: not appends.reads(3))
-    _, outs = model.step(StepPlan([_request(4, 0, 20, prompt=120)]), texts)
-    _check(model, outs[4], 4, 0)
+    _, outs = model.step(StepPlan([planned(4, 0, 20, prompt=120)]), texts)
+    check(model, outs[4], 4, 0)
     fetched.clear()
-    plan = StepPlan([_request(3, 20, 10, prompt=150), _request(4, 20, 12, prompt=120)])
+    plan = StepPlan([planned(3, 20, 10, prompt=150), planned(4, 20, 12, prompt=120)])
     report, outs = model.step(plan, texts)
     for key in (3, 4):
-        _check(model, outs[key], key, 20)
+        check(model, outs[key], key, 20)
     assert fetched == [20] * LAYERS
     assert not report.losses
     # It is lost, and begins again.
-    model.step(StepPlan([_request(5, 0, 4)], dropped=[4]), texts)
-    _, outs = model.step(StepPlan([_request(4, 0, 60, prompt=120, epoch=1)]), texts)
-    _check(model, outs[4], 4, 0)
-    _, outs = model.step(StepPlan([_request(4, 60, 61, prompt=120, epoch=1)]), texts)
-    _check(model, outs[4], 4, 60)
+    model.step(StepPlan([planned(5, 0, 4)], dropped=[4]), texts)
+    _, outs = model.step(StepPlan([planned(4, 0, 60, prompt=120, epoch=1)]), texts)
+    check(model, outs[4], 4, 0)
+    _, outs = model.step(StepPlan([planned(4, 60, 61, prompt=120, epoch=1)]), texts)
+    check(model, outs[4], 4, 60)
 
 
 def test_chunks_are_appended_in_order(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,10 +186,10 @@ def test_chunks_are_appended_in_order(model: Model, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(spillway_kv.Sequence, "append", slow)
     for start in (0, 30, 60):
-        _, outs = model.step(StepPlan([_request(1, start, 30, prompt=90)]), {1: 1})
-        _check(model, outs[1], 1, start)
-    report, outs = model.step(StepPlan([_request(1, 90, 1)]), {1: 1})
-    _check(model, outs[1], 1, 90)
+        _, outs = model.step(StepPlan([planned(1, start, 30, prompt=90)]), {1: 1})
+        check(model, outs[1], 1, start)
+    report, outs = model.step(StepPlan([planned(1, 90, 1)]), {1: 1})
+    check(model, outs[1], 1, 90)
     assert not report.losses
     # One for each layer, of which the first was made again.
     assert calls[0] == 0
@@ -345,19 +211,19 @@ def test_a_prompt_that_lacks_memory_is_lost_at_a_later_chunk(
     losses: dict[int, Loss] = {}
     chunks = 0
     while not losses and chunks < 5:
-        report, outs = model.step(StepPlan([_request(1, 30 * chunks, 30, prompt=180)]), {1: 1})
+        report, outs = model.step(StepPlan([planned(1, 30 * chunks, 30, prompt=180)]), {1: 1})
         losses, chunks = report.losses, chunks + 1
     assert losses[1].kind == "memory"
     assert not outs[1].any()
     monkeypatch.setattr(spillway_kv.Sequence, "append", append)
     for start in (0, 90):
         _, outs = model.step(
-            StepPlan([_request(1, start, 90, prompt=180, epoch=1)], dropped=[1] * (start == 0)),
+            StepPlan([planned(1, start, 90, prompt=180, epoch=1)], dropped=[1] * (start == 0)),
             {1: 1},
         )
-        _check(model, outs[1], 1, start)
-    report, outs = model.step(StepPlan([_request(1, 180, 1, epoch=1)]), {1: 1})
-    _check(model, outs[1], 1, 180)
+        check(model, outs[1], 1, start)
+    report, outs = model.step(StepPlan([planned(1, 180, 1, epoch=1)]), {1: 1})
+    check(model, outs[1], 1, 180)
     assert not report.losses
 
 
@@ -368,10 +234,10 @@ def test_a_prompt_is_computed_again_with_what_was_made_after_it(
     monkeypatch.setattr("spillway_kv.vllm.prompts._varlen", Varlen())
     model.append_later(True, 200)
     for start, count in ((0, 30), (30, 35)):
-        _, outs = model.step(StepPlan([_request(1, start, count, prompt=60)]), {1: 1})
-        _check(model, outs[1], 1, start)
-    _, outs = model.step(StepPlan([_request(1, 65, 20, prompt=60)]), {1: 1})
-    _check(model, outs[1], 1, 65)
+        _, outs = model.step(StepPlan([planned(1, start, count, prompt=60)]), {1: 1})
+        check(model, outs[1], 1, start)
+    _, outs = model.step(StepPlan([planned(1, 65, 20, prompt=60)]), {1: 1})
+    check(model, outs[1], 1, 65)
 
 
 def by_decoder(model: Model) -> bool:
@@ -382,28 +248,28 @@ def by_decoder(model: Model) -> bool:
 def test_requests_that_come_and_go_while_others_decode(model: Model) -> None:
     """A decoder is kept while the same requests decode together. A fork of one of them ends it."""
     texts = {1: 0, 2: 2, 3: 100}
-    model.step(StepPlan([_request(1, 0, 100), _request(2, 0, 30)]), texts)
+    model.step(StepPlan([planned(1, 0, 100), planned(2, 0, 30)]), texts)
     for step in range(5):
-        plan = StepPlan([_request(1, 100 + step, 1), _request(2, 30 + step, 1)])
+        plan = StepPlan([planned(1, 100 + step, 1), planned(2, 30 + step, 1)])
         report, outs = model.step(plan, texts)
         assert not report.losses
-        _check(model, outs[1], 0, 100 + step)
-        _check(model, outs[2], 2, 30 + step)
+        check(model, outs[1], 0, 100 + step)
+        check(model, outs[2], 2, 30 + step)
     if by_decoder(model):
         sums, _ = model.worker.take_statistics(wait=True)
         assert sums.attend_count == 2 * 5 * LAYERS
         assert sums.device_time_us == 0
     plan = StepPlan(
-        [_request(1, 105, 1), _request(2, 35, 1), _request(3, 96, 3, source=Source(1, 96))]
+        [planned(1, 105, 1), planned(2, 35, 1), planned(3, 96, 3, source=Source(1, 96))]
     )
     report, outs = model.step(plan, texts)
     assert not report.losses
-    _check(model, outs[1], 0, 105)
-    _check(model, outs[2], 2, 35)
-    _check(model, outs[3], 100, 96)
-    report, outs = model.step(StepPlan([_request(1, 103, 1)], dropped=[2]), texts)
+    check(model, outs[1], 0, 105)
+    check(model, outs[2], 2, 35)
+    check(model, outs[3], 100, 96)
+    report, outs = model.step(StepPlan([planned(1, 103, 1)], dropped=[2]), texts)
     assert not report.losses
-    _check(model, outs[1], 0, 103)
+    check(model, outs[1], 0, 103)
 
 
 class StepDecoder:
@@ -482,13 +348,13 @@ def decoding(model: Model, monkeypatch: pytest.MonkeyPatch) -> list[StepDecoder]
     monkeypatch.setattr(model.worker._sequences.client, "open_decoder", open_decoder)
     # As with an engine on the GPU of the tensors.
     monkeypatch.setattr(Decoding, "_suits", lambda *_: True)
-    model.step(StepPlan([_request(1, 0, 100), _request(2, 0, 30)]), TEXTS)
+    model.step(StepPlan([planned(1, 0, 100), planned(2, 0, 30)]), TEXTS)
     for step in range(2):
-        plan = StepPlan([_request(1, 100 + step, 1), _request(2, 30 + step, 1)])
+        plan = StepPlan([planned(1, 100 + step, 1), planned(2, 30 + step, 1)])
         report, outs = model.step(plan, TEXTS)
         assert not report.losses
-        _check(model, outs[1], 0, 100 + step)
-        _check(model, outs[2], 2, 30 + step)
+        check(model, outs[1], 0, 100 + step)
+        check(model, outs[2], 2, 30 + step)
     assert [(each.step_count, each.closed) for each in opened] == [(2, False)]
     return opened
 
@@ -496,7 +362,7 @@ def decoding(model: Model, monkeypatch: pytest.MonkeyPatch) -> list[StepDecoder]
 def test_drafts_are_attended_together(model: Model) -> None:
     """Requests with as many drafts share a step. Rows of rejected ones are cut by the next step."""
     texts = {1: 1, 2: 2, 3: 3, 4: 4}
-    model.step(StepPlan([_request(key, 0, 20 * key) for key in texts]), texts)
+    model.step(StepPlan([planned(key, 0, 20 * key) for key in texts]), texts)
     model.worker.take_statistics(wait=True)
     rows = Model.rows
     # Of the first request's drafts one is right, of the third's none.
@@ -508,10 +374,10 @@ def test_drafts_are_attended_together(model: Model) -> None:
     model.rows = drafted  # type: ignore[method-assign]
     plan = StepPlan(
         [
-            _request(1, 20, 4, decodes=True),
-            _request(2, 40, 1),
-            _request(3, 60, 4, decodes=True),
-            _request(4, 80, 3, decodes=True),
+            planned(1, 20, 4, decodes=True),
+            planned(2, 40, 1),
+            planned(3, 60, 4, decodes=True),
+            planned(4, 80, 3, decodes=True),
         ]
     )
     report, outs = model.step(plan, texts)
@@ -519,7 +385,7 @@ def test_drafts_are_attended_together(model: Model) -> None:
     assert not report.losses
     for key in texts:
         start = 20 * key
-        _check(model, outs[key][:, : right.get(key, 1000) - start], key, start)
+        check(model, outs[key][:, : right.get(key, 1000) - start], key, start)
     sums, prompt_token_count = model.worker.take_statistics(wait=True)
     assert prompt_token_count == 0
     # An attend for each token and layer.
@@ -527,16 +393,16 @@ def test_drafts_are_attended_together(model: Model) -> None:
     assert sums.exact_count == (4 + 1 + 4 + 3) * LAYERS * HEADS
     plan = StepPlan(
         [
-            _request(3, 61, 2, decodes=True),
-            _request(1, 22, 4, decodes=True),
-            _request(2, 41, 2, decodes=True),
-            _request(4, 83, 1),
+            planned(3, 61, 2, decodes=True),
+            planned(1, 22, 4, decodes=True),
+            planned(2, 41, 2, decodes=True),
+            planned(4, 83, 1),
         ]
     )
     report, outs = model.step(plan, texts)
     assert not report.losses
     for key, start in ((3, 61), (1, 22), (2, 41), (4, 83)):
-        _check(model, outs[key], key, start)
+        check(model, outs[key], key, start)
 
 
 @pytest.mark.skipif(on_gpu(), reason="a GPU has decoders of its own")
@@ -546,12 +412,12 @@ def test_a_decoder_ends_where_one_of_its_sequences_is_forked(
 ) -> None:
     """The same requests go on with a new decoder, because the first one holds its sequences."""
     source = Source(forked, 16)
-    plan = StepPlan([_request(1, 102, 1), _request(2, 32, 1), _request(3, 16, 3, source=source)])
+    plan = StepPlan([planned(1, 102, 1), planned(2, 32, 1), planned(3, 16, 3, source=source)])
     report, outs = model.step(plan, {**TEXTS, 3: TEXTS[forked]})
     assert not report.losses
-    _check(model, outs[1], 0, 102)
-    _check(model, outs[2], 2, 32)
-    _check(model, outs[3], TEXTS[forked], 16)
+    check(model, outs[1], 0, 102)
+    check(model, outs[2], 2, 32)
+    check(model, outs[3], TEXTS[forked], 16)
     assert [(each.step_count, each.closed) for each in decoding] == [(2, True), (1, False)]
 
 
@@ -560,10 +426,10 @@ def test_a_decoder_ends_where_one_of_its_sequences_is_dropped(
     model: Model, decoding: list[StepDecoder]
 ) -> None:
     """The request whose rows are dropped is lost, and the other one goes on alone."""
-    plan = StepPlan([_request(1, 102, 1), _request(2, 32, 1)], dropped=[2])
+    plan = StepPlan([planned(1, 102, 1), planned(2, 32, 1)], dropped=[2])
     report, outs = model.step(plan, TEXTS)
     assert set(report.losses) == {2}
-    _check(model, outs[1], 0, 102)
+    check(model, outs[1], 0, 102)
     assert (outs[2] == 0).all()
     assert [(each.step_count, each.closed) for each in decoding] == [(2, True), (1, False)]
 
@@ -575,10 +441,10 @@ def test_a_decoder_ends_where_one_of_its_sequences_has_another_length(
 ) -> None:
     """A request that was preempted computes its last token again."""
     starts = {key: end - (key in back) for key, end in ((1, 102), (2, 32))}
-    report, outs = model.step(StepPlan([_request(key, at, 1) for key, at in starts.items()]), TEXTS)
+    report, outs = model.step(StepPlan([planned(key, at, 1) for key, at in starts.items()]), TEXTS)
     assert not report.losses
     for key, at in starts.items():
-        _check(model, outs[key], TEXTS[key], at)
+        check(model, outs[key], TEXTS[key], at)
     assert [(each.step_count, each.closed) for each in decoding] == [(2, True), (1, False)]
 
 
@@ -587,13 +453,13 @@ def test_a_decoder_ends_where_its_requests_do_not_go_on(
     model: Model, decoding: list[StepDecoder]
 ) -> None:
     """One of them waits. A prompt beside them changes nothing."""
-    plan = StepPlan([_request(1, 102, 1), _request(3, 0, 5), _request(2, 32, 1)])
+    plan = StepPlan([planned(1, 102, 1), planned(3, 0, 5), planned(2, 32, 1)])
     report, _ = model.step(plan, TEXTS)
     assert not report.losses
     assert [(each.step_count, each.closed) for each in decoding] == [(3, False)]
-    report, outs = model.step(StepPlan([_request(1, 103, 1)]), TEXTS)
+    report, outs = model.step(StepPlan([planned(1, 103, 1)]), TEXTS)
     assert not report.losses
-    _check(model, outs[1], 0, 103)
+    check(model, outs[1], 0, 103)
     assert [(each.step_count, each.closed) for each in decoding] == [(3, True), (1, False)]
 
 
@@ -602,13 +468,13 @@ def _decode(model: Model, starts: dict[int, int], prompt: int | None = None) -> 
 
     starts: tokens that each has. They become one more.
     """
-    requests = [_request(key, at, 1) for key, at in starts.items()]
+    requests = [planned(key, at, 1) for key, at in starts.items()]
     if prompt is not None:
-        requests.insert(len(requests) - 1, _request(prompt, 0, 5))
+        requests.insert(len(requests) - 1, planned(prompt, 0, 5))
     report, outs = model.step(StepPlan(requests), TEXTS)
     assert not report.losses
     for key in starts:
-        _check(model, outs[key], TEXTS[key], starts[key])
+        check(model, outs[key], TEXTS[key], starts[key])
         starts[key] += 1
 
 
@@ -703,12 +569,12 @@ def test_a_prompt_that_is_lost_joins_no_decoders(model: Model, decoding: list[St
     _decode(model, starts, prompt=3)
     starts[3] = 5
     gone = Source(77, 16)
-    plan = StepPlan([_request(key, at, 1) for key, at in starts.items()])
-    plan.requests.append(_request(4, 16, 5, source=gone))
+    plan = StepPlan([planned(key, at, 1) for key, at in starts.items()])
+    plan.requests.append(planned(4, 16, 5, source=gone))
     report, outs = model.step(plan, TEXTS)
     assert set(report.losses) == {4}
     for key in starts:
-        _check(model, outs[key], TEXTS[key], starts[key])
+        check(model, outs[key], TEXTS[key], starts[key])
     assert [(each.step_count, each.closed) for each in decoding] == [(4, False), (1, False)]
 
 
@@ -738,14 +604,14 @@ def test_a_step_that_fails_on_the_gpu_is_known_with_its_tokens(
 ) -> None:
     """The report of the step does not wait for the GPU. What was lost is read later."""
     decoding[0].failing = [1]
-    report, outs = model.step(StepPlan([_request(1, 102, 1), _request(2, 32, 1, epoch=3)]), TEXTS)
+    report, outs = model.step(StepPlan([planned(1, 102, 1), planned(2, 32, 1, epoch=3)]), TEXTS)
     assert not report.losses
-    _check(model, outs[1], 0, 102)
+    check(model, outs[1], 0, 102)
     failures = model.worker.failures()
     assert failures is not None
     assert failures() == {2: Loss(3, "again", failures()[2].reason)}
     # Without decoders, the report says everything.
-    model.step(StepPlan([_request(3, 0, 5)]), TEXTS)
+    model.step(StepPlan([planned(3, 0, 5)]), TEXTS)
     assert model.worker.failures() is None
 
 
@@ -761,41 +627,41 @@ def test_an_error_of_an_earlier_step_loses_only_what_it_has_cut(
         sequences._sequences[2].truncate(30)
 
     decoding[0].close = close  # type: ignore[method-assign]
-    report, outs = model.step(StepPlan([_request(1, 102, 1), _request(2, 32, 1)]), TEXTS)
+    report, outs = model.step(StepPlan([planned(1, 102, 1), planned(2, 32, 1)]), TEXTS)
     assert {key: loss.kind for key, loss in report.losses.items()} == {2: "again"}
-    _check(model, outs[1], 0, 102)
+    check(model, outs[1], 0, 102)
     assert (outs[2] == 0).all()
 
 
 def test_a_request_begins_with_anothers_rows(model: Model) -> None:
     """Its sequence is forked at a token, while the other request continues."""
     texts = {1: 0, 2: 100}
-    model.step(StepPlan([_request(1, 0, 120)]), texts)
-    plan = StepPlan([_request(1, 120, 1), _request(2, 96, 20, source=Source(1, 96))])
+    model.step(StepPlan([planned(1, 0, 120)]), texts)
+    plan = StepPlan([planned(1, 120, 1), planned(2, 96, 20, source=Source(1, 96))])
     report, outs = model.step(plan, texts)
-    _check(model, outs[1], 0, 120)
-    _check(model, outs[2], 100, 96)
+    check(model, outs[1], 0, 120)
+    check(model, outs[2], 100, 96)
     assert not report.losses
 
 
 def test_rows_beyond_the_plan_are_cut(model: Model) -> None:
     """A preempted request continues at an earlier token than its last."""
     texts = {1: 1}
-    model.step(StepPlan([_request(1, 0, 50)]), texts)
-    report, outs = model.step(StepPlan([_request(1, 30, 9)]), texts)
-    _check(model, outs[1], 1, 30)
+    model.step(StepPlan([planned(1, 0, 50)]), texts)
+    report, outs = model.step(StepPlan([planned(1, 30, 9)]), texts)
+    check(model, outs[1], 1, 30)
     assert not report.losses
 
 
 def test_rows_that_are_not_there_are_lost(model: Model) -> None:
     """The report names this request, and its outputs are zeros. The others are served."""
     texts = {1: 1, 2: 2, 3: 3}
-    model.step(StepPlan([_request(1, 0, 10)]), texts)
+    model.step(StepPlan([planned(1, 0, 10)]), texts)
     plan = StepPlan(
         [
-            _request(1, 20, 1, epoch=5),
-            _request(2, 0, 4),
-            _request(3, 64, 4, source=Source(9, 64)),
+            planned(1, 20, 1, epoch=5),
+            planned(2, 0, 4),
+            planned(3, 64, 4, source=Source(9, 64)),
         ]
     )
     report, outs = model.step(plan, texts)
@@ -803,7 +669,7 @@ def test_rows_that_are_not_there_are_lost(model: Model) -> None:
     assert report.losses[1].epoch == 5
     assert report.losses[1].reason == "10 of 20 tokens' rows are there"
     assert report.losses[1].kind == "again"
-    _check(model, outs[2], 2, 0)
+    check(model, outs[2], 2, 0)
     assert (outs[1] == 0).all()
     assert (outs[3] == 0).all()
     assert model.worker.sequence_count == 1
@@ -811,7 +677,7 @@ def test_rows_that_are_not_there_are_lost(model: Model) -> None:
 
 def test_a_missing_sequence_to_begin_with_is_reported(model: Model) -> None:
     """Then the scheduler does not offer it to other requests."""
-    plan = StepPlan([_request(2, 64, 4, source=Source(1, 64))])
+    plan = StepPlan([planned(2, 64, 4, source=Source(1, 64))])
     report, _ = model.step(plan, {2: 2})
     assert report.losses[2].kind == "again"
     assert report.gone == {1}
@@ -821,10 +687,10 @@ def test_a_missing_sequence_to_begin_with_is_reported(model: Model) -> None:
 def test_a_fork_finds_that_the_rows_of_a_running_prompt_are_gone(model: Model) -> None:
     """The prompt itself was ready before. Both are computed again."""
     texts = {1: 0, 2: 100}
-    model.step(StepPlan([_request(1, 0, 100)]), texts)
+    model.step(StepPlan([planned(1, 0, 100)]), texts)
     model.worker._sequences.settle(1)
     model.worker._sequences.client.get_sequence(model.worker._sequences._sequences[1].name).delete()
-    plan = StepPlan([_request(1, 100, 5), _request(2, 64, 3, source=Source(1, 64))])
+    plan = StepPlan([planned(1, 100, 5), planned(2, 64, 3, source=Source(1, 64))])
     report, outs = model.step(plan, texts)
     assert {key: loss.kind for key, loss in report.losses.items()} == {1: "again", 2: "again"}
     assert report.gone == {1}
@@ -847,19 +713,19 @@ def test_what_a_running_prompt_lacks_is_its_own_loss(
         return append(self, *arguments, **more)
 
     monkeypatch.setattr(spillway_kv.Sequence, "append", appended)
-    report, _ = model.step(StepPlan([_request(1, 0, 100)]), texts)
+    report, _ = model.step(StepPlan([planned(1, 0, 100)]), texts)
     assert not report.losses
     # It holds its K/V until it is known that they cannot be appended.
     appends = model.worker._sequences._appends
     assert appends is not None
-    plan = StepPlan([_request(1, 100, 5), _request(2, 64, 3, source=Source(1, 64))])
+    plan = StepPlan([planned(1, 100, 5), planned(2, 64, 3, source=Source(1, 64))])
     report, _ = model.step(plan, texts)
     assert {key: loss.kind for key, loss in report.losses.items()} == {1: "memory", 2: "again"}
     assert appends.end_of(1) is None
     full = False
-    report, outs = model.step(StepPlan([_request(1, 0, 105, epoch=1)], dropped=[1]), texts)
+    report, outs = model.step(StepPlan([planned(1, 0, 105, epoch=1)], dropped=[1]), texts)
     assert not report.losses
-    _check(model, outs[1], 0, 0)
+    check(model, outs[1], 0, 0)
 
 
 def test_failed_appends_hold_no_memory(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -883,7 +749,7 @@ def test_failed_appends_hold_no_memory(model: Model, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(spillway_kv.Sequence, "append", appended)
     monkeypatch.setattr(appends._pool, "submit", ended)
     for key in range(1, 6):
-        model.step(StepPlan([_request(key, 0, 40)]), {key: key})
+        model.step(StepPlan([planned(key, 0, 40)]), {key: key})
     held = [append for of in appends._of.values() for append in of if append._rows is not None]
     # Those of the last layer: there was none after it.
     assert len(held) == 1
@@ -892,7 +758,7 @@ def test_failed_appends_hold_no_memory(model: Model, monkeypatch: pytest.MonkeyP
 def test_sequences_go_when_told(model: Model) -> None:
     """Sequences are dropped before the step, and kept ones stay."""
     texts = {1: 1, 2: 2}
-    model.step(StepPlan([_request(1, 0, 10), _request(2, 0, 10)]), texts)
+    model.step(StepPlan([planned(1, 0, 10), planned(2, 0, 10)]), texts)
     model.worker.begin(StepPlan(kept=[2], dropped=[1, 77]), {})
     model.worker.end()
     assert model.worker.sequence_count == 1
@@ -902,7 +768,7 @@ def test_sequences_go_when_told(model: Model) -> None:
 def test_a_sequence_that_was_deleted_is_lost_at_any_layer(model: Model) -> None:
     """Another client deletes it between two layers. The step's others are served one by one."""
     texts = {1: 1, 2: 2}
-    model.step(StepPlan([_request(1, 0, 10), _request(2, 0, 10)]), texts)
+    model.step(StepPlan([planned(1, 0, 10), planned(2, 0, 10)]), texts)
     attend = model.worker.attend
 
     def attend_once(layer: int, *tensors: Any) -> None:
@@ -911,16 +777,16 @@ def test_a_sequence_that_was_deleted_is_lost_at_any_layer(model: Model) -> None:
         attend(layer, *tensors)
 
     model.worker.attend = attend_once  # type: ignore[assignment, method-assign]
-    report, outs = model.step(StepPlan([_request(1, 10, 1), _request(2, 10, 1)]), texts)
+    report, outs = model.step(StepPlan([planned(1, 10, 1), planned(2, 10, 1)]), texts)
     assert set(report.losses) == {1}
-    _check(model, outs[2], 2, 10)
+    check(model, outs[2], 2, 10)
     assert (outs[1][1] == 0).all()
 
 
 def test_values_that_are_not_finite_fail_alone(model: Model) -> None:
     """Neither the worker nor the other requests of the step fail."""
     texts = {1: 1, 2: 2}
-    model.step(StepPlan([_request(1, 0, 10), _request(2, 0, 10)]), texts)
+    model.step(StepPlan([planned(1, 0, 10), planned(2, 0, 10)]), texts)
     rows = Model.rows
 
     def broken(text: int, position: int, layer: int) -> tuple[torch.Tensor, ...]:
@@ -928,19 +794,19 @@ def test_values_that_are_not_finite_fail_alone(model: Model) -> None:
         return (q, k * float("nan"), v) if text == 1 else (q, k, v)
 
     model.rows = broken  # type: ignore[method-assign]
-    report, outs = model.step(StepPlan([_request(1, 10, 1), _request(2, 10, 1)]), texts)
-    _check(model, outs[2], 2, 10)
+    report, outs = model.step(StepPlan([planned(1, 10, 1), planned(2, 10, 1)]), texts)
+    check(model, outs[2], 2, 10)
     if by_decoder(model):
         failures = model.worker.failures()
         assert failures is not None
         assert {key: loss.kind for key, loss in failures().items()} == {1: "again"}
         # Computed again, the prompt has the same values, which may be known a step later.
-        plan = StepPlan([_request(1, 0, 11, epoch=1), _request(2, 11, 1)], dropped=[1])
+        plan = StepPlan([planned(1, 0, 11, epoch=1), planned(2, 11, 1)], dropped=[1])
         report, outs = model.step(plan, texts)
-        _check(model, outs[2], 2, 11)
+        check(model, outs[2], 2, 11)
         if not report.losses:
-            report, outs = model.step(StepPlan([_request(1, 11, 1), _request(2, 12, 1)]), texts)
-            _check(model, outs[2], 2, 12)
+            report, outs = model.step(StepPlan([planned(1, 11, 1), planned(2, 12, 1)]), texts)
+            check(model, outs[2], 2, 12)
     assert report.losses[1].kind == "failed"
     assert set(report.losses) == {1}
     assert "finite" in report.losses[1].reason
@@ -958,21 +824,21 @@ def test_kept_sequences_make_room(later: bool) -> None:
         texts = {key: key for key in range(1, 30)}
         gone: set[int] = set()
         for key in range(1, 12):
-            report, outs = model.step(StepPlan([_request(key, 0, 600)], kept=[key - 1]), texts)
+            report, outs = model.step(StepPlan([planned(key, 0, 600)], kept=[key - 1]), texts)
             assert not report.losses
-            _check(model, outs[key][:, -2:], key, 598)
+            check(model, outs[key][:, -2:], key, 598)
             gone |= report.gone
         assert gone == set(range(1, len(gone) + 1))
         assert len(gone) >= 3
-        report, _ = model.step(StepPlan([_request(20, 0, 6000)]), texts)
+        report, _ = model.step(StepPlan([planned(20, 0, 6000)]), texts)
         if later:
             assert not report.losses
-            report, _ = model.step(StepPlan([_request(20, 6000, 1)]), texts)
+            report, _ = model.step(StepPlan([planned(20, 6000, 1)]), texts)
         assert report.losses[20].kind == "memory"
         assert "memory.limit" in report.losses[20].reason
-        report, outs = model.step(StepPlan([_request(21, 0, 5)]), texts)
+        report, outs = model.step(StepPlan([planned(21, 0, 5)]), texts)
         assert not report.losses
-        _check(model, outs[21], 21, 0)
+        check(model, outs[21], 21, 0)
     finally:
         model.worker.close()
 
@@ -993,17 +859,17 @@ def test_kept_sequences_leave_room_to_copies() -> None:
     texts = {**{key: key for key in range(1, 6)}, 6: 1, 7: 7}
     try:
         for key in range(1, 6):
-            report, _ = model.step(StepPlan([_request(key, 0, 100)], kept=[key - 1]), texts)
+            report, _ = model.step(StepPlan([planned(key, 0, 100)], kept=[key - 1]), texts)
             assert report.gone == set()
         # A prompt that begins counts with all tokens that it does not share. The oldest kept one
         # goes, but not that with which a request begins.
-        begins = _request(6, 64, 1, source=Source(1, 64), prompt=664)
+        begins = planned(6, 64, 1, source=Source(1, 64), prompt=664)
         report, outs = model.step(StepPlan([begins], kept=[5]), texts)
         assert report.gone == {2}
-        _check(model, outs[6], 1, 64)
+        check(model, outs[6], 1, 64)
         assert model.worker.sequence_count == 5
         # When it has ended, there is room again.
-        report, _ = model.step(StepPlan([_request(7, 0, 1)], kept=[6]), texts)
+        report, _ = model.step(StepPlan([planned(7, 0, 1)], kept=[6]), texts)
         assert report.gone == set()
         assert model.worker.sequence_count == 6
     finally:
@@ -1012,8 +878,8 @@ def test_kept_sequences_leave_room_to_copies() -> None:
 
 def test_a_sequence_with_which_a_request_begins_makes_no_room(model: Model) -> None:
     """Of two kept ones, only the other is dropped, although it is not enough."""
-    model.step(StepPlan([_request(1, 0, 100), _request(2, 0, 100)]), {1: 0, 2: 2})
-    plan = StepPlan([_request(3, 64, 1, source=Source(1, 64))], kept=[1, 2])
+    model.step(StepPlan([planned(1, 0, 100), planned(2, 0, 100)]), {1: 0, 2: 2})
+    plan = StepPlan([planned(3, 64, 1, source=Source(1, 64))], kept=[1, 2])
     model.worker.begin(plan, {3: 0})
     sequences = model.worker._sequences
 
@@ -1032,7 +898,7 @@ def test_a_step_that_lacks_memory_takes_that_of_kept_sequences(
 ) -> None:
     """The requests are still served together."""
     texts = {1: 0, 2: 2, 3: 3, 4: 4}
-    model.step(StepPlan([_request(key, 0, 100) for key in texts]), texts)
+    model.step(StepPlan([planned(key, 0, 100) for key in texts]), texts)
     begin = Group.begin
     began: list[int] = []
 
@@ -1043,23 +909,23 @@ def test_a_step_that_lacks_memory_takes_that_of_kept_sequences(
         begin(self, device)
 
     monkeypatch.setattr(Group, "begin", lacking)
-    plan = StepPlan([_request(1, 100, 1), _request(2, 100, 1)], kept=[3, 4])
+    plan = StepPlan([planned(1, 100, 1), planned(2, 100, 1)], kept=[3, 4])
     report, outs = model.step(plan, texts)
     # Until the third time, each with one kept sequence less.
     assert began == [2, 2, 2]
     assert report.gone == {3, 4}
     assert not report.losses
     for key in (1, 2):
-        _check(model, outs[key], texts[key], 100)
+        check(model, outs[key], texts[key], 100)
 
 
 def test_sparse_steps_are_counted(model: Model) -> None:
     """Attends, rows and certificates of decode steps are counted, but not those of prompts."""
-    model.step(StepPlan([_request(1, 0, 7)]), {1: 1})
+    model.step(StepPlan([planned(1, 0, 7)]), {1: 1})
     statistics, prompt_token_count = model.worker.take_statistics(wait=True)
     assert prompt_token_count == 7
     assert statistics.attend_count == 0
-    model.step(StepPlan([_request(1, 7, 1)]), {1: 1})
+    model.step(StepPlan([planned(1, 7, 1)]), {1: 1})
     statistics, prompt_token_count = model.worker.take_statistics(wait=True)
     assert prompt_token_count == 0
     assert statistics.attend_count == LAYERS
@@ -1089,7 +955,7 @@ def test_a_step_begins_when_the_runner_tells_its_requests() -> None:
     attending = Attending(worker, [])
     attending.begin(["a"])
     assert worker.begun == []
-    requests = [_request(4, 0, 3, name="a"), _request(9, 5, 1, name="b")]
+    requests = [planned(4, 0, 3, name="a"), planned(9, 5, 1, name="b")]
     attending.plan(StepPlan(requests))
     attending.begin(["b", "a"])
     assert worker.begun == [{9: 0, 4: 1}]
@@ -1100,7 +966,7 @@ def test_a_step_begins_when_the_runner_tells_its_requests() -> None:
 
 def test_rows_are_told_by_their_newest_blocks() -> None:
     """This works for any order of requests in vLLM's batch."""
-    plan = StepPlan([_request(4, 0, 3), _request(9, 5, 1)])
+    plan = StepPlan([planned(4, 0, 3), planned(9, 5, 1)])
     assert begins_of(plan, _Batch([(9, 0), (4, 1)])) == {4: 1, 9: 0}
     with pytest.raises(RuntimeError, match=r"blocks \[8, 9\], the plan \[4, 9\]"):
         begins_of(plan, _Batch([(9, 0), (8, 1)]))
@@ -1160,17 +1026,17 @@ def run_graph(model: Model, plan: StepPlan, texts: dict[int, int]) -> tuple[Any,
 @pytest.mark.skipif(on_gpu(), reason="a GPU has decoders of its own")
 def test_a_decoder_runs_the_model_as_a_graph(model: Model, decoding: list[StepDecoder]) -> None:
     """The graph is for more requests than there are. Failures on the GPU are known as ever."""
-    plan = StepPlan([_request(1, 102, 1), _request(2, 32, 1)])
+    plan = StepPlan([planned(1, 102, 1), planned(2, 32, 1)])
     report, graph = run_graph(model, plan, TEXTS)
     assert not report.losses
     assert not graph.in_pieces
     for row, start in enumerate((102, 32)):
-        _check(model, graph.outs[:, row : row + 1], TEXTS[row + 1], start)
+        check(model, graph.outs[:, row : row + 1], TEXTS[row + 1], start)
     failures = model.worker.failures()
     assert failures is not None
     assert failures() == {}
     decoding[0].failing = [1]
-    report, _ = run_graph(model, StepPlan([_request(1, 103, 1), _request(2, 33, 1)]), TEXTS)
+    report, _ = run_graph(model, StepPlan([planned(1, 103, 1), planned(2, 33, 1)]), TEXTS)
     failures = model.worker.failures()
     assert failures is not None
     assert list(failures()) == [2]
@@ -1182,18 +1048,18 @@ def test_what_no_decoder_serves_alone_runs_in_pieces(
     model: Model, decoding: list[StepDecoder]
 ) -> None:
     """A request beside them that computes its last token exactly, and one that is lost."""
-    model.step(StepPlan([_request(3, 0, 20)]), TEXTS)
-    plan = StepPlan([_request(1, 102, 1), _request(3, 20, 1, decodes=False), _request(2, 32, 1)])
+    model.step(StepPlan([planned(3, 0, 20)]), TEXTS)
+    plan = StepPlan([planned(1, 102, 1), planned(3, 20, 1, decodes=False), planned(2, 32, 1)])
     report, graph = run_graph(model, plan, TEXTS)
     assert not report.losses
     assert graph.in_pieces == 1
     for row, (key, start) in enumerate(((1, 102), (3, 20), (2, 32))):
-        _check(model, graph.outs[:, row : row + 1], TEXTS[key], start)
-    plan = StepPlan([_request(1, 103, 1), _request(2, 33, 1)], dropped=[2])
+        check(model, graph.outs[:, row : row + 1], TEXTS[key], start)
+    plan = StepPlan([planned(1, 103, 1), planned(2, 33, 1)], dropped=[2])
     report, graph = run_graph(model, plan, TEXTS)
     assert set(report.losses) == {2}
     assert graph.in_pieces == 1
-    _check(model, graph.outs[:, :1], TEXTS[1], 103)
+    check(model, graph.outs[:, :1], TEXTS[1], 103)
     assert (graph.outs[:, 1] == 0).all()
     assert graph.outs[:, 2].isnan().all()
 
@@ -1204,13 +1070,13 @@ def test_a_graph_that_a_decoder_cannot_run_runs_in_pieces(
 ) -> None:
     """It loses no request, and is not tried again."""
     decoding[0].run_error = spillway_kv.Aborted("cudaGraphInstantiate: no memory")
-    plan = StepPlan([_request(1, 102, 1), _request(2, 32, 1)])
+    plan = StepPlan([planned(1, 102, 1), planned(2, 32, 1)])
     report, graph = run_graph(model, plan, TEXTS)
     assert not report.losses
     assert graph.failed
     assert graph.in_pieces == 1
     for row, start in enumerate((102, 32)):
-        _check(model, graph.outs[:, row : row + 1], TEXTS[row + 1], start)
+        check(model, graph.outs[:, row : row + 1], TEXTS[row + 1], start)
     assert decoding[0].closed
 
 
@@ -1222,15 +1088,15 @@ def test_a_graph_of_the_whole_step(model: Model, monkeypatch: pytest.MonkeyPatch
     attending.run(graph)
     assert (graph.outs == 0).all()
     assert graph.in_pieces == 1
-    model.step(StepPlan([_request(1, 0, 30)]), {1: 1})
-    attending.plan(StepPlan([_request(1, 30, 1, name="x")]))
+    model.step(StepPlan([planned(1, 0, 30)]), {1: 1})
+    attending.plan(StepPlan([planned(1, 30, 1, name="x")]))
     with pytest.raises(RuntimeError, match="did not say which requests"):
         attending.run(graph)
     attending.begin(["x"])
     graph = Graph(model, [(1, 30)])
     attending.run(graph)
     assert not attending.end().losses
-    _check(model, graph.outs[:, :1], 1, 30)
+    check(model, graph.outs[:, :1], 1, 30)
     # A capture that leaves no attend open would return zeros for ever.
     monkeypatch.setattr(layers, "_is_captured", lambda _: True)
     q, k, v, out = graph._tensors(0)

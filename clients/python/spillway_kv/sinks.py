@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as SequenceABC
 from typing import TYPE_CHECKING, Any, Union
 
@@ -45,6 +46,19 @@ def sink_rows(
             f"{[layer_count, query_head_count]}"
         )
     return tuple(map(tuple, array.tolist()))
+
+
+def filled(sinks: SequenceABC[torch.Tensor | None]) -> list[torch.Tensor] | None:
+    """Returns a row for each layer, with -inf for layers without sinks. None: no layer has sinks.
+
+    Args:
+        sinks: The sinks of each layer [H_q]. None: it has none.
+    """
+    first = next((row for row in sinks if row is not None), None)
+    if first is None:
+        return None
+    without = first.new_full(first.shape, -math.inf)
+    return [without if row is None else row for row in sinks]
 
 
 def _plain(values: Any) -> Any:

@@ -20,7 +20,7 @@ from spillway_kv.quality import chosen_policy
 from spillway_kv.results import Model
 from spillway_kv.row_types import RowType
 from spillway_kv.sequence import Sequence
-from spillway_kv.sinks import sink_rows
+from spillway_kv.sinks import filled, sink_rows
 from spillway_kv.transformers.chats import Chats
 from spillway_kv.transformers.contents import Contents
 from spillway_kv.transformers.daemon_model import DaemonModel
@@ -29,7 +29,7 @@ from spillway_kv.transformers.identity import config_fields
 from spillway_kv.transformers.layer import Shared
 from spillway_kv.transformers.rows import RowStore
 from spillway_kv.transformers.selection import row_numbers
-from spillway_kv.transformers.sinks import filled, sinks_of
+from spillway_kv.transformers.sinks import sinks_of
 from spillway_kv.transformers.statistics import CacheStatistics, OnAttend
 from spillway_kv.transformers.support import continues_one_by_one, layers_of, shapes_of
 from spillway_kv.transformers.turns import Turns

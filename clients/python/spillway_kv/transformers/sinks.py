@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as SequenceABC
 from typing import Any
 
 import torch
@@ -39,19 +38,6 @@ def sinks_of(model: Any) -> dict[int, torch.Tensor]:
             raise UnsupportedModelError(f"the sinks of layer {layer} are not loaded (meta)")
         found[layer] = sinks.detach().to("cpu", torch.float32, copy=True)
     return found
-
-
-def filled(sinks: SequenceABC[torch.Tensor | None]) -> list[torch.Tensor] | None:
-    """Returns a row for each layer, with -inf for layers without sinks. None: no layer has sinks.
-
-    Args:
-        sinks: The sinks of each layer [H_q]. None: it has none.
-    """
-    first = next((row for row in sinks if row is not None), None)
-    if first is None:
-        return None
-    without = torch.full_like(first, -torch.inf)
-    return [without if row is None else row for row in sinks]
 
 
 class LayerSinks:

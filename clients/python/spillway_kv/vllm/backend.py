@@ -51,6 +51,11 @@ class SpillwayBackend(AttentionBackend):
         return SpillwayMetadataBuilder
 
     @classmethod
+    def supports_sink(cls) -> bool:
+        """Returns whether layers may have learned sinks."""
+        return True
+
+    @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
         """Replaces full attention by a window of the newest tokens, for vLLM's pool."""
         if not isinstance(spec, FullAttentionSpec):
@@ -64,8 +69,7 @@ class SpillwayBackend(AttentionBackend):
         )
         if not layers.pool_is_thin():
             return window
-        # Nothing reads the pool. Other layers' pages must have this size too, so it is only for
-        # models that have none.
+        # Nothing reads these pages.
         return replace(window, num_head_slots=1, state_content_bytes=memory.THIN_BYTES)
 
 
@@ -165,7 +169,6 @@ class SpillwayImpl(AttentionImpl[SpillwayMetadata]):
             "ALiBi": alibi_slopes is not None,
             f"a sliding window of {sliding_window} tokens": sliding_window is not None,
             f"a soft cap of {logits_soft_cap} on its logits": bool(logits_soft_cap),
-            "learned attention sinks": sinks is not None,
             "K/V of another layer": kv_sharing_target_layer_name is not None,
             f"attention of the kind {attn_type}": attn_type != AttentionType.DECODER,
             **{name: value is not None and value is not False for name, value in others.items()},
@@ -181,6 +184,14 @@ class SpillwayImpl(AttentionImpl[SpillwayMetadata]):
         self.scale = float(scale)
         self.num_kv_heads = num_kv_heads
         self.kv_cache_dtype = kv_cache_dtype
+        # Among the model's weights, which are loaded later.
+        self.sinks = sinks
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Called when weights are loaded, also while the model is served."""
+        attending = layers.attending()
+        if attending is not None and self.sinks is not None:
+            attending.note_new_weights()
 
     def forward(
         self,

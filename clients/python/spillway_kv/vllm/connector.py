@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +24,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from spillway_kv.quality import policy_of
 from spillway_kv.vllm import flash, graphs, layers, memory
-from spillway_kv.vllm.backend import SpillwayBackend
+from spillway_kv.vllm.backend import SpillwayBackend, SpillwayImpl
 from spillway_kv.vllm.metrics import SpillwayMetrics, SpillwayStats
 from spillway_kv.vllm.requests import Requests, Scheduled
 from spillway_kv.vllm.sequences import Shapes
@@ -103,6 +104,12 @@ class SpillwayConnector(KVConnectorBase_V1, SupportsHMA):
             self._block_size = kv_cache_config.kv_cache_groups[self._group].kv_cache_spec.block_size
             alone = len(names) == _layer_count(kv_cache_config)
             self._requests = Requests(self._settings.kept_sequence_count, reuses=alone)
+            if not alone:
+                logger.info(
+                    "Spillway reuses no prefixes, and preempted requests are computed again: "
+                    "vLLM keeps K/V or states of %d other layers, which it cannot restore",
+                    _layer_count(kv_cache_config) - len(names),
+                )
             self._running: set[str] = set()
             # To list a request's blocks takes the longer, the more tokens it has.
             self._needs_blocks = not graphs.names_requests(vllm_config)
@@ -116,7 +123,10 @@ class SpillwayConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Starts the engine, or connects to the daemon. Called when the layers are known."""
-        self._pool_bytes = sum(cache.nbytes for cache in kv_caches.values())
+        # Layers of several groups share memory. A layer with a state may have several tensors.
+        tensors = (each for cache in kv_caches.values() for each in _listed(cache))
+        storages = (tensor.untyped_storage() for tensor in tensors)
+        self._pool_bytes = sum({each.data_ptr(): each.nbytes() for each in storages}.values())
         self._open()
 
     def _open(self) -> layers.Attending:
@@ -294,6 +304,10 @@ def _tokens(request: Request, tokens: Sequence[int] | None) -> Sequence[int] | N
     return list(tokens)
 
 
+def _listed(cache: torch.Tensor | Iterable[torch.Tensor]) -> Iterable[torch.Tensor]:
+    return [cache] if isinstance(cache, torch.Tensor) else cache
+
+
 def _salt(request: Request) -> str:
     adapter = request.lora_request
     return f"{'' if adapter is None else adapter.lora_name}\n{request.cache_salt or ''}"
@@ -313,7 +327,22 @@ def _our_group(kv_cache_config: KVCacheConfig) -> tuple[int, list[str]]:
     }
     if not names:
         raise ValueError("Spillway cannot serve this: no layer has full attention")
-    return names[min(names, key=extract_layer_index)], list(names)
+    return names[_in_order(names)[0]], list(names)
+
+
+def _in_order(names: Iterable[str]) -> list[str]:
+    """Returns layers in the model's order.
+
+    Raises:
+        ValueError: A name does not have exactly one number, as where layers share their weights.
+    """
+    for name in names:
+        if sum(part.isdecimal() for part in name.split(".")) != 1:
+            raise ValueError(
+                f"Spillway cannot serve this: the name of the attention {name} has not just the "
+                "number of its layer, so their order is not known"
+            )
+    return sorted(names, key=extract_layer_index)
 
 
 def _open_attending(
@@ -322,7 +351,14 @@ def _open_attending(
     """Starts this rank's engine for the layers that use the backend."""
     found = get_layers_from_vllm_config(vllm_config, Attention)
     ours = {n: layer for n, layer in found.items() if layer.attn_backend is SpillwayBackend}
-    names = sorted(ours, key=extract_layer_index)
+    names = _in_order(ours)
+    unequal = [n for n in names if ours[n].head_size_v != ours[n].head_size]
+    if unequal:
+        layer = ours[unequal[0]]
+        raise ValueError(
+            f"Spillway cannot serve this: values of {unequal[0]} have {layer.head_size_v} "
+            f"elements, and keys {layer.head_size}"
+        )
     shapes = {
         Shapes(
             layer_count=len(names),
@@ -351,7 +387,8 @@ def _open_attending(
         settings, vllm_config, shape, device, pool_bytes, prompts_stay=serves
     )
     length_max = vllm_config.model_config.max_model_len
-    worker = Worker(settings, shape, device, policy_of(settings.quality), length_max)
+    read_sinks = partial(_sinks_of, [ours[name].impl for name in names])
+    worker = Worker(settings, shape, device, policy_of(settings.quality), length_max, read_sinks())
     logger.info("Spillway serves %d of %d attention layers: %s", len(names), len(found), shape)
     if settings.gpu_memory:
         logger.info(
@@ -359,4 +396,12 @@ def _open_attending(
             settings.gpu_memory,
             settings.gpu_resident or "0",
         )
-    return layers.Attending(worker, names)
+    return layers.Attending(worker, names, read_sinks)
+
+
+def _sinks_of(impls: list[SpillwayImpl]) -> list[torch.Tensor | None]:
+    """Returns the learned sinks of layers, each [H_q] float32, or None. Empty: no layer has any."""
+    sinks = [impl.sinks for impl in impls]
+    if all(each is None for each in sinks):
+        return []
+    return [None if x is None else x.detach().to(torch.float32, copy=True) for x in sinks]

@@ -25,16 +25,31 @@ class Attending:
     Args:
         worker: The worker of this rank.
         layer_names: vLLM's names of the worker's layers, in the model's order.
+        read_sinks: Returns the model's learned sinks as for `Worker.set_sinks`, from its weights.
     """
 
-    def __init__(self, worker: Worker, layer_names: list[str]) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        layer_names: list[str],
+        read_sinks: Callable[[], list[torch.Tensor | None]] = list,
+    ) -> None:
         self.worker = worker
+        self._read_sinks = read_sinks
+        self._has_new_weights = False
         self._numbers: Mapping[str, int] = {name: i for i, name in enumerate(layer_names)}
         self._plan: StepPlan | None = None
         self._begun = False
 
+    def note_new_weights(self) -> None:
+        """Makes the next step read learned sinks anew."""
+        self._has_new_weights = True
+
     def plan(self, plan: StepPlan) -> None:
         """Stores the plan of the next step."""
+        if self._has_new_weights:
+            self._has_new_weights = False
+            self.worker.set_sinks(self._read_sinks())
         self._plan = plan
         self._begun = False
 
@@ -146,7 +161,7 @@ _pool_is_thin = False
 
 
 def pool_is_thin() -> bool:
-    """Whether vLLM's pool only has Spillway's layers, and can thus be nearly empty."""
+    """Whether other layers have no K/V in vLLM's pool, so that it can be nearly empty."""
     return _pool_is_thin
 
 

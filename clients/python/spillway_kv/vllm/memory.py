@@ -6,6 +6,7 @@ import functools
 import math
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from spillway_kv.vllm.settings import KeptRoom, Settings
 # older model runner identifies requests by them. No model has a window of this size, so it
 # identifies the pool groups of these layers.
 WINDOW_TOKEN_COUNT = 61
-# Bytes of a token and layer in a pool that only Spillway's layers use.
+# Bytes of a token and layer in a pool where other layers have no K/V.
 THIN_BYTES = 16
 # Most bytes of rows for which memory is pinned at the start. A prompt that finds it ready does not
 # wait for it: 16,384 tokens of a model of 1.5B parameters have 0.47 GB, which take 34 ms.
@@ -57,8 +58,27 @@ def only_full_attention(model: Any) -> bool:
     )
 
 
+def others_have_states(model: Any) -> bool:
+    """Whether all layers without full attention keep a state, as far as its configuration says.
+
+    Linear attention, state spaces and convolutions do. vLLM gives a state a page of the pool, and
+    makes the pages of other layers as large, by more tokens.
+
+    Args:
+        model: vLLM's `ModelConfig`.
+    """
+    text = model.hf_text_config
+    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ()
+    return (
+        bool(model.is_hybrid)
+        and not any("sliding" in kind or "chunked" in kind for kind in kinds)
+        and model.get_sliding_window() is None
+        and getattr(text, "attention_chunk_size", None) is None
+    )
+
+
 def block_count(config: Any) -> int:
-    """Returns how many blocks of the pool the requests need at most.
+    """Returns how many blocks of the pool the requests need at most, without other layers.
 
     Twice what vLLM demands before it admits a request, because a prompt that is being computed may
     hold as much; and the window of each running request.
@@ -74,17 +94,19 @@ def block_count(config: Any) -> int:
 
 
 def make_thin(config: Any) -> None:
-    """Gives vLLM a pool of `THIN_BYTES` a token and layer, if no other layer needs it.
+    """Gives vLLM a pool of `THIN_BYTES` a token and layer, if no other layer has K/V there.
 
-    Layers with a window and those of a draft model do.
+    Layers with a window and those of a draft model have. A pool with states is as large as they
+    need (`note_available`).
 
     Args:
         config: The complete `VllmConfig`.
     """
-    if has_draft_model(config) or not only_full_attention(config.model_config):
+    alone = only_full_attention(config.model_config)
+    if has_draft_model(config) or not (alone or others_have_states(config.model_config)):
         return
     config.kv_transfer_config.kv_connector_extra_config[THIN] = True
-    if config.cache_config.num_gpu_blocks_override is None:
+    if alone and config.cache_config.num_gpu_blocks_override is None:
         config.cache_config.num_gpu_blocks_override = block_count(config)
 
 
@@ -95,7 +117,10 @@ def is_thin(config: Any) -> bool:
 
 
 def note_available() -> None:
-    """Makes vLLM's worker on a GPU tell how much memory it finds for K/V. Called before it does."""
+    """Makes vLLM's worker on a GPU tell how much memory it finds for K/V. Called before it does.
+
+    Of a model with states, vLLM gets what its pool needs of that, and the engine the rest.
+    """
     module = sys.modules.get("vllm.v1.worker.gpu_worker")
     if module is None or getattr(module, _MARK, False):
         return
@@ -106,9 +131,28 @@ def note_available() -> None:
     def determine_available_memory(self: Any, *args: Any, **kwargs: Any) -> int:
         global _available  # noqa: PLW0603
         _available = determine(self, *args, **kwargs)
-        return _available
+        config = self.vllm_config
+        if not is_thin(config) or only_full_attention(config.model_config):
+            return _available
+        return min(_available // 2, bytes_of_states(config, self.get_kv_cache_spec()))
 
     module.Worker.determine_available_memory = determine_available_memory
+
+
+def bytes_of_states(config: Any, specs: Mapping[str, Any]) -> int:
+    """Returns what the states of all running requests take, and the windows beside them.
+
+    Args:
+        config: The complete `VllmConfig`.
+        specs: vLLM's `KVCacheSpec` of each layer. All their pages will have the size of the
+            largest.
+    """
+    page = max(spec.page_size_bytes for spec in specs.values())
+    blocks = sum(
+        -(-spec.max_memory_usage_bytes(config) // spec.page_size_bytes) for spec in specs.values()
+    )
+    # One more: a block that vLLM leaves unused.
+    return page * blocks * (config.scheduler_config.max_num_seqs + 1)
 
 
 def take_for_attend(q: torch.Tensor) -> None:

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from spillway_kv.prefill import Prefill
-from spillway_kv.prefill_kernels import attention_with_lse
+from spillway_kv.prefill_kernels import attention_with_lse, with_sinks
 from spillway_kv.vllm.appends import Chunk
 from spillway_kv.vllm.decoding import Row, on_device
 from spillway_kv.vllm.sequences import Lost, Sequences
@@ -31,8 +31,8 @@ class Varlen(Protocol):
         longest_keys: int,
         scale: float,
         out: torch.Tensor,
-    ) -> object:
-        """Attends. What it returns is not used.
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attends.
 
         Args:
             q: Queries [N, H_q, d].
@@ -45,6 +45,9 @@ class Varlen(Protocol):
             longest_keys: Most keys of a prompt.
             scale: Factor on q.k.
             out: Written, [N, H_q, d].
+
+        Returns:
+            The output, and the log-sum-exp of each query [N, H_q], float32.
         """
         ...
 
@@ -65,9 +68,16 @@ class Prompts:
         sequences: The sequences of the requests.
         scale: Factor on q.k.
         layer_count: Layers of the engine.
+        sinks: As for `set_sinks`.
     """
 
-    def __init__(self, sequences: Sequences, scale: float, layer_count: int) -> None:
+    def __init__(
+        self,
+        sequences: Sequences,
+        scale: float,
+        layer_count: int,
+        sinks: Sequence[torch.Tensor | None] = (),
+    ) -> None:
         self._sequences = sequences
         self._scale = scale
         self._layer_count = layer_count
@@ -82,6 +92,17 @@ class Prompts:
         self._kept: dict[int, torch.Tensor] = {}
         self._continued: list[_Continued] = []
         self._token_count = 0
+        self._sinks: list[torch.Tensor | None] = []
+        self.set_sinks(sinks)
+
+    def set_sinks(self, sinks: Sequence[torch.Tensor | None]) -> None:
+        """Sets the logits of learned sinks.
+
+        Args:
+            sinks: Of each layer, [H_q] float32 on the model's device, or None. Empty: no layer has
+                any.
+        """
+        self._sinks = list(sinks) or [None] * self._layer_count
 
     def close(self) -> None:
         """Frees the buffers for K/V of earlier tokens."""
@@ -136,10 +157,11 @@ class Prompts:
         for each in self._appended:
             share = each.token_count / self._token_count
             each.append(self._sequences, layer, k, v, share, lose)
+        sinks = self._sinks[layer]
         for run in self._runs:
-            run.attend(q, k, v, out, self._scale)
+            run.attend(q, k, v, out, self._scale, sinks)
         for chunk in self._continued:
-            chunk.attend(layer, q, out, self._scale)
+            chunk.attend(layer, q, out, self._scale, sinks)
         for row in self._later:
             if row.alive:
                 try:
@@ -176,6 +198,7 @@ class Prompts:
                 start=row.plan.start,
                 scale=self._scale,
                 next_layer=next_layer,
+                sinks=self._sinks[layer],
             )
         )
 
@@ -251,16 +274,21 @@ class _Run:
         v: torch.Tensor,
         out: torch.Tensor,
         scale: float,
+        sinks: torch.Tensor | None,
     ) -> None:
-        """Attends causally."""
+        """Attends causally, with sinks [H_q] or without."""
         if _varlen is not None and self._ends is not None:
             whole = self._whole
             ends, longest = self._ends, self._longest
-            _varlen(q[whole], k[whole], v[whole], ends, ends, longest, longest, scale, out[whole])
+            _, lse = _varlen(
+                q[whole], k[whole], v[whole], ends, ends, longest, longest, scale, out[whole]
+            )
+            _add_sinks(out[whole], lse, sinks)
             return
         for place in self._places:
             keys, values = k[place].transpose(0, 1), v[place].transpose(0, 1)
-            out[place], _ = attention_with_lse(q[place], keys, values, causal=True, scale=scale)
+            own, lse = attention_with_lse(q[place], keys, values, causal=True, scale=scale)
+            out[place] = with_sinks(own, lse, sinks, out.dtype)
 
 
 class _Continued:
@@ -278,13 +306,29 @@ class _Continued:
         self._rows = rows.transpose(2, 3)
         self._ends = on_device([0, row.plan.token_count, 0, rows.shape[3]], torch.int32, device)
 
-    def attend(self, layer: int, q: torch.Tensor, out: torch.Tensor, scale: float) -> None:
-        """Attends causally. The chunk's own K/V of the layer must be there."""
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        scale: float,
+        sinks: torch.Tensor | None,
+    ) -> None:
+        """Attends causally, with sinks [H_q] or without. The chunk's own K/V must be there."""
         assert _varlen is not None
         count, length = self._row.plan.token_count, self._rows.shape[2]
         new = slice(self._row.begin, self._row.end)
         k, v = self._rows[0, layer], self._rows[1, layer]
-        _varlen(q[new], k, v, self._ends[:2], self._ends[2:], count, length, scale, out[new])
+        _, lse = _varlen(
+            q[new], k, v, self._ends[:2], self._ends[2:], count, length, scale, out[new]
+        )
+        _add_sinks(out[new], lse, sinks)
+
+
+def _add_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None) -> None:
+    """Adds sinks [H_q] to exact attention [N, H_q, d] in place, without memory for another."""
+    if sinks is not None:
+        out.mul_((lse - sinks).sigmoid()[..., None])
 
 
 def _runs_of(rows: Sequence[Row]) -> list[list[Row]]:

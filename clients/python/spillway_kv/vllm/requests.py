@@ -57,8 +57,9 @@ class Requests:
 
     Args:
         kept_count_max: Most sequences that stay after their request.
-        reuses: Whether requests may begin with the rows of others. False if layers other than
-            Spillway's keep state, because that would be missing.
+        reuses: Whether requests may begin with the rows of others, or with their own after a
+            preemption. False if layers other than Spillway's keep K/V or a state, because those
+            would be missing.
     """
 
     def __init__(self, kept_count_max: int, *, reuses: bool = True) -> None:
@@ -115,6 +116,9 @@ class Requests:
                 return None
             request.starved_at = None
         request.source = None
+        if not self._reuses:
+            # Not even its own rows: after a preemption, what other layers kept of it is gone.
+            return 0
         own = min(self._prefixes.row_count(request.key), token_count - 1)
         shares = request.comparable and request.epoch < _SHARED_LOSSES_MAX
         match = self._prefixes.match(request.key, token_count - 1) if shares else None

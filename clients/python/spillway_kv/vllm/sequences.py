@@ -8,6 +8,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as SequenceABC
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TypeVar, cast
@@ -19,6 +20,7 @@ from spillway_kv.batch import HeadShapes
 from spillway_kv.indices import RotationHash
 from spillway_kv.sequence import Sequence
 from spillway_kv.shared_model import shared_model
+from spillway_kv.sinks import filled, sink_rows
 from spillway_kv.tensors import DTypeName
 from spillway_kv.vllm.appends import Appends, Chunk
 from spillway_kv.vllm.prompt_rows import PromptRows
@@ -78,11 +80,19 @@ class Sequences:
         settings: Where K/V are kept.
         shapes: Shapes of this rank's layers.
         device: Device of the model's tensors.
+        sinks: As for `set_sinks`.
     """
 
-    def __init__(self, settings: Settings, shapes: Shapes, device: torch.device) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        shapes: Shapes,
+        device: torch.device,
+        sinks: SequenceABC[torch.Tensor | None] = (),
+    ) -> None:
         self._settings = settings
         self._shapes = shapes
+        self._sinks = _rows_of(sinks, shapes)
         self.client = _connect(settings, device)
         # Appends of prompts that go on while the model computes. None: they do not.
         self._appends = (
@@ -123,6 +133,22 @@ class Sequences:
         for key in list(self._sequences):
             self.drop(key)
         self.client.close()
+
+    def set_sinks(self, sinks: SequenceABC[torch.Tensor | None]) -> set[int]:
+        """Sets the logits of learned sinks for the sequences that are created from now on.
+
+        Args:
+            sinks: Of each layer, [H_q] of any float dtype, or None. Empty: no layer has any.
+
+        Returns:
+            Keys of sequences that have other sinks. They must be dropped in the next step.
+        """
+        rows = _rows_of(sinks, self._shapes)
+        if rows == self._sinks:
+            return set()
+        self._sinks, self._model = rows, None
+        self.gone |= self._sequences.keys()
+        return set(self._sequences)
 
     def begin(self, plan: StepPlan) -> None:
         """Drops and keeps the sequences as planned."""
@@ -320,6 +346,8 @@ class Sequences:
                 named["value_bits"] = value_bits
             if row_type != "model":
                 named["row_type"] = row_type
+            if self._sinks:
+                named["sink_logits"] = self._sinks
             self._model = shared_model(
                 self.client,
                 "vllm",
@@ -332,6 +360,7 @@ class Sequences:
                 softmax_scale=shapes.scale,
                 hash_weights=RotationHash(value_bits=value_bits),
                 row_type=row_type,
+                sink_logits=self._sinks or None,
             )
         return self._model
 
@@ -420,6 +449,12 @@ class Sequences:
                 sequence.delete()
             except spillway_kv.SpillwayError as error:
                 _logger.debug("deleting %s: %s", sequence.name, error)
+
+
+def _rows_of(
+    sinks: SequenceABC[torch.Tensor | None], shapes: Shapes
+) -> tuple[tuple[float, ...], ...]:
+    return sink_rows(filled(sinks), shapes.layer_count, shapes.query_head_count)
 
 
 def _connect(settings: Settings, device: torch.device) -> spillway_kv.Client:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import cast
 
@@ -47,6 +48,7 @@ class Worker:
         device: Device of the model's tensors.
         policy: Policy of decode steps. None means the engine's default.
         length_max: Most tokens that a request can have; None if that is not known.
+        sinks: As for `set_sinks`.
     """
 
     def __init__(
@@ -56,14 +58,17 @@ class Worker:
         device: torch.device,
         policy: Policy | None,
         length_max: int | None = None,
+        sinks: Sequence[torch.Tensor | None] = (),
     ) -> None:
         self._policy = policy
         self._device = device
         self._shapes = shapes
         self._last_layer = shapes.layer_count - 1
-        self._sequences = Sequences(settings, shapes, device)
+        self._sequences = Sequences(settings, shapes, device, sinks)
         self._decodings = Decodings(self._sequences.client, length_max, self._sequences.make_room)
-        self._prompts = Prompts(self._sequences, shapes.scale, shapes.layer_count)
+        self._prompts = Prompts(self._sequences, shapes.scale, shapes.layer_count, sinks)
+        # Sequences that have other sinks than the model has now.
+        self._outdated: set[int] = set()
         self._report = StepReport()
         self._groups: list[Group] = []
         self._single: list[tuple[Row, Policy | None]] = []
@@ -88,6 +93,16 @@ class Worker:
         self._decodings.close()
         self._sequences.close()
 
+    def set_sinks(self, sinks: Sequence[torch.Tensor | None]) -> None:
+        """Sets the logits of learned sinks. If they differ, the next step loses all sequences.
+
+        Args:
+            sinks: Of each layer, [H_q] float32 on the model's device, or None. Empty: no layer has
+                any.
+        """
+        self._outdated |= self._sequences.set_sinks(sinks)
+        self._prompts.set_sinks(sinks)
+
     def begin(self, plan: StepPlan, begins: dict[int, int]) -> None:
         """Prepares the sequences of the step.
 
@@ -95,6 +110,9 @@ class Worker:
             plan: The step.
             begins: Position in the batch of each request's first token, by key.
         """
+        if self._outdated:
+            plan = replace(plan, dropped=[*plan.dropped, *self._outdated])
+            self._outdated = set()
         self._report = StepReport()
         self._groups, self._single, self._lost = [], [], []
         self._counts = len(plan.requests), sum(r.token_count for r in plan.requests)
