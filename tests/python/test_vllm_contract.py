@@ -52,8 +52,15 @@ ATTRIBUTES = {
         "requests",
         "running",
     },
-    "vllm.v1.worker.gpu_worker:Worker": {"determine_available_memory"},
-    "vllm.v1.attention.backend:AttentionBackend": {"customize_spec"},
+    "vllm.v1.worker.gpu_worker:Worker": {
+        "determine_available_memory",
+        "get_kv_cache_spec",
+        "vllm_config",
+    },
+    "vllm.v1.attention.backend:AttentionBackend": {"customize_spec", "supports_sink"},
+    "vllm.v1.attention.backend:AttentionImpl": {"process_weights_after_loading"},
+    "vllm.model_executor.layers.attention:Attention": {"head_size", "head_size_v", "impl"},
+    "vllm.v1.kv_cache_interface:KVCacheSpec": {"max_memory_usage_bytes", "page_size_bytes"},
     "vllm.v1.attention.backend:CommonAttentionMetadata": {
         "block_table_tensor",
         "num_actual_tokens",

@@ -24,6 +24,7 @@ def _config(**more: Any) -> Any:
         "use_mla": False,
         "is_encoder_decoder": False,
         "is_mm_prefix_lm": False,
+        "is_hybrid": False,
         "runner_type": "generate",
         "dtype": torch.bfloat16,
         "head_size": 128,
@@ -56,6 +57,7 @@ def test_what_is_served() -> None:
     assert refusals(_config(cache_dtype="bfloat16", head_size=256)) == []
     for method in ("ngram", "draft_model"):
         assert refusals(_config(speculative_config=_drafts(method, 15))) == []
+    assert refusals(_config(is_hybrid=True)) == []
     drafts = _drafts("draft_model", 3, "FLASH_ATTN")
     assert refusals(_config(speculative_config=drafts)) == []
 
@@ -67,6 +69,11 @@ def test_what_is_served() -> None:
             {"speculative_config": _drafts("eagle", 3)},
             "speculative decoding by eagle (--speculative-config); n-grams and draft models are "
             "served, the methods ngram and draft_model",
+        ),
+        (
+            {"speculative_config": _drafts("ngram", 3), "is_hybrid": True},
+            "speculative decoding (--speculative-config) of a model with states: they must go back "
+            "where drafts are rejected, which vLLM does not do everywhere",
         ),
         (
             {"speculative_config": _drafts("ngram", 16)},

@@ -26,6 +26,11 @@ def refusals(config: Any) -> list[str]:
     reasons += _of_speculation(config.speculative_config)
     if config.speculative_config is not None and config.scheduler_config.async_scheduling:
         reasons.append("speculative decoding with --async-scheduling")
+    if config.speculative_config is not None and model.is_hybrid:
+        reasons.append(
+            "speculative decoding (--speculative-config) of a model with states: they must go back "
+            "where drafts are rejected, which vLLM does not do everywhere"
+        )
     if parallel.pipeline_parallel_size > 1:
         reasons.append(
             f"pipeline parallelism (--pipeline-parallel-size {parallel.pipeline_parallel_size}); "
