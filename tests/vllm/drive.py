@@ -7,7 +7,7 @@ it arrives; `prompt`, token ids; `max_tokens`; and optionally `n`; `aborted`, th
 it is aborted; and `forced`, the tokens that it must generate. The answer is one line with each
 request's tokens; the most likely token at the place of each; and the 20 most likely ones, each with
 how far its log-probability is below the best. The answer to the line "counts" is a line with
-counters.
+counters. The line {"reload": folder} loads a model's weights anew, and is answered by null.
 """
 
 from __future__ import annotations
@@ -112,6 +112,10 @@ def main() -> None:
         asked = json.loads(line)
         if asked == "counts":
             print(json.dumps(_counts(engine)), file=answers, flush=True)
+            continue
+        if isinstance(asked, dict):
+            engine.collective_rpc("reload_weights", kwargs={"weights_path": asked["reload"]})
+            print("null", file=answers, flush=True)
             continue
         requests = Requests(engine, asked, f"s{number}")
         steps = requests.run()

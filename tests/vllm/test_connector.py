@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 from spillway_kv.vllm import graphs
-from spillway_kv.vllm.connector import SpillwayConnector
+from spillway_kv.vllm.connector import SpillwayConnector, _our_group
+from spillway_kv.vllm.memory import WINDOW_TOKEN_COUNT
 from spillway_kv.vllm.requests import Requests
 
 
@@ -72,3 +73,36 @@ def test_the_v2_runner_on_cuda_names_them(
     monkeypatch.setattr(graphs, "current_platform", SimpleNamespace(is_cuda=lambda: is_cuda))
     config = SimpleNamespace(use_v2_model_runner=is_v2)
     assert graphs.names_requests(config) == (is_cuda and is_v2)
+
+
+class _Layer:
+    """A layer of vLLM that keeps something in the pool. window: that of its part of the pool."""
+
+    def __init__(self, names: list[str], window: int | None) -> None:
+        self.layer_names = names
+        self.kv_cache_spec = SimpleNamespace(sliding_window=window, block_size=16)
+
+
+def _pool(*groups: _Layer) -> Any:
+    return SimpleNamespace(kv_cache_groups=list(groups))
+
+
+def test_spillways_layers_are_found_among_others() -> None:
+    """A group of the pool has as many layers as the others, so Spillway's may have several."""
+    states = _Layer(["model.layers.0.mixer", "model.layers.2.mixer"], None)
+    window = _Layer(["model.layers.4.attn"], 128)
+    late = _Layer(["model.layers.10.attn", "model.layers.5.attn"], WINDOW_TOKEN_COUNT)
+    early = _Layer(["model.layers.3.attn", "model.layers.12.attn"], WINDOW_TOKEN_COUNT)
+    group, names = _our_group(_pool(states, late, window, early))
+    assert group == 3
+    assert sorted(names) == sorted(late.layer_names + early.layer_names)
+    with pytest.raises(ValueError, match="no layer has full attention"):
+        _our_group(_pool(states, window))
+
+
+@pytest.mark.parametrize("name", ["model.attn.3", "model.layers.5.attn.0", "model.attn"])
+def test_layers_whose_order_is_not_known_are_refused(name: str) -> None:
+    """In Zamba 2, attention 3 may come after attention 0."""
+    layers = _Layer(["model.layers.0.attn", name], WINDOW_TOKEN_COUNT)
+    with pytest.raises(ValueError, match=f"the attention {name} is not named by its layer"):
+        _our_group(_pool(layers))

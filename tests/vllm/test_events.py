@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from daemons import ROOT, Daemon
 from engines import Engine, running
 from hardware import ON_GPU
 from models import VOCABULARY
+from safetensors.torch import load_file, save_file
 
 _EXACT = {"VLLM_SPILLWAY_QUALITY": "exact"}
 _ARGUMENTS: dict[str, Any] = {
@@ -78,7 +80,7 @@ def stock(folder: Path, tmp_path_factory: pytest.TempPathFactory):
 def ours(folder: Path, tmp_path: Path):
     """A function that starts the plugin's engine with settings and arguments."""
 
-    def start(environment: dict[str, str], **arguments: Any) -> Any:
+    def start(environment: dict[str, str], *, folder: Path = folder, **arguments: Any) -> Any:
         return running(
             folder,
             tmp_path / "log",
@@ -101,6 +103,45 @@ def test_preempted_requests_go_on(stock: Engine, ours) -> None:
     assert counts["num_preemptions"] >= 2
     # Nothing is computed again, except for the token whose output gives the next.
     assert counts["prompt_tokens"] + counts["reused_tokens"] <= prompt_tokens
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "gpt_oss"])
+def test_preempted_requests_begin_again(kind: str, model_folder, ours, tmp_path: Path) -> None:
+    """Where vLLM has freed the K/V of layers with windows, a request's own rows are no help."""
+    schedule = _schedule(_prompts(12, [5, 60, 100, 200]), 100)
+    prompt_tokens = sum(len(request["prompt"]) for request in schedule)
+    folder = model_folder(kind)
+    small = {"num_gpu_blocks_override": 40, "block_size": 32, "max_num_batched_tokens": 64}
+    with (
+        running(folder, tmp_path / "stock.log", **_ARGUMENTS) as stock,
+        ours({}, folder=folder, **small) as engine,
+    ):
+        seen = _compared(schedule, stock, engine)
+        counts = engine.ask("counts")
+    assert seen.token_count >= 1000
+    assert counts["num_preemptions"] >= 2
+    assert counts["prompt_tokens"] > prompt_tokens
+
+
+def test_weights_that_are_loaded_anew(model_folder, tmp_path: Path) -> None:
+    """Learned sinks are among them. Requests with an equal beginning do not take older K/V."""
+    schedule = _schedule(_prompts(4, [100, 200]), 12)
+    folder, other = model_folder("granite_sinks"), tmp_path / "other"
+    shutil.copytree(folder, other)
+    weights = load_file(other / "model.safetensors")
+    for name in [name for name in weights if name.endswith("sinks")]:
+        weights[name] = weights[name].flip(0).contiguous()
+    save_file(weights, other / "model.safetensors", {"format": "pt"})
+    with (
+        running(other, tmp_path / "stock.log", **_ARGUMENTS) as stock,
+        running(
+            folder, tmp_path / "log", _EXACT, attention_backend="CUSTOM", **_ARGUMENTS
+        ) as engine,
+    ):
+        before = engine.ask(schedule)
+        assert before["tokens"] != stock.ask(schedule)["tokens"]
+        assert engine.ask({"reload": str(other)}) is None
+        _compared(schedule, stock, engine)
 
 
 def test_requests_wait_for_memory(stock: Engine, ours) -> None:
@@ -221,6 +262,26 @@ def test_ranks_have_their_own_heads(where: str, stock: Engine, ours, tmp_path: P
             _compared(schedule, stock, engine)
             # Each rank has one head, and ranks with equal shapes share one model.
             assert daemon.kv_head_counts() == [1]
+
+
+@pytest.mark.skipif(ON_GPU and torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("kind", ["gpt_oss", "granite4"])
+def test_ranks_have_their_own_sinks_and_states(kind: str, model_folder, tmp_path: Path) -> None:
+    schedule = _schedule(_prompts(8, [5, 60, 300]), 24, apart=3)
+    alone = {"enable_prefix_caching": False}
+    folder = model_folder(kind)
+    with (
+        running(folder, tmp_path / "stock.log", **_ARGUMENTS, **alone) as stock,
+        running(
+            folder,
+            tmp_path / "log",
+            _EXACT,
+            attention_backend="CUSTOM",
+            tensor_parallel_size=2,
+            **_ARGUMENTS,
+        ) as ours,
+    ):
+        _compared(schedule, stock, ours)
 
 
 def test_a_million_tokens_may_come(folder: Path, ours, tmp_path: Path) -> None:

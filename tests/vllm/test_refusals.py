@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from engines import running
 from hardware import ENGINE, ON_GPU
+from spillway_kv.vllm import connector
+from spillway_kv.vllm.backend import SpillwayBackend
+from spillway_kv.vllm.settings import Settings
 from vllm import envs
 from vllm.engine.arg_utils import EngineArgs
 
@@ -67,10 +71,13 @@ def test_other_drafters(model_folder) -> None:
 
 
 def test_the_pool_is_nearly_empty(model_folder) -> None:
-    """Unless the model has other layers, whose pages must have the same size."""
+    """Unless other layers have K/V there. How many blocks states need is known later."""
     config = _config(model_folder("llama"), attention_backend="CUSTOM")
     assert config.cache_config.num_gpu_blocks_override > config.scheduler_config.max_num_seqs
     assert config.kv_transfer_config.kv_connector_extra_config["thin_pool"]
+    config = _config(model_folder("granite4"), attention_backend="CUSTOM")
+    assert config.kv_transfer_config.kv_connector_extra_config["thin_pool"]
+    assert config.cache_config.num_gpu_blocks_override is None
     config = _config(model_folder("gemma3"), attention_backend="CUSTOM")
     assert config.cache_config.num_gpu_blocks_override is None
     assert "thin_pool" not in config.kv_transfer_config.kv_connector_extra_config
@@ -118,6 +125,17 @@ def test_models(model_folder, tmp_path: Path, kind: str, expected: str) -> None:
             model_folder(kind), tmp_path / "log", attention_backend="CUSTOM", max_model_len=1024
         ):
             pass
+
+
+def test_values_with_fewer_elements(model_folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in MiMo V2, whose keys have 192 elements and values 128."""
+    config = _config(model_folder("llama"), attention_backend="CUSTOM")
+    layer = SimpleNamespace(attn_backend=SpillwayBackend, head_size=192, head_size_v=128)
+    layers = {"model.layers.3.self_attn.attn": layer}
+    monkeypatch.setattr(connector, "get_layers_from_vllm_config", lambda *_: layers)
+    message = r"values of model\.layers\.3\.self_attn\.attn have 128 elements, and keys 192"
+    with pytest.raises(ValueError, match=message):
+        connector._open_attending(config, Settings(), 0)
 
 
 def test_no_other_variable_is_taken(model_folder, monkeypatch: pytest.MonkeyPatch) -> None:

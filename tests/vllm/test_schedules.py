@@ -36,10 +36,12 @@ def both(
     if kind != TRAINED:
         draw = random.Random(1)
         tokens = [draw.randrange(1, VOCABULARY) for _ in range(100_000)]
+    # With it, the CPU build may end with an error in Mamba 2.
+    alone = {"enable_prefix_caching": False} if kind == "granite4" else {}
     logs = tmp_path_factory.mktemp(kind)
     folder = model_folder(kind)
     with (
-        running(folder, logs / "stock.log", dtype=dtype, **_ARGUMENTS) as stock,
+        running(folder, logs / "stock.log", dtype=dtype, **_ARGUMENTS, **alone) as stock,
         running(
             folder,
             logs / "ours.log",
@@ -112,8 +114,8 @@ def test_tokens_are_stock_vllms(both, capsys: pytest.CaptureFixture[str]) -> Non
         )
     assert request_count >= _REQUESTS_MIN
     assert counts["outputs_statistical"] == counts["outputs_none"] == 0
-    # The state of sliding layers is not kept, so such models compute every prompt completely.
-    assert (counts["reused_tokens"] > 0) == (kind != "gemma3")
+    # What other layers keep cannot be restored, so such models compute every prompt completely.
+    assert (counts["reused_tokens"] > 0) == (kind not in ("gemma3", "gpt_oss", "granite4"))
     # In bfloat16 many requests have another token at a tie, after which nothing is compared.
     assert seen.token_count >= (2000 if dtype == ROUNDED else 5000)
     assert seen.cut_share <= (0.25 if dtype == ROUNDED else 0.05)

@@ -334,13 +334,15 @@ def _in_order(names: Iterable[str]) -> list[str]:
     """Returns layers in the model's order.
 
     Raises:
-        ValueError: A name does not have exactly one number, as where layers share their weights.
+        ValueError: A name does not tell the number of its layer. Where layers share the weights of
+            their attention, vLLM numbers the uses of each weight, one weight after the other.
     """
     for name in names:
-        if sum(part.isdecimal() for part in name.split(".")) != 1:
+        parts = name.split(".")
+        if sum(part.isdecimal() for part in parts) != 1 or parts[-1].isdecimal():
             raise ValueError(
-                f"Spillway cannot serve this: the name of the attention {name} has not just the "
-                "number of its layer, so their order is not known"
+                f"Spillway cannot serve this: the attention {name} is not named by its layer, so "
+                "the order of the layers is not known"
             )
     return sorted(names, key=extract_layer_index)
 
