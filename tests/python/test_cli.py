@@ -22,6 +22,14 @@ BINARY = os.environ.get("SPILLWAY_CLI", str(ROOT / "build/release/clients/cpp/sp
 SHAPE = ["--query-heads", "4", "--kv-heads", "2", "--head-dim", "32", "--tokens", "300"]
 
 
+@pytest.fixture(autouse=True)
+def few_models(client: spillway_kv.Client) -> None:
+    """Deletes models that other tests have left without a sequence: `top` lists only 16."""
+    for model in client.list_models():
+        if not list(client.list_sequences(model)):
+            client.delete_model(model)
+
+
 def run(target: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs the tool with pipes for its output."""
     return subprocess.run(

@@ -159,6 +159,17 @@ def test_decoders(client: Client, scene: tuple[Model, int, int], policy: Policy 
                 assert moved <= sum(int(one.touched_row_counts.sum()) for one in wanted)
 
 
+@pytest.fixture
+def no_models_left(client: Client) -> Iterator[None]:
+    """Deletes the models that caches have made: metrics and `top` list only 16."""
+    before = {model.name for model in client.list_models()}
+    yield
+    for model in client.list_models():
+        if model.name not in before:
+            delete_model(client, model)
+
+
+@pytest.mark.usefixtures("no_models_left")
 @pytest.mark.parametrize("quality", ["exact", "default"])
 def test_a_multi_query_model(client: Client, quality: str) -> None:
     """32 query heads over one KV head; a prompt, decode steps, and sparse ones."""
