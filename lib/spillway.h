@@ -275,7 +275,7 @@ SPILLWAY_EXPORT int spillway_step_results(spillway_step* step, const void** mess
 typedef struct {
   int64_t attend_count;      /* queries, of all sequences */
   int64_t touched_row_count; /* rows read, over all groups of query heads */
-  int64_t visible_row_count; /* rows that could have been read, over all KV heads */
+  int64_t visible_row_count; /* rows that could have been read, likewise */
   int64_t exact_count;       /* certificates by kind of error bound, one per query head */
   int64_t statistical_count;
   int64_t none_count;

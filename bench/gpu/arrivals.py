@@ -31,7 +31,6 @@ nothing.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import statistics
 import time
@@ -40,11 +39,10 @@ from pathlib import Path
 from typing import Any
 
 import dense
-import spillway_kv
 import torch
 from arrivals_queue import Request, full_step_s, poisson, serve, summary
 from capacity import ROW_TYPES, error_fields
-from many import DIM, HEADS, KV_HEADS, DenseRows, Rows, Sequences
+from many import DIM, HEADS, KV_HEADS, DenseRows, Rows, Sequences, engine, ran_on
 from model_like import Shape, Trace, exact, relative_errors
 from spillway_kv.decoding import Decoding
 from timing import AHEAD_CYCLES, copy_bytes_per_s, timed
@@ -335,10 +333,7 @@ def main() -> None:
             "scaled": f"32 x a layer of {options.layers} measured, weights_ms, and the opening of "
             "decoders",
             "weights_ms": round(whole.weights_us / 1000, 2),
-            "gpu": torch.cuda.get_device_name() if on_gpu else "none: the CPU device",
-            "torch": torch.__version__,
-            "commit": options.commit,
-            "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
+            **ran_on(device, options.commit),
         },
     )
     dense_of = dense_ways(rows, whole, fit, new_tokens)
@@ -346,13 +341,7 @@ def main() -> None:
         runs.know(way)
     if on_gpu:
         torch.cuda.empty_cache()
-    settings = {
-        "memory.limit": f"{options.memory_gib}GiB",
-        "device.name": options.device,
-        "device.gpu_resident_limit": "0",
-        "models.sampling_seed": 0,
-    }
-    with spillway_kv.connect("embedded:", settings=settings) as client:
+    with engine(options.device, options.memory_gib) as client:
         lives = []
         for name in options.row_types:
             sequences = Sequences(client, rows, ROW_TYPES[name])

@@ -29,7 +29,6 @@ A JSON line for each point; one that cannot be measured here has `skipped`, and 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import statistics
 from collections.abc import Callable, Iterable
@@ -42,7 +41,7 @@ import spillway_kv
 import torch
 from dense import Layers
 from link_load import LinkLoad
-from many import DIM, HEADS, KV_HEADS, DenseRows, Rows, Sequences
+from many import DIM, HEADS, KV_HEADS, DenseRows, Rows, Sequences, engine, ran_on
 from model_like import Shape, Trace
 from spillway_kv.lab.size.layout import Layout, gpu_slab_bytes
 from spillway_kv.row_types import RowType, row_bytes
@@ -233,13 +232,7 @@ class Capacity:
         """Spillway with rows of a type."""
         way = f"spillway {name}"
         most = self._ends[f"{name}, {HOSTS_GIB[-1]} GiB"]
-        settings = {
-            "memory.limit": f"{self._options.memory_gib}GiB",
-            "device.name": self._options.device,
-            "device.gpu_resident_limit": "0",
-            "models.sampling_seed": 0,
-        }
-        with spillway_kv.connect("embedded:", settings=settings) as client:
+        with engine(self._options.device, self._options.memory_gib) as client:
             sequences = Sequences(client, self._rows, ROW_TYPES[name])
             for count in self.counts:
                 needs = count * self._tokens * self._layers * self._row_bytes[name] / GIB
@@ -344,10 +337,7 @@ def main() -> None:
     rate = copy_bytes_per_s(device, 4 << 30 if on_gpu else 1 << 26)
     whole = WholeModel(1e9 * options.gpu_gb, rate)
     told = {
-        "gpu": torch.cuda.get_device_name() if on_gpu else "none: the CPU device",
-        "torch": torch.__version__,
-        "commit": options.commit,
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
+        **ran_on(device, options.commit),
         "copy_gb_per_s": round(rate / 1e9),
     }
     if on_gpu:

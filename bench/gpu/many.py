@@ -7,6 +7,7 @@ step.
 
 from __future__ import annotations
 
+import datetime
 import statistics
 from typing import Any, Protocol
 
@@ -17,6 +18,28 @@ from model_like import Trace, exact, relative_errors
 from timing import AHEAD_CYCLES, timed
 
 HEADS, KV_HEADS, DIM = 32, 8, 128
+
+
+def engine(device: str, memory_gib: int) -> spillway_kv.Client:
+    """An engine whose rows are in host memory alone. device: as `device.name`."""
+    settings: dict[str, str | int] = {
+        "memory.limit": f"{memory_gib}GiB",
+        "device.name": device,
+        "device.gpu_resident_limit": "0",
+        "models.sampling_seed": 0,
+    }
+    return spillway_kv.connect("embedded:", settings=settings)
+
+
+def ran_on(device: torch.device, commit: str) -> dict[str, str]:
+    """Fields of every record: where and when it was measured."""
+    on_gpu = device.type == "cuda"
+    return {
+        "gpu": torch.cuda.get_device_name() if on_gpu else "none: the CPU device",
+        "torch": torch.__version__,
+        "commit": commit,
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
+    }
 
 
 class Rows:

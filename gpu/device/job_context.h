@@ -98,7 +98,7 @@ class JobContext {
   // REQUIRES: the item attends.
   const AttendQuery& attend(size_t item) const { return *job_->items[item].attend; }
   LayerIndex& index(size_t item) const;
-  // Converts the query heads of a KV head to fp32: q [G][d].
+  // Converts the query heads of a group to fp32: q [G][d].
   void ToFloats(size_t item, int64_t query, int group_index, float* q) const;
 
   // Whether the job's attends are cancelled or late. If so, tells the kernels.
@@ -116,8 +116,8 @@ class JobContext {
   void AddStage(JobStage stage, cudaEvent_t from, cudaEvent_t to);
   // Fills in the job's times, once the GPU is done and all stages were added.
   void CollectTimes();
-  // The status that a unit reports for this announcement; OK for a job on a slot. query, kv_head:
-  // the unit's first.
+  // The status that a unit reports for this announcement; OK for a job on a slot. query,
+  // group_index: the unit's first.
   absl::Status CheckReport(const StepReport& report, size_t item, int64_t query,
                            int group_index) const;
 

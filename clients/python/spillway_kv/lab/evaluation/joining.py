@@ -6,7 +6,6 @@ Each run answers other tasks, of the same model, text, lengths and seed.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -69,14 +68,13 @@ def join(folders: Sequence[Path], output: Path) -> Path:
         "tasks": benchmarks,
         "sample_counts": [len(some) for some in samples.values()],
     }
-    commands = "`, `".join(run["command"] for run in told)
     not_head = ("format", "section", "parameters", "intervals", "found")
     head = {name: value for name, value in told[0].items() if name not in not_head}
-    head["command"] = commands
+    head["command"] = "`, `".join(run["command"] for run in told)
     output.mkdir(parents=True, exist_ok=True)
     part = output / f"{SECTION}.jsonl.part"
     part.write_text("\n".join(lines) + "\n")
-    os.replace(part, output / f"{SECTION}.jsonl")
+    part.replace(output / f"{SECTION}.jsonl")
     return results.write_file(
         output, SECTION, head, parameters, {"methods": found}, told[0]["intervals"]
     )
